@@ -25,6 +25,7 @@ from tpuswarm.train.loop.result import Result
 from tpuswarm.train.loop.session import prepare, taken
 from tpuswarm.train.optional import check_recipe
 from tpuswarm.train.process import platform
+from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Recipe
@@ -200,7 +201,10 @@ class Trainer:
                 f"{folder} is the run of a swarm: `tpuswarm evaluate {folder}` evaluates it, and load(run) gives its "
                 "parameters"
             )
-        return load_run(folder, select_devices(self.devices, platform.local_devices()), best=best, recipe=recipe)
+        loaded = load_run(folder, select_devices(self.devices, platform.local_devices()), best=best, recipe=recipe)
+        for note in loaded.notes:
+            say(note, err=True)
+        return loaded
 
     @entry_point
     def find_lr(

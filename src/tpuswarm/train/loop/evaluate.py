@@ -11,10 +11,14 @@ from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import reading, rows_of, source_of
 from tpuswarm.train.paths import by_path
+from tpuswarm.train.process.terminal import say
 from tpuswarm.train.program.compiled import Placed, with_sharding
+from tpuswarm.train.program.digest import is_another, step_digest
 from tpuswarm.train.program.mesh import batch_sharding, replicated
+from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import State, Weighted
 from tpuswarm.train.run.loaded import LoadedRun
+from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import blame
 
 EVAL_BATCHES = 200
@@ -156,10 +160,25 @@ def evaluate_run(
     Raises InputError for a split without an end, and NoSuchSplit.
     """
     held = _held_out(loaded, split, batch)
+    if _has_another_program(loaded):
+        say(
+            f"the loss, optimizer or schedule of {loaded.recipe.name} has changed since {shown(loaded.folder)} was "
+            "trained; it is evaluated with the new one",
+            err=True,
+        )
     rehearse(loaded.placed, loaded.recipe.name, held, None)
     found = evaluate(loaded.placed, loaded.state, *held, far=far)
     assert found is not None
     return found
+
+
+def _has_another_program(loaded: LoadedRun) -> bool:
+    if not (recorded := loaded.config.get("program")):
+        return False
+    train, platform = loaded.config["train"], loaded.config["chosen"]["platform"]
+    names = ("batch", "precision", "clip", "freeze", "decay", "ema")
+    request = Request(**{name: train.get(name) for name in names})
+    return is_another(recorded, step_digest(loaded.recipe, request, platform))
 
 
 def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, batch: int | None = None) -> Any:

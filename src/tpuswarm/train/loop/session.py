@@ -28,7 +28,7 @@ from tpuswarm.train.process.stop import held
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import Compiled, compile_step, place
 from tpuswarm.train.program.contract import program_of
-from tpuswarm.train.program.digest import is_another, step_digest
+from tpuswarm.train.program.digest import is_another, is_same, step_digest
 from tpuswarm.train.program.largest_batch import AUTO, largest_batch
 from tpuswarm.train.program.request import BATCH, Request, default_batch
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source, State, default_precision
@@ -142,6 +142,8 @@ class Resolved:
     """What the run directory held; None in a new one."""
     changed: list[str]
     """What is different from there, in words."""
+    renamed: list[str]
+    """A different name or file of the recipe, in words."""
 
 
 def resolve(
@@ -175,9 +177,14 @@ def resolve(
         source = Repeated(source, batches * batch)
     rows_per_epoch = getattr(source, "rows_per_epoch", None)
     asked["steps"] = count_steps(asked["steps"], tokens, epochs, batch * tokens_per_row, rows_per_epoch, batch)
-    changed: list[str] = []
+    changed, renamed = list[str](), list[str]()
     if config:
-        found = _recipe_differences(config, recipe, asked)
+        stored_recipe = config["recipe"]
+        renamed = differences(
+            {"recipe": stored_recipe["name"], "made by": stored_recipe["target"]},
+            {"recipe": recipe.name, "made by": recipe.target},
+        )
+        found = _option_differences(config, recipe, asked)
         fixed = {name: asked.get(name) for name in FIXED}
         scheduled = getattr(program, "scheduled", True)  # a program that does not say may use the clock's progress
         if may_grow and not scheduled and (fixed["steps"] or 0) > stored["steps"]:
@@ -188,7 +195,7 @@ def resolve(
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}
     settings |= {name: _first(asked[name], before.get(name), usual.get(name)) for name in HABITS}
     check_settings(settings)  # what comes from tokens, from epochs and from the recipe as well
-    return Resolved(settings, source, tokens_per_row, config, changed)
+    return Resolved(settings, source, tokens_per_row, config, changed, renamed)
 
 
 def prepare(
@@ -216,15 +223,17 @@ def prepare(
             notes.append(f"batch {asked['batch']:,}, the largest that fits")
     with waiting(f"reading the data of {recipe.name}"):
         resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
-    refuse_differences(shown(run.folder), resolved.changed)
     settings, source, config = resolved.settings, resolved.source, resolved.config
+    with waiting(f"tracing {recipe.name}"):
+        program = step_digest(recipe, request(settings), devices[0].platform)
+    recorded = (config or {}).get("program", {})
+    renamed = [] if is_same(recorded, program) else resolved.renamed  # the same program may have another name
+    refuse_differences(shown(run.folder), renamed + resolved.changed)
     batch = settings["batch"]
     if settings["eval_batch"]:
         check_batch(settings["eval_batch"], len(devices), 1, name="eval_batch")
     agreement.agree(lambda: facts(recipe, settings, source))
-    with waiting(f"tracing {recipe.name}"):
-        program = step_digest(recipe, request(settings), devices[0].platform)
-    changed = is_another((config or {}).get("program", {}), program)
+    changed = is_another(recorded, program)
     sentence = f"{shown(run.folder)} began with a different loss, optimizer or schedule than {recipe.name} has now"
     if changed and not accept_code:
         raise InputError(
@@ -268,7 +277,7 @@ def prepare(
             )
     written = configuration(recipe, settings) | {"chosen": chosen(compiled)}
     written["numerics"] = (config or {}).get("numerics") or numerics()
-    written["program"] = program or (config or {}).get("program", {})
+    written["program"] = program or recorded
     unnamed = {} if settings["data"] else {"first_row": first_row(source)}
     written["data"] = (config or {}).get("data") or unnamed
     if unnamed and written["data"] != unnamed:
@@ -347,16 +356,12 @@ def request(settings: Mapping[str, Any]) -> Request:
     return Request(**{name: settings[name] for name in names if name in settings})
 
 
-def _recipe_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mapping[str, Any]) -> list[str]:
-    """What differs between the stored recipe and this one; another path to the same data does not count."""
-    stored = config["recipe"]
-    found = differences(
-        {"recipe": stored["name"], "made by": stored["target"]}, {"recipe": recipe.name, "made by": recipe.target}
-    )
+def _option_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mapping[str, Any]) -> list[str]:
+    """Return what differs between the stored options and the recipe's; another path to the same data does not count."""
     options = recipe.options()
     if asked["data"] is not None and config["train"].get("data") == asked["data"]:
         options.pop("data", None)
-    return found + differences(stored["options"], options)
+    return differences(config["recipe"]["options"], options)
 
 
 def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:

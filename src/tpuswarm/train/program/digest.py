@@ -70,6 +70,11 @@ def is_another(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
     return comparable and recorded.get("step") != now["step"]
 
 
+def is_same(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether two digests are known to be of the same program."""
+    return bool(recorded) and recorded == now
+
+
 def _parts(value: Any) -> Iterator[bytes]:
     """What a program computes, without the names in it: its equations and the arrays that it holds, in their order."""
     if isinstance(value, ClosedJaxpr):

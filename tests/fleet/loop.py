@@ -70,7 +70,7 @@ class Loop:
     every: float = 10.0
 
     def __post_init__(self) -> None:
-        self.memory, self.work = FleetState(), WorkStatus()
+        self.state, self.work = FleetState(), WorkStatus()
         self.answers: list[CloudAnswer] = []
         self.actions: list[Action] = []
         self.times: list[float] = []
@@ -87,7 +87,7 @@ class Loop:
         return self.cloud.now + self.clock_offset_s
 
     def observed(self) -> Observed:
-        return Observed(self.listing, self.memory, self.spent, self.work, self.traffic, self.busy)
+        return Observed(self.listing, self.state, self.spent, self.work, self.traffic, self.busy)
 
     def run(self, seconds: float) -> None:
         end = self.cloud.now + seconds
@@ -107,19 +107,19 @@ class Loop:
 
     def jump_clock(self, seconds: float) -> None:
         self.clock_offset_s += seconds
-        self.memory = self.memory.moved(seconds)
+        self.state = self.state.moved(seconds)
 
     def change(self, **fields: object) -> None:
         self.desired = replace(self.desired, revision=self.desired.revision + 1, **fields)
 
     def tick(self) -> None:
-        for key, request in self.memory.asked.items():
+        for key, request in self.state.requests.items():
             if request.operation:
                 done, error = self.cloud.outcome(request.operation)
                 if done:
                     self.answers.append(CreateResult(key, error))
         self.listing = self.cloud.machines(self.desired.zones)
-        self.memory, events = observe(self.memory, self.desired, self.listing, self.answers, self.now)
+        self.state, events = observe(self.state, self.desired, self.listing, self.answers, self.now)
         self.events += events
         self.answers = []
         found = make_plan(self.desired, self.observed(), self.now)

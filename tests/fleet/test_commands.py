@@ -169,13 +169,13 @@ def test_fleet_that_ended_by_itself_comes_up_again_without_its_old_jobs(cli):
 
     store.change(end)
     with pytest.raises(RunFailed, match="gpt2 comes down"):
-        carry(FLEET_OF_FILE, "main", lambda job: job.over)
+        carry(FLEET_OF_FILE, "main", lambda job: job.is_over)
     cli.run("keep")
     assert cli.cloud.existing == {}
     cli.run("up --yes")
     assert len(cli.ready) == 6
     document = store.load()
-    assert document.work == WorkStatus() and document.desired.down is None and document.jobs[0].over
+    assert document.work == WorkStatus() and document.desired.down is None and document.jobs[0].is_over
 
 
 def test_machines_of_an_unknown_fleet_are_listed_and_deleted_on_request(cli):

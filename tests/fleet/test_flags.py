@@ -155,8 +155,8 @@ def test_members_restart_with_new_flags_one_at_a_time_and_other_jobs_do_not():
     assert [name for _, name in ended] == ["a", "b", "c"] and started == wanted
     assert all(later - earlier >= FLAG_RESTART_INTERVAL_S for (earlier, _), (later, _) in pairwise(ended))
     members, other = jobs
-    assert [(seat.flags, seat.run, seat.lost, seat.failed) for seat in members.seats] == [("new", 2, 0, 0)] * 3
-    assert [(seat.flags, seat.run) for seat in other.seats] == [("old", 1)] * 3
+    assert [(seat.flags, seat.run, seat.lost, seat.failed) for seat in members.assignments] == [("new", 2, 0, 0)] * 3
+    assert [(seat.flags, seat.run) for seat in other.assignments] == [("old", 1)] * 3
 
 
 def test_unreachable_member_delays_the_restart_of_the_others():
@@ -167,4 +167,4 @@ def test_unreachable_member_delays_the_restart_of_the_others():
         step = update_job(job, hosts, (), {("b", 0): RunReport(1, "running")}, now, None, wanted)
         assert step.acts == ()
         jobs = (step.job,)
-    assert [seat.phase for seat in jobs[0].seats] == ["running", "running"]
+    assert [seat.phase for seat in jobs[0].assignments] == ["running", "running"]

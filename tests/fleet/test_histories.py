@@ -169,7 +169,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(zones=st.sets(zones))
     def keeper_without_memory_takes_over(self, zones: set[str]) -> None:
-        self.loop.memory, self.loop.answers = FleetState(), []
+        self.loop.state, self.loop.answers = FleetState(), []
         self.cloud.unreachable, self.cloud.listing_lag_s, self.cloud.listed_from = zones, 0.0, {}
 
     @rule(zone=zones, number=st.integers(0, 3))

@@ -104,7 +104,7 @@ def test_costs_include_the_time_between_two_keepers(tmp_path):
     fleet = ManagedFleet(tmp_path, desired(pool(count=2)), budget=Budget())
     fleet.run(fleet.keeper("first"), 600)
     fleet.cloud.advance(36_000)
-    spent = fleet.run(fleet.keeper("second"), 100).document.ledger.pools["small"]
+    spent = fleet.run(fleet.keeper("second"), 100).document.spending.pools["small"]
     assert spent.hours == pytest.approx(2 * (fleet.cloud.now - START) / 3600, rel=0.03)
     assert spent.dollars == pytest.approx(spent.hours * 1.35)
 
@@ -113,7 +113,7 @@ def test_costs_include_the_time_between_two_keepers(tmp_path):
 def test_clock_jump_costs_nothing_and_deletes_nothing(fleet, bucket_answers):
     keeper, bucket = fleet.keeper(), fleet.cloud.bucket("state")
     fleet.run(keeper, 600)
-    before = keeper.tick().document.ledger.dollars
+    before = keeper.tick().document.spending.dollars
     for jump in (86_400.0, -200_000.0):
         fleet.clock_offset_s += jump
         fleet.cloud.advance(1)
@@ -125,7 +125,7 @@ def test_clock_jump_costs_nothing_and_deletes_nothing(fleet, bucket_answers):
         tick = keeper.tick()
         assert not bucket_answers or "the clock has jumped by" in tick.document.events[-1].text
         for _ in range(20):  # also where the tick that sees the jump stores nothing
-            assert not tick.plan.actions and tick.document.ledger.dollars == pytest.approx(before, abs=0.1)
+            assert not tick.plan.actions and tick.document.spending.dollars == pytest.approx(before, abs=0.1)
             fleet.cloud.advance(1)
             tick = keeper.tick()
 
@@ -169,7 +169,7 @@ def test_fleet_is_not_done_while_one_of_its_jobs_runs(tmp_path):
     fleet.run(keeper, 300)
     old = Job("old", "small", "true", "never", (Assignment("small", phase="done"),))
     fleet.store.change(lambda found: replace(with_job(found, old), work=WorkStatus(done=True)))
-    fleet.store.change(lambda found: with_job(found, replace(old, name="new", seats=(Assignment("small"),))))
+    fleet.store.change(lambda found: with_job(found, replace(old, name="new", assignments=(Assignment("small"),))))
     assert fleet.document.work.done is False
     fleet.change_document(work=WorkStatus(done=True))
     assert fleet.run(keeper, 100).document.desired.down is None
@@ -185,7 +185,7 @@ def test_unwritable_or_damaged_history_stops_no_keeper(fleet):
     damaged = fleet.folder / "damaged" / "history.db"
     damaged.parent.mkdir()
     damaged.write_bytes(b"no database at all" * 100)
-    assert History(damaged).memory() is None and History(damaged).events() == []
+    assert History(damaged).state() is None and History(damaged).events() == []
     fleet.run(fleet.keeper("damaged"), 30)
 
 

@@ -85,7 +85,7 @@ def test_only_granted_machines_are_created_unless_paying_is_allowed(cloud):
     assert len(cloud.names("ready")) == 5
     loop.change(paid=False)
     loop.run(60)
-    assert len(cloud.names("ready")) == 5 and loop.waits[0].of == "pool small"
+    assert len(cloud.names("ready")) == 5 and loop.waits[0].subject == "pool small"
     assert loop.waits[0].why.startswith("2 of its machines cost $2.70 an hour, as no grant covers them")
 
 
@@ -153,7 +153,7 @@ def hours(ledger: Spending) -> float:
 
 def test_partly_listed_zone_is_charged_once(cloud, running):
     listing = running.listing._replace(unreachable=frozenset({A}))
-    memory, _ = observe(running.memory, running.desired, listing, [], cloud.now)
+    memory, _ = observe(running.state, running.desired, listing, [], cloud.now)
     observed = Observed(listing, memory)
     assert len(observed.machines) == 2
     ledger = charge(Spending({}, cloud.now), running.desired, observed, cloud.now + 3600)
@@ -174,10 +174,10 @@ def test_machine_preempted_while_no_keeper_ran_is_charged_once_and_blames_no_zon
     first = charge(Spending(), running.desired, running.observed(), running.now)
     cloud.advance(3600)
     cloud.preempt((A, "v2-usc1f-0"))
-    running.memory = FleetState()  # of a keeper on another computer
+    running.state = FleetState()  # of a keeper on another computer
     running.tick()
     assert [event.kind for event in running.events if event.machine == "v2-usc1f-0"][-1] == "preempted"
-    assert not any(place.failures for place in running.memory.places.values())
+    assert not any(place.failures for place in running.state.places.values())
     second = charge(first, running.desired, running.observed(), running.now)
     assert hours(second) - hours(first) == pytest.approx(2 * (running.now - first.at) / 3600)
     cloud.advance(10)
@@ -190,7 +190,7 @@ def test_only_some_unobserved_hours_of_a_dead_machine_are_charged(cloud, running
     ledger = charge(Spending(), running.desired, running.observed(), running.now)
     cloud.preempt((A, "v2-usc1f-0"))
     cloud.advance(72 * 3600)
-    running.memory = FleetState()  # of a keeper that was away for three days
+    running.state = FleetState()  # of a keeper that was away for three days
     running.tick()
     later = charge(ledger, running.desired, running.observed(), running.now)
     assert hours(later) - hours(ledger) == pytest.approx((running.now - ledger.at + MAX_UNSEEN_S) / 3600)

@@ -116,7 +116,7 @@ def test_machines_in_an_unreachable_zone_are_not_replaced(cloud):
     cloud.unreachable = {A}
     before = len(loop.actions)
     loop.run(3600)
-    loop.memory = FleetState()  # another keeper, which never saw that zone
+    loop.state = FleetState()  # another keeper, which never saw that zone
     loop.run(600)
     assert loop.waits[0].why.startswith(f"{A} does not answer, and what the fleet has")
     cloud.unreachable = set()
@@ -191,7 +191,7 @@ def test_keepers_own_machine_is_deleted_last():
 
 def test_observer_of_a_shutdown_reports_deletions_rather_than_losses(cloud):
     loop = started(cloud, pool(count=2), pool("other"))
-    memory, loop.desired, events = loop.memory, replace(loop.desired, down="asked"), []
+    memory, loop.desired, events = loop.state, replace(loop.desired, down="asked"), []
     for _ in range(30):
         loop.run(0)
         memory, found = observe(memory, loop.desired, loop.listing, [], loop.now)
@@ -281,10 +281,10 @@ def test_request_and_the_machine_it_becomes_count_as_one(cloud):
     loop.desired = replace(desired(pool(how="queued", count=0)), dropped={"v2-usc1f-0": requested_at}, revision=2)
     loop.tick()
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-0"] and "requested by" in loop.actions[-1].why
-    assert "us-central1-f/v2-usc1f-0" in loop.memory.seen and not loop.memory.places
+    assert "us-central1-f/v2-usc1f-0" in loop.state.seen and not loop.state.places
     cloud.update(KEY, created=cloud.now + 1)
     loop.run(30)
-    assert loop.memory.deleting, "its deletion is remembered"
+    assert loop.state.deleting, "its deletion is remembered"
 
 
 def test_unhealthy_machine_is_replaced_three_times_a_day_at_most(cloud):
@@ -302,7 +302,7 @@ def test_machine_whose_setup_fails_is_replaced_twice_and_then_reported(cloud):
     loop = started(cloud, pool(count=2), every=30.0)
     for _ in range(4):
         loop.work = WorkStatus(
-            spoilt={"v2-usc1f-0": (cloud.existing[KEY].created, "packages: no space left on device")}
+            unusable={"v2-usc1f-0": (cloud.existing[KEY].created, "packages: no space left on device")}
         )
         loop.run(900)
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-0"] * 2 and len(cloud.names("ready")) == 2
@@ -327,7 +327,7 @@ def test_unhealthy_machine_that_is_not_spot_is_reported_and_left(cloud, how):
     loop = started(cloud, pool(how=how), every=300.0)
     cloud.update(KEY, healthy=False, why="the guest agent timed out")
     loop.run(2 * LONG_REPAIR_TIMEOUT_S)
-    assert not cloud.deleted and loop.waits[0].of == "pool small"
+    assert not cloud.deleted and loop.waits[0].subject == "pool small"
     assert loop.waits[0].why.startswith("v2-usc1f-0 is not healthy (the guest agent timed out), and left as it is")
 
 

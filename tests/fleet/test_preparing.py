@@ -58,7 +58,7 @@ class Setup:
         monkeypatch.setattr(setup, "RETRY_S", -1.0)
         self.preparing = Preparer(SimpleNamespace(fleet=None))
 
-    async def _prepare(self, reach, name: str) -> PrepareResult:
+    async def _prepare(self, routes, name: str) -> PrepareResult:
         self.started.append(name)
         self.running[name] = asyncio.get_running_loop().create_future()
         return await self.running[name]
@@ -106,11 +106,11 @@ def test_machine_that_fails_setup_twice_is_bad_where_others_succeed(setups, othe
             await setups.prepare(name, None, answers, 1)
         await setups.prepare("b", error, answers, tries)
         created = {"a": 1.0, "b": 1.0}
-        assert setups.preparing.spoilt(created) == ({"b": (1.0, FULL)} if is_bad else {})
-        assert setups.preparing.spoilt({**created, "b": 2.0}) == {}, "another machine of that name"
+        assert setups.preparing.unusable(created) == ({"b": (1.0, FULL)} if is_bad else {})
+        assert setups.preparing.unusable({**created, "b": 2.0}) == {}, "another machine of that name"
         setups.table = "two"
         await setups.prepare("b", error, answers, 2)
-        assert setups.preparing.spoilt(created) == {}, "the new [setup] may be wrong"
+        assert setups.preparing.unusable(created) == {}, "the new [setup] may be wrong"
 
     asyncio.run(scenario())
 
@@ -159,13 +159,13 @@ def routing(monkeypatch):
     updates: list[object] = []
     errors: list[Exception] = []
 
-    async def route(reach, hosts):
+    async def route(routes, hosts):
         updates.append(hosts)
         if errors:
             raise errors.pop()
 
     monkeypatch.setattr(routers, "configure_routers", route)
-    monkeypatch.setattr(routers, "router_hosts", lambda reach: ["gpt2-door/0"])
+    monkeypatch.setattr(routers, "router_hosts", lambda routes: ["gpt2-door/0"])
     monkeypatch.setattr(routers, "RETRY_S", -1.0)
     made = routers.RouterUpdater(lambda: None, logged.append)
 

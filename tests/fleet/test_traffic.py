@@ -67,9 +67,9 @@ def test_each_byte_is_charged_once_and_for_one_day(steps):
 
         assert charged_within(24) - 1e-6 <= traffic.day(now) <= charged_within(25) + 1e-6
         if traffic.day(now) > 1:
-            then = traffic.falls(1.0, now)
+            then = traffic.drops_below_at(1.0, now)
             assert traffic.day(then) < 1 <= traffic.day(then - 1)
-    assert traffic.falls(1.0, now + 100 * HOUR) == now + 100 * HOUR, "after a day nothing counts"
+    assert traffic.drops_below_at(1.0, now + 100 * HOUR) == now + 100 * HOUR, "after a day nothing counts"
 
 
 def test_lost_member_is_charged_at_its_last_zone():

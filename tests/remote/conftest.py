@@ -259,7 +259,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def reach(fleet) -> Routes:
+def routes(fleet) -> Routes:
     return open_routes(find_fleet(None)[0])
 
 

@@ -16,9 +16,9 @@ from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import HostKeyChanged, KeyRefused, NoWay, Silent
 
 
-def names(reach, hosts, key=None) -> list:
+def names(routes, hosts, key=None) -> list:
     async def run():
-        async with Connections(key or reach.key) as connections:
+        async with Connections(key or routes.key) as connections:
 
             async def one(host):
                 return (await (await connections.to(host)).run("echo $TPUSWARM_REHEARSAL_MACHINE")).stdout.strip()
@@ -28,13 +28,13 @@ def names(reach, hosts, key=None) -> list:
     return asyncio.run(run())
 
 
-def test_words_for_hosts(reach):
-    hosts, away = reach.hosts("all")
+def test_words_for_hosts(routes):
+    hosts, away = routes.hosts("all")
     assert [host.label for host in hosts] == HOSTS and away == ()
-    assert [name.rsplit("-", 1)[0] for name in names(reach, hosts)] == [name.replace("/", "-") for name in HOSTS]
-    assert [host.label for host in reach.hosts("slice")[0]] == HOSTS[1:]
-    assert [host.label for host in reach.hosts("v5e/2")[0]] == [f"{SLICE}/2"]
-    assert [host.label for host in reach.hosts("v2")[0]] == HOSTS[:1]
+    assert [name.rsplit("-", 1)[0] for name in names(routes, hosts)] == [name.replace("/", "-") for name in HOSTS]
+    assert [host.label for host in routes.hosts("slice")[0]] == HOSTS[1:]
+    assert [host.label for host in routes.hosts("v5e/2")[0]] == [f"{SLICE}/2"]
+    assert [host.label for host in routes.hosts("v2")[0]] == HOSTS[:1]
     for text, sentence in {
         "v5e/4": "v5e-usc1a-0 has no worker '4': it has 4, v5e-usc1a-0/0 to v5e-usc1a-0/3",
         "v2/x": "v2-usc1f-0 has no worker 'x': it has 1, v2-usc1f-0/0",
@@ -43,7 +43,7 @@ def test_words_for_hosts(reach):
         "0": "'0' may be v2-usc1f-0, v5e-usc1a-0: give more of the name",
     }.items():
         with pytest.raises(InputError) as error:
-            reach.hosts(text)
+            routes.hosts(text)
         assert str(error.value) == sentence
 
 
@@ -59,19 +59,19 @@ def test_command_whose_connection_breaks_has_no_exit_code(machines):
         machines.run(work)
 
 
-def test_changed_host_key_is_refused_and_forgotten_as_the_error_says(reach):
-    (host,), _ = reach.hosts("v2")
+def test_changed_host_key_is_refused_and_forgotten_as_the_error_says(routes):
+    (host,), _ = routes.hosts("v2")
     other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().strip()
-    (error,) = names(reach, [replace(host, keys=(other,))])
+    (error,) = names(routes, [replace(host, keys=(other,))])
     assert isinstance(error, HostKeyChanged)
     assert f"`ssh-keygen -R {host.alias} -f {host.known_hosts}`" in str(error)
     known = host.known_hosts
     known.write_text("".join(f"{line.split()[0]} {other}\n" for line in known.read_text().splitlines()))
-    (changed,), _ = reach.hosts("v2")
+    (changed,), _ = routes.hosts("v2")
     assert changed.keys == (other,)
     subprocess.run(["ssh-keygen", "-R", host.alias, "-f", known], capture_output=True, check=True)
-    (again,), _ = reach.hosts("v2")
-    assert again.keys == host.keys and "v2-usc1f-0" in names(reach, [again])[0]
+    (again,), _ = routes.hosts("v2")
+    assert again.keys == host.keys and "v2-usc1f-0" in names(routes, [again])[0]
     known.unlink()
 
 
@@ -112,24 +112,24 @@ def test_hung_host_is_reported_and_others_finish(machines):
     assert isinstance(slow, Silent) and str(slow).endswith("was not done within 6 s")
 
 
-def test_second_computer_makes_its_own_key_and_is_let_in(reach, fleet, tmp_path, monkeypatch):
-    theirs, _ = reach.hosts("all")
+def test_second_computer_makes_its_own_key_and_is_let_in(routes, fleet, tmp_path, monkeypatch):
+    theirs, _ = routes.hosts("all")
     monkeypatch.setenv("HOME", str(tmp_path))
-    hosts, _ = reach.hosts("all")
-    assert reach.key == tmp_path / ".ssh/tpuswarm" and reach.key.stat().st_mode & 0o777 == 0o600
+    hosts, _ = routes.hosts("all")
+    assert routes.key == tmp_path / ".ssh/tpuswarm" and routes.key.stat().st_mode & 0o777 == 0o600
 
     def errors():
-        return [name for name in names(reach, reach.hosts("all")[0]) if isinstance(name, NoWay)]
+        return [name for name in names(routes, routes.hosts("all")[0]) if isinstance(name, NoWay)]
 
-    assert len(names(reach, hosts)) == 5 and not errors()
+    assert len(names(routes, hosts)) == 5 and not errors()
     fleet.run("up", "--yes", "--paid")  # by the first computer, which keeps the other one's key
     assert not errors()
     # Machines that were not told, as after Ctrl-C in the middle, are told by the next command.
-    admitted = reach.fleet.folder / "admitted.json"
+    admitted = routes.fleet.folder / "admitted.json"
     assert len(json.loads(admitted.read_text())["told"]) == 2
-    for machine in reach.look().listing.machines:
-        reach._cloud.set_metadata(machine, {"ssh-keys": "nobody:ssh-ed25519 AAAA"})
+    for machine in routes.snapshot().listing.machines:
+        routes._cloud.set_metadata(machine, {"ssh-keys": "nobody:ssh-ed25519 AAAA"})
     admitted.write_text(json.dumps({**json.loads(admitted.read_text()), "told": []}))
     assert not errors()
     admitted.unlink()
-    assert reach.key.read_bytes() != (fleet.folder / ".ssh/tpuswarm").read_bytes() and len(theirs) == 5
+    assert routes.key.read_bytes() != (fleet.folder / ".ssh/tpuswarm").read_bytes() and len(theirs) == 5

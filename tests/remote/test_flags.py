@@ -95,7 +95,9 @@ def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypa
     with fleet.job("small", members, MEMBER), fleet.job(A, "mine", "sleep 1000"), fleet.flag("v2", VMEM, "2000") as out:
         assert "2 members of the swarm go on as they began: nobody keeps the fleet" in out
         assert "job mine goes on with the flags it began with: `tpuswarm stop mine` and begin it again" in out
-        fleet.carry_jobs(lambda jobs: [seat.run for seat in jobs[members].seats if seat.phase == "running"] == [2, 2])
+        fleet.carry_jobs(
+            lambda jobs: [seat.run for seat in jobs[members].assignments if seat.phase == "running"] == [2, 2]
+        )
         until(lambda: fleet.run("logs", members)[0].count(began) == 2)
         seats = fleet.jobs()
         assert [(seat["run"], seat["failed"], seat["lost"]) for seat in seats[members]] == [(2, 0, 0)] * 2
@@ -159,7 +161,7 @@ def test_pod_that_cannot_be_told_does_not_stop_the_others(monkeypatch):
 
     desired = Desired("knob-1", (PoolSpec("old", spec, (spec.zone,), 3),))
     flags = (Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all"),)
-    monkeypatch.setattr("tpuswarm.cli.machine.flags._restart", lambda reach, name: told.append((name, "restarts")))
+    monkeypatch.setattr("tpuswarm.cli.machine.flags._restart", lambda routes, name: told.append((name, "restarts")))
     pods = [pod("pod-0", ""), pod("pod-1", None), pod("pod-2", env[ENV_VARS])]
     errors = tell_pods(Pods(), Document("knob", "rehearsal", "p", desired, (), flags=flags), pods)
     assert errors == ["pod-0 is not itself today"]

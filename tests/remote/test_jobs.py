@@ -30,7 +30,7 @@ def machine(fleet) -> str:
 def test_failure_on_one_worker_ends_the_job_on_all_and_is_not_retried(fleet):
     line = "case $TPUSWARM_REHEARSAL_MACHINE in *-2-*) echo bad; exit 3;; *) sleep 777;; esac"
     fleet.detach("slice", "bad", line)
-    (seat,) = fleet.carry_jobs(lambda jobs: jobs["bad"].seats[0].phase == "failed")["bad"].seats
+    (seat,) = fleet.carry_jobs(lambda jobs: jobs["bad"].assignments[0].phase == "failed")["bad"].assignments
     assert seat.run == 1 and seat.failed == 1 and seat.why.endswith("/2: exit 3")
     assert "bad" in fleet.run("logs", "bad")[0]
     assert "exit 3" in fleet.run("jobs")[0]
@@ -41,12 +41,12 @@ def test_silent_job_is_restarted_and_stop_ends_it_with_its_children(fleet, machi
     line = f"echo up >>{tmp_path}/ups; echo up; setsid -f sleep 888; sleep 888"
     fleet.detach(f"{machine}/1", "still", line, "--alive-for", "1", prints="up")
     jobs = fleet.carry_jobs(lambda _: (tmp_path / "ups").read_text().count("up") >= 2)
-    assert jobs["still"].seats[0].lost >= 1
+    assert jobs["still"].assignments[0].lost >= 1
     following = fleet.start("logs", "still", "-f")
     following.stdout.readline()
     assert "job still stays: `tpuswarm stop still` ends it" in fleet.interrupt(following)
     out, err = fleet.run("stop", "still")
-    assert "stopped, it was asked to stop" in out and "asked job still to end" in err
+    assert "stopped, requested by `tpuswarm stop`" in out and "asked job still to end" in err
     fleet.wait_until_gone("sleep 888")
     assert "job still is over: stopped" in fleet.run("stop", "still", code=2)[1]
 
@@ -77,7 +77,7 @@ def test_host_that_cannot_start_a_job_is_reported_and_retried(fleet, machine):
     stand_in.chmod(0o755)
     try:
         with fleet.job("slice", "full", "exec sleep 9999"):
-            fleet.carry_jobs(lambda jobs: "No space left on device; tried again" in jobs["full"].seats[0].why)
+            fleet.carry_jobs(lambda jobs: "No space left on device; tried again" in jobs["full"].assignments[0].why)
             stand_in.unlink()
             fleet.carry_jobs(lambda _: len(fleet.pids("sleep 9999")) == 4)
     finally:
@@ -125,7 +125,7 @@ def test_machine_of_a_removed_pool_stops_neither_jobs_nor_logs(fleet, machine):
 
     rename_pool("another")
     try:
-        assert fleet.carry_jobs(lambda _: True)["rest"].seats[0].phase == "running"
+        assert fleet.carry_jobs(lambda _: True)["rest"].assignments[0].phase == "running"
         assert f"{machine}: run 1 on {machine}; it is of no pool of the fleet" in fleet.run("logs", "rest")[1]
     finally:
         rename_pool("slice")

@@ -89,7 +89,7 @@ class Unplugged(Connections):
 
 
 @contextmanager
-def served(reach, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
+def served(routes, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
     """Serve a notebook in a thread; yield the server, the same without the way there, and printed lines."""
     printed: list[str] = []
     direct: list[Server] = []
@@ -101,9 +101,9 @@ def served(reach, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
             ready.set()
 
     async def work() -> None:
-        first = await notebook._first(reach, await asyncio.to_thread(notebook._one, reach, ONE))
+        first = await notebook._first(routes, await asyncio.to_thread(notebook._one, routes, ONE))
         direct.append(Server(first.url(first.port, path="lab")))
-        await notebook._serve(reach, ONE, port, first)
+        await notebook._serve(routes, ONE, port, first)
 
     before, notebook.say = notebook.say, say
     task = loop.create_task(work())
@@ -119,7 +119,7 @@ def served(reach, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
         notebook.say = before
 
 
-def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, reach, tmp_path, monkeypatch):
+def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, routes, tmp_path, monkeypatch):
     with opened(fleet, ONE, "--yes"):
         pass  # Jupyter is there
     monkeypatch.setattr("tpuswarm.remote.connect.Connections", Unplugged)
@@ -128,7 +128,7 @@ def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, reach, tm
         f"    while n == 5 and not os.path.exists('{tmp_path}/go'): time.sleep(0.02)\n"
         f"value = 41\nopen('{tmp_path}/done', 'w').close()"
     )
-    with served(reach, free_port()) as (server, direct, printed):
+    with served(routes, free_port()) as (server, direct, printed):
         cells = server.kernel()
 
         def reconnect() -> bool:

@@ -35,12 +35,12 @@ def test_zone_that_does_not_answer_is_a_finding_and_other_machines_are_checked(f
     assert doctor(fleet, "all", code=0) == {}
 
 
-def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_knows(fleet, reach):
+def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_knows(fleet, routes):
     fleet.run("ssh-config")
     assert ssh(fleet, ONE, "true").returncode == 0
     config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
     config.write_text(config.read_text().replace(f"Host {HOSTS[0]} ", "Host v2-usc1f-9/0 "))  # of an older machine
-    (before,), _ = reach.hosts(ONE)
+    (before,), _ = routes.hosts(ONE)
     old_folder = fleet.home(f"{ONE}-0").name
     preempted = ("reach", "is preempted, not ready")
     ask(fleet.place, "preempt", name=ONE, ending="preempted")
@@ -56,7 +56,7 @@ def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_know
     finally:
         fleet.run("up", "--yes", "--paid")
 
-    (after,), _ = reach.hosts(ONE)
+    (after,), _ = routes.hosts(ONE)
     assert after.alias != before.alias and after.keys != before.keys
     assert before.alias not in after.known_hosts.read_text()
     done = ssh(fleet, ONE, "echo $TPUSWARM_REHEARSAL_MACHINE")

@@ -81,7 +81,7 @@ def test_missing_secret_is_named_before_anything_is_done(fleet, file):
         assert "B_TOKEN is not set in this shell" in err and "export B_TOKEN=" in err
 
 
-def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp_path, monkeypatch, reach):
+def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp_path, monkeypatch, routes):
     monkeypatch.setenv("A_TOKEN", "s3cret")
     fleet.run("setup", "--on", "one")
     project = tmp_path / "later"
@@ -93,42 +93,44 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
         (home / path).unlink()
     (project / "train.py").write_text("print('half an edit')")
     monkeypatch.delenv("A_TOKEN")
-    assert asyncio.run(prepare_machine(reach, ONE)) == ({}, ())
+    assert asyncio.run(prepare_machine(routes, ONE)) == ({}, ())
     assert (home / "later/train.py").read_text() == "print(1)" and (home / ".tpuswarm/setup/apt.stamp").exists()
     (project / "train.py").write_text("print(1)")
 
     # A job that restarts on the same machine finds what was changed there, by hand or by itself.
     (home / "later/train.py").write_text("print('mended there')")
     monkeypatch.setenv("A_TOKEN", "of a keeper that began before the token was changed")
-    assert asyncio.run(prepare_machine(reach, ONE)) == ({}, ("train.py",))
+    assert asyncio.run(prepare_machine(routes, ONE)) == ({}, ("train.py",))
     assert (home / "later/train.py").read_text() == "print('mended there')"
     assert "s3cret" in (home / ".tpuswarm/secrets").read_text()
     (project / "more.py").write_text("print(2)")
-    reach.fleet.tree.take(project, lambda total, new: None)
-    assert asyncio.run(prepare_machine(reach, ONE)) == ({}, ("train.py",))
+    routes.fleet.tree.take(project, lambda total, new: None)
+    assert asyncio.run(prepare_machine(routes, ONE)) == ({}, ("train.py",))
     assert (home / "later/more.py").exists() and "mended" in (home / "later/train.py").read_text()
     (project / "train.py").touch()
     fleet.run("sync", "one", "--fleet", "trio", "--yes", cwd=project)
     assert (home / "later/train.py").read_text() == "print(1)", "a person's sync overwrites it"
 
 
-def test_keeper_learns_which_step_hangs(fleet, file, reach):
-    SavedSetup(reach.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
-    (error,) = asyncio.run(prepare_machine(reach, ONE, limit_s=1.5)).failed.values()
+def test_keeper_learns_which_step_hangs(fleet, file, routes):
+    SavedSetup(routes.fleet).keep(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
+    (error,) = asyncio.run(prepare_machine(routes, ONE, limit_s=1.5)).failed.values()
     assert f"{ONE}/0: run-hangs: not done after 0.025 minutes, and ended there" in str(error)
     fleet.wait_until_gone("sleep 4321")
 
 
-def test_nfs_server_lets_in_all_hosts_of_the_fleet_and_nobody_else(reach):
-    machine, server = find_setup_targets(reach, Setup.model_validate({"nfs": {"server": "one"}}), f"{SLICE}/2").machines
+def test_nfs_server_lets_in_all_hosts_of_the_fleet_and_nobody_else(routes):
+    machine, server = find_setup_targets(
+        routes, Setup.model_validate({"nfs": {"server": "one"}}), f"{SLICE}/2"
+    ).machines
     assert machine.host.label == f"{SLICE}/2" and machine.server == server.host.address
-    addresses = [host.address for host in reach.hosts("slice")[0]]
+    addresses = [host.address for host in routes.hosts("slice")[0]]
     assert server.is_server and server.clients == tuple(sorted(addresses)) and machine.host.address in addresses
 
 
-def test_job_starts_with_folder_and_set_up_and_names_a_lost_secret(fleet, file, reach):
+def test_job_starts_with_folder_and_set_up_and_names_a_lost_secret(fleet, file, routes):
     fleet.run("setup", "--on", "one")
-    home, secrets = fleet.user_home(f"{ONE}-0"), reach.fleet.folder / "secrets.json"
+    home, secrets = fleet.user_home(f"{ONE}-0"), routes.fleet.folder / "secrets.json"
     (home / ".tpuswarm/environment").unlink()
     fleet.detach("one", "greets", 'echo "hears $GREETING $A_TOKEN"', prints="hears hello s3cret")
     secrets.unlink()

@@ -124,7 +124,7 @@ def _of_machine(
 
 def _seats(jobs: Iterable[Job], machine: str) -> Iterable[tuple[Job, Assignment]]:
     for job in jobs:
-        for seat in job.seats:
+        for seat in job.assignments:
             if seat.machine == machine:
                 yield job, seat
 

@@ -196,7 +196,7 @@ async def share_token(
         others = [each for each in hosts.values() if each.label != host.label]
         await fan_out(others, lambda each: give_token(connections, each, secret), time_out_s=TOKEN_TIMEOUT_S)
     elif is_member(job):
-        head = next((seat.machine for each in jobs if is_head(each) for seat in each.seats), None)
+        head = next((seat.machine for each in jobs if is_head(each) for seat in each.assignments), None)
         if head and (at := hosts.get((head, 0))) and (found := await read_token(connections, at)):
             await give_token(connections, host, found)
 

@@ -231,7 +231,7 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
 def total_spending(document: Document, listing: Listing, now: float) -> Spending:
     """What it has cost up to now: what its keeper has counted, and what is there since then."""
     memory, _ = observe(FleetState(), document.desired, listing, (), now)
-    return charge(document.ledger, document.desired, Observed(listing, memory), now)
+    return charge(document.spending, document.desired, Observed(listing, memory), now)
 
 
 def list_strangers(desired: Desired, listing: Listing) -> list[str]:

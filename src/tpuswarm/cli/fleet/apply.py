@@ -103,23 +103,23 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     if keep:
         fleets.start_background_keeper(fleet, store, file)
     work(fleet, cloud, store, is_up)
-    reach = Routes(fleet, cloud, store)
+    routes = Routes(fleet, cloud, store)
     failed: list[str] = []
     if any(is_tf_pod(each.spec) for each in wanted.pools):
-        seen = reach.look()
-        failed = tell_pods(reach, seen.document, seen.listing.machines)
+        seen = routes.snapshot()
+        failed = tell_pods(routes, seen.document, seen.listing.machines)
     if table is not None:
-        set_up_now(reach, table)
+        set_up_now(routes, table)
     if any(each.routes for each in wanted.pools):
-        route_now(reach)
+        route_now(routes)
     if wanted.kept_on is not None:
-        seat_now(reach, store)
+        seat_now(routes, store)
     elif keep:
         with waiting("waiting until the keeper in the background leads"):
             fleets.wait_for_keeper(fleet, store)
     if failed:  # all else is done
         raise RunFailed("; ".join(failed))
-    return reach
+    return routes
 
 
 def dry_run(
@@ -224,7 +224,7 @@ def print_preview(shown: "Preview", wanted: "Desired", provider: str, kept: bool
         say(f"{number}. {step.says}{f'; {step.costs}' if step.costs else ''}", hang=3)
         print(textwrap.indent(step.line, "     "))
     for wait in shown.waits:
-        say(f"not now: {wait.of} – {wait.why}")
+        say(f"not now: {wait.subject} – {wait.why}")
     if not shown.steps:
         say("there is nothing to do")
     if ending:
@@ -243,8 +243,8 @@ def print_preview(shown: "Preview", wanted: "Desired", provider: str, kept: bool
 def _home(wanted: "Desired") -> str:
     from tpuswarm.fleet.spec.file import HEAD
 
-    if wanted.home:
-        return f"{wanted.home}: tpuswarm goes there, with the secrets of [setup] and the folder that was synced"
+    if wanted.keeper_machine:
+        return f"{wanted.keeper_machine}: tpuswarm goes there, with the secrets of [setup] and the folder that was synced"
     if any(each.name == HEAD for each in wanted.pools):
         return "this computer, in the background: a keeper on the head needs a bucket under [storage]"
     return "this computer, in the background"
@@ -276,16 +276,16 @@ def work(
     keeper.told = watching.say
     carrying = JobThread(lambda: JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud)), watching.say)
 
-    def make_reach() -> Routes:
+    def make_routes() -> Routes:
         return Routes(fleet, cloud, fleet.store(cloud))
 
-    reach = make_reach()
-    seating, routing = HeadKeeper(keeper, make_reach, watching.say), RouterUpdater(make_reach, watching.say)
+    routes = make_routes()
+    seating, routing = HeadKeeper(keeper, make_routes, watching.say), RouterUpdater(make_routes, watching.say)
 
     def show(tick: "Tick") -> None:
         watching.show(tick)
         rotate_log(fleet.log)
-        reach.follow(Snapshot(tick.document, tick.observed.listing))
+        routes.follow(Snapshot(tick.document, tick.observed.listing))
         if tick.leads and stays:
             seating.look(tick, os.environ.get(MACHINE_VARIABLE))
             routing.look(tick.document.desired, tick.observed.listing)
@@ -310,14 +310,14 @@ def is_up(tick: "Tick") -> bool:
     """Whether all is there; RunFailed where the rest needs a person."""
     if tick.converged:
         return True
-    settled = not tick.plan.actions and not tick.observed.memory.asked
+    settled = not tick.plan.actions and not tick.observed.state.requests
     moving = any(
         each.fleet == tick.document.desired.fleet and each.state not in ("ready", "stopped", "dead")
         for each in tick.observed.machines
     )
     hopeless = tick.plan.waits and all(each.until is None for each in tick.plan.waits)
     if settled and not moving and hopeless and tick.document.desired.down is None:
-        said = "; ".join(f"{each.of}: {each.why}" for each in tick.plan.waits)
+        said = "; ".join(f"{each.subject}: {each.why}" for each in tick.plan.waits)
         raise RunFailed(f"not all of it can be had: {said}")
     return False
 

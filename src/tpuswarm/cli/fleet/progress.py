@@ -57,7 +57,7 @@ class Watching:
         for wait in tick.plan.waits:
             if wait.why not in self._said:
                 self._said.add(wait.why)
-                self.say(f"waiting: {wait.of}: {wait.why}")
+                self.say(f"waiting: {wait.subject}: {wait.why}")
 
     def what_exists(self) -> list[str]:
         """For who interrupts it."""
@@ -96,7 +96,7 @@ class Watching:
             parts.append(Text(f"and {len(shown) - MOST} more", style="dim"))
         for wait in tick.plan.waits:
             again = "" if wait.until is None else f" (again in {max(0, wait.until - tick.now):.0f} s)"
-            parts.append(Text(f"waiting: {wait.of}: {wait.why}{again}", style="yellow"))
+            parts.append(Text(f"waiting: {wait.subject}: {wait.why}{again}", style="yellow"))
         what = f"coming down ({desired.down})" if desired.down else f"{ready} of {wanted} ready"
         parts.append(Text(f"{desired.fleet}: {what}, {len(shown)} there; {time.strftime('%H:%M:%S')}"))
         return Group(*parts)

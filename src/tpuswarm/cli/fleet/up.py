@@ -89,7 +89,7 @@ def up(
             jobs.see_begin(fleet, jobs.MAIN, kept=keep)
     finally:  # whatever went wrong: machines may be there, and cost money
         if at_home:
-            say(f"{wanted.home} keeps it: this computer may go")
+            say(f"{wanted.keeper_machine} keeps it: this computer may go")
         elif keep:
             say(f"it is kept in the background; what it does is in {fleet.log}")
         elif any(each.how == "spot" for each in wanted.pools) or wanted.down_when or wanted.budget.total:

@@ -136,15 +136,15 @@ def _far(where: str, fleet: str | None, mend: bool, as_json: bool) -> "tuple[lis
     from tpuswarm.remote.connect import Connections
 
     meant = fleets.find_fleet(fleet)[0]
-    reach = open_routes(meant)
-    seen = reach.look()
-    reached = reach.meant(where, seen)
+    routes = open_routes(meant)
+    seen = routes.snapshot()
+    reached = routes.find_listed(where, seen)
     lacks = [Found(pool, REACH, why) for pool, why in lacking(seen.document, seen.listing, where, time.time())]
     head, bucket = _head(), _bucket(meant)
     hosts = {each.label: each for each in reached.hosts}
 
     async def work() -> "list[Found]":
-        async with Connections(reach.key) as connections:
+        async with Connections(routes.key) as connections:
             with waiting(f"looking at {_hosts(len(hosts))}"):
                 found = await examine(connections, reached, head, bucket)
             if mend and (safe := _shown(found, as_json)):

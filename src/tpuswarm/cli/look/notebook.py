@@ -36,29 +36,29 @@ def notebook(
     from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.notebook.begin import NoJupyter
 
-    reach = open_routes(fleets.find_fleet(fleet)[0])
-    reached = _one(reach, name)
+    routes = open_routes(fleets.find_fleet(fleet)[0])
+    reached = _one(routes, name)
     if stop:
-        asyncio.run(_stop(reach, reached))
+        asyncio.run(_stop(routes, reached))
         return
     if _is_taken(port):
         free = next((each for each in range(port + 1, 65536) if not _is_taken(each)), None)
         way = f"`tpuswarm notebook {name} --port {free}` takes a free one" if free else "choose another one with --port"
         raise InputError(f"port {port} of this computer is taken by another program: {way}")
     try:
-        first = asyncio.run(_first(reach, reached))
+        first = asyncio.run(_first(routes, reached))
     except NoJupyter as lacking:
-        _offer(reach, reached, lacking, yes)
-        first = asyncio.run(_first(reach, reached))
-    asyncio.run(_serve(reach, name, port, first))
+        _offer(routes, reached, lacking, yes)
+        first = asyncio.run(_first(routes, reached))
+    asyncio.run(_serve(routes, name, port, first))
 
 
-def _one(reach: "Routes", name: str) -> "ReachableHosts":
+def _one(routes: "Routes", name: str) -> "ReachableHosts":
     """The machine that is meant, which has to be there as a whole."""
     if "/" in name:
         machine = name.partition("/")[0]
         raise InputError(f"a notebook is of a whole machine, not of a worker: `tpuswarm notebook {machine}`")
-    reached = reach.find(name)
+    reached = routes.find(name)
     machines = sorted({each.name for each in reached.machines.values()})
     if len(machines) > 1:
         raise InputError(f"{name} is {len(machines)} machines: name one, such as {machines[0]}")
@@ -67,17 +67,17 @@ def _one(reach: "Routes", name: str) -> "ReachableHosts":
     return reached
 
 
-async def _stop(reach: "Routes", reached: "ReachableHosts") -> None:
+async def _stop(routes: "Routes", reached: "ReachableHosts") -> None:
     from tpuswarm.remote.connect import Connections
     from tpuswarm.remote.notebook.begin import end
 
-    async with Connections(reach.key) as connections:
+    async with Connections(routes.key) as connections:
         ran = await end(connections, reached.hosts)
     what = "is stopping, with its kernels" if ran else "is not running"
     say(f"Jupyter on {_called(reached)} {what}")
 
 
-async def _first(reach: "Routes", reached: "ReachableHosts") -> "Notebook":
+async def _first(routes: "Routes", reached: "ReachableHosts") -> "Notebook":
     """The server, begun where it does not run and nobody else has the chips."""
     from tpuswarm.doctor.checks.held import BUSY
     from tpuswarm.doctor.cloud import REACH
@@ -85,7 +85,7 @@ async def _first(reach: "Routes", reached: "ReachableHosts") -> "Notebook":
     from tpuswarm.remote.connect import Connections
     from tpuswarm.train.process.waiting import waiting
 
-    async with Connections(reach.key) as connections:
+    async with Connections(routes.key) as connections:
         with waiting(f"looking at {_called(reached)}"):
             found = await examine(connections, reached, checks=(BUSY,))
         for each in found:
@@ -108,7 +108,7 @@ async def _begin(connections: "Connections", reached: "ReachableHosts", before: 
     return await begin(connections, reached.hosts, addresses, there(Path.cwd()), before)
 
 
-async def _serve(reach: "Routes", name: str, port: int, first: "Notebook") -> None:
+async def _serve(routes: "Routes", name: str, port: int, first: "Notebook") -> None:
     """The way to it until Ctrl-C, also after a lost connection, and to a machine that came back in its place."""
     import asyncio
 
@@ -117,11 +117,11 @@ async def _serve(reach: "Routes", name: str, port: int, first: "Notebook") -> No
 
     now = first
 
-    async with Connections(reach.key) as connections:
+    async with Connections(routes.key) as connections:
 
         async def find() -> "Host":
             nonlocal now
-            reached = await asyncio.to_thread(_one, reach, name)
+            reached = await asyncio.to_thread(_one, routes, name)
             now = await _begin(connections, reached, now)
             if now.port != first.port:
                 raise RunFailed(f"Jupyter has another port on {name} now: give the command again")
@@ -154,7 +154,7 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-def _offer(reach: "Routes", reached: "ReachableHosts", lacking: "NoJupyter", yes: bool) -> None:
+def _offer(routes: "Routes", reached: "ReachableHosts", lacking: "NoJupyter", yes: bool) -> None:
     """Put Jupyter there, if a person wants it."""
     import asyncio
 
@@ -164,17 +164,17 @@ def _offer(reach: "Routes", reached: "ReachableHosts", lacking: "NoJupyter", yes
         raise InputError(f"{lacking}, and with --yes this command does")
     say(f"{lacking}; it can be done now, on {_called(reached)} alone")
     confirm(yes)
-    asyncio.run(_put(reach, reached))
+    asyncio.run(_put(routes, reached))
 
 
-async def _put(reach: "Routes", reached: "ReachableHosts") -> None:
+async def _put(routes: "Routes", reached: "ReachableHosts") -> None:
     from tpuswarm.cli.console import make_console
     from tpuswarm.cli.machine.setup import Watching, finish, some_of
     from tpuswarm.fleet.hosts.setup import install_notebook
 
     hosts = reached.hosts
     with Watching(make_console(), hosts) as watching:
-        outcome = await install_notebook(reach, hosts, watching.told)
+        outcome = await install_notebook(routes, hosts, watching.told)
     finish(f"{some_of(len(outcome.done), hosts)}: Jupyter is there", list(outcome.failed.values()), hosts)
 
 

@@ -52,9 +52,9 @@ def tensorboard(
     from tpuswarm.watch.page.server import listener
 
     listener(port).close()  # TensorBoard would say it in many words
-    reach = _reach(fleet) if any(_far(each) for each in runs or ()) else None
+    routes = _routes(fleet) if any(_far(each) for each in runs or ()) else None
     with tempfile.TemporaryDirectory(prefix="tpuswarm-tensorboard-") as name:
-        asyncio.run(_work(runs or [], port, reach, Path(name)))
+        asyncio.run(_work(runs or [], port, routes, Path(name)))
 
 
 def _far(run: str) -> re.Match[str] | None:
@@ -62,22 +62,22 @@ def _far(run: str) -> re.Match[str] | None:
     return None if "://" in run or Path(run).exists() else re.fullmatch(r"([\w.-]+(?:/\d+)?):(.+)", run)
 
 
-def _reach(fleet: str | None) -> "Routes":
+def _routes(fleet: str | None) -> "Routes":
     from tpuswarm.fleet.hosts.routes import open_routes
     from tpuswarm.fleet.store import fleets
 
     return open_routes(fleets.find_fleet(fleet)[0])
 
 
-async def _work(runs: list[str], port: int, reach: "Routes | None", folder: Path) -> None:
+async def _work(runs: list[str], port: int, routes: "Routes | None", folder: Path) -> None:
     import asyncio
     from contextlib import AsyncExitStack
 
     from tpuswarm.remote.connect import Connections
 
     async with AsyncExitStack() as ends:
-        connections = await ends.enter_async_context(Connections(reach.key)) if reach else None
-        sources = await asyncio.to_thread(_sources, runs, reach, connections, folder)
+        connections = await ends.enter_async_context(Connections(routes.key)) if routes else None
+        sources = await asyncio.to_thread(_sources, runs, routes, connections, folder)
         for each in sources.values():
             await each.update()  # what is wrong at first is wrong for good
         words = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1"]
@@ -147,7 +147,7 @@ async def _until_it_answers(ended: "Future[int]", said_last: "Future[str]", port
 
 
 def _sources(
-    runs: list[str], reach: "Routes | None", connections: "Connections | None", folder: Path
+    runs: list[str], routes: "Routes | None", connections: "Connections | None", folder: Path
 ) -> "dict[str, Source]":
     """By what they are called in TensorBoard."""
     import asyncio
@@ -166,8 +166,8 @@ def _sources(
     for run in wanted:
         name = _name(run, found)
         if far := _far(run):
-            assert reach is not None and connections is not None
-            where, there = reach, far[1]
+            assert routes is not None and connections is not None
+            where, there = routes, far[1]
 
             async def find(where: "Routes" = where, there: str = there) -> "Host":
                 return await asyncio.to_thread(one_host, where, there)

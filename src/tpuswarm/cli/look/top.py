@@ -38,11 +38,11 @@ def top(
     from tpuswarm.fleet.hosts.routes import open_routes
     from tpuswarm.fleet.store import fleets
 
-    reach = open_routes(fleets.find_fleet(fleet)[0])
-    reached = reach.find(where)  # a wrong name is said before anything else
-    look = _Look(lambda: reach.find(where), reached)
+    routes = open_routes(fleets.find_fleet(fleet)[0])
+    reached = routes.find(where)  # a wrong name is said before anything else
+    look = _Look(lambda: routes.find(where), reached)
     console = make_console()
-    asyncio.run(_watch(look, reach.key, once or as_json or not console.is_terminal, as_json, console))
+    asyncio.run(_watch(look, routes.key, once or as_json or not console.is_terminal, as_json, console))
 
 
 class _Look:

@@ -76,8 +76,8 @@ def exec_(
     limit = None if time_out is None else parse_seconds(time_out, "--time-out")
     if limit is not None:
         check_number(limit, "--time-out", above=0)
-    reach, hosts = find_hosts(where, fleet)
-    endings = attend(reach, hosts, words, limit)
+    routes, hosts = find_hosts(where, fleet)
+    endings = attend(routes, hosts, words, limit)
     if endings.interrupted:
         raise KeyboardInterrupt
     raise typer.Exit(endings.code)
@@ -102,14 +102,14 @@ def find_hosts(where: str, fleet: str | None) -> "tuple[Routes, list[Host]]":
     from tpuswarm.fleet.hosts.routes import open_routes
     from tpuswarm.fleet.store import fleets
 
-    reach = open_routes(fleets.find_fleet(fleet)[0])
-    hosts, away = reach.hosts(where)
+    routes = open_routes(fleets.find_fleet(fleet)[0])
+    hosts, away = routes.hosts(where)
     for each in away:
         say(f"left out: {each}", err=True)
-    return reach, hosts
+    return routes, hosts
 
 
-def attend(reach: "Routes", hosts: "list[Host]", words: list[str], time_out_s: float | None) -> "Endings":
+def attend(routes: "Routes", hosts: "list[Host]", words: list[str], time_out_s: float | None) -> "Endings":
     """Run a command on hosts, print what they say and the summary."""
     import asyncio
 
@@ -122,9 +122,9 @@ def attend(reach: "Routes", hosts: "list[Host]", words: list[str], time_out_s: f
     def line(host: "Host") -> str:
         return as_set_up(line_of(words), folder, host.exports)
 
-    logs = log_folder(reach.fleet.folder / "exec")
+    logs = log_folder(routes.fleet.folder / "exec")
     screen = Screen([host.label for host in hosts])
-    everywhere = Everywhere(reach.key, logs, screen.lines, screen.tell)
+    everywhere = Everywhere(routes.key, logs, screen.lines, screen.tell)
     screen.nobody_reads = everywhere.stop
 
     async def run() -> "Endings":

@@ -31,28 +31,28 @@ def sync(
 ) -> None:
     """Send this folder to machines, all at once: what git tracks or does not ignore, skipping what is already there."""
     from tpuswarm.cli.machine.setup import hand_over
-    from tpuswarm.fleet.hosts import routes as reaching
+    from tpuswarm.fleet.hosts import routes as routes_module
     from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.places import root_of
 
     asking = Asking(yes or dry_run)
     root = root_of(Path.cwd())
-    reach = reaching.open_routes(fleets.find_fleet(fleet)[0])
-    kept = reach.fleet.tree
+    routes = routes_module.open_routes(fleets.find_fleet(fleet)[0])
+    kept = routes.fleet.tree
     tree = kept.take(root, asking.about_new)
-    hosts, away = reach.hosts(where)
+    hosts, away = routes.hosts(where)
     for each in away:
         say(f"not now: {each}")
     if not tree.files:
         raise InputError(f"there is nothing to send in {root}: git ignores all of it")
     import asyncio
 
-    outcome = asyncio.run(_send(reach, hosts, tree, asking, dry_run))
+    outcome = asyncio.run(_send(routes, hosts, tree, asking, dry_run))
     if dry_run:
         say("nothing was sent" if outcome.changed else "there is nothing to send")
         return
     _say(tree, outcome, hosts)
-    hand_over(reach)
+    hand_over(routes)
 
 
 class NotDone(Exception):
@@ -85,7 +85,7 @@ class Asking:
         self.sure = True
 
 
-async def _send(reach: Any, hosts: "Sequence[Host]", tree: "Tree", asking: Asking, dry_run: bool) -> Any:
+async def _send(routes: Any, hosts: "Sequence[Host]", tree: "Tree", asking: Asking, dry_run: bool) -> Any:
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
     from tpuswarm.remote.connect import Connections
@@ -112,9 +112,9 @@ async def _send(reach: Any, hosts: "Sequence[Host]", tree: "Tree", asking: Askin
         progress.update(bar, advance=count, visible=True)
 
     with ExitStack() as picture:
-        async with Connections(reach.key) as connections:
+        async with Connections(routes.key) as connections:
             try:
-                return await send(connections, hosts, tree, reach.fleet.tree, agree, told)
+                return await send(connections, hosts, tree, routes.fleet.tree, agree, told)
             except NotDone:
                 return Outcome(changed=planned)
 
@@ -176,7 +176,7 @@ def copy(
     From a pool, all or a slice, each host's goes into a folder of its name. What arrived before a lost connection
     stays.
     """
-    from tpuswarm.fleet.hosts import routes as reaching
+    from tpuswarm.fleet.hosts import routes as routes_module
     from tpuswarm.fleet.store import fleets
     from tpuswarm.remote.copy import get, name_of, put, split
 
@@ -188,8 +188,8 @@ def copy(
         raise InputError(f"there is no file or folder {here}")
     if from_where is not None and not from_path:
         raise InputError(f"name what to copy from {from_where}, as in {from_where}:runs")
-    reach = reaching.open_routes(fleets.find_fleet(fleet)[0])
-    hosts, away, group = reach.find(from_where or to_where or "")[:3]
+    routes = routes_module.open_routes(fleets.find_fleet(fleet)[0])
+    hosts, away, group = routes.find(from_where or to_where or "")[:3]
     for each in away:
         say(f"not now: {each}")
     apart = from_where is not None and (group or len(hosts) > 1)
@@ -202,7 +202,7 @@ def copy(
 
     import asyncio
 
-    found = asyncio.run(_copy(reach.key, hosts, one))
+    found = asyncio.run(_copy(routes.key, hosts, one))
     counts = [each for each in found if isinstance(each, int)]
     files, on = _count(max(counts, default=0)), some_of(len(counts), hosts)
     if from_where is None:

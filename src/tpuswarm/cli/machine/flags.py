@@ -82,7 +82,7 @@ def set_(
 
     given = dict(_pair(each) for each in values)
     checked = asked.check(given)
-    reach, seen = _look(fleet)
+    routes, seen = _look(fleet)
     layer, place = _place(seen, where, job)
     new = [Flag(name, value, checked.variables[name], layer, place, job) for name, value in given.items()]
 
@@ -91,14 +91,14 @@ def set_(
             found = set_flag(found, each)
         return found
 
-    document = _store(reach, add)
+    document = _store(routes, add)
     for name in checked.unchecked:
         say(f"warning: {name}: {asked.UNCHECKED}", err=True)
     for each in new:
         said = asked.meanings().get(each.name) if each.variable == "XLA_FLAGS" else None
         note = f" ({said.text.partition('. ')[0].rstrip('.')}; default {said.default or 'empty'})" if said else ""
         say(f"{each.name}={each.value} for {each.text}{note}")
-    _see_to(reach, seen, document)
+    _see_to(routes, seen, document)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -112,7 +112,7 @@ def unset(
     from tpuswarm.config.nearest import did_you_mean
     from tpuswarm.fleet.decide.flags import Flag, unset_flag
 
-    reach, seen = _look(fleet)
+    routes, seen = _look(fleet)
     layer, place = _place(seen, where, job)
     there = {each.place: each for each in seen.document.flags}
     of_file = {each.place for each in seen.document.desired.flags}
@@ -130,10 +130,10 @@ def unset(
             found = unset_flag(found, each)
         return found
 
-    document = _store(reach, take)
+    document = _store(routes, take)
     for each in old:
         say(f"{each.name} for {each.text} is taken back")
-    _see_to(reach, seen, document)
+    _see_to(routes, seen, document)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -149,8 +149,8 @@ def _look(fleet: str | None) -> "tuple[Routes, Snapshot]":
     from tpuswarm.fleet.hosts.routes import open_routes
     from tpuswarm.fleet.store import fleets
 
-    reach = open_routes(fleets.find_fleet(fleet)[0])
-    return reach, reach.look()
+    routes = open_routes(fleets.find_fleet(fleet)[0])
+    return routes, routes.snapshot()
 
 
 def _ours(seen: "Snapshot") -> "list[Machine]":
@@ -161,13 +161,13 @@ def _place(seen: "Snapshot", where: str, job: str | None) -> "tuple[Layer, str]"
     from tpuswarm.config.nearest import did_you_mean
     from tpuswarm.fleet.store.machine_flags import parse_scope
 
-    jobs = [each.name for each in seen.document.jobs if not each.over]
+    jobs = [each.name for each in seen.document.jobs if not each.is_over]
     if job is not None and job not in jobs:
         raise InputError(f"there is no job {job!r} that is not over; {did_you_mean(job, jobs)}")
     return parse_scope(where, seen.document.desired, seen.listing.machines)
 
 
-def _store(reach: "Routes", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...]]") -> "Document":
+def _store(routes: "Routes", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...]]") -> "Document":
     from tpuswarm.fleet.store import machine_flags
     from tpuswarm.fleet.store.document import Document
 
@@ -178,12 +178,12 @@ def _store(reach: "Routes", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...]
         machine_flags.check_tf_pods(changed)
         return changed
 
-    return reach.fleet.store(reach.fleet.provider()).change(change)
+    return routes.fleet.store(routes.fleet.provider()).change(change)
 
 
-def _see_to(reach: "Routes", seen: "Snapshot", document: "Document") -> None:
+def _see_to(routes: "Routes", seen: "Snapshot", document: "Document") -> None:
     """That what was stored counts, or that a person knows where not."""
-    failed = tell_pods(reach, document, seen.listing.machines)
+    failed = tell_pods(routes, document, seen.listing.machines)
     _say_running(document, _ours(seen))
     if failed:
         raise RunFailed("; ".join(failed))
@@ -200,7 +200,7 @@ def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
     members = 0
     for job in document.jobs:
         old = [
-            seat for seat in job.seats
+            seat for seat in job.assignments
             if seat.phase == "running" and seat.machine in there
             and machine_exports(document, there[seat.machine], job.name) != seat.flags
         ]  # fmt: skip
@@ -217,7 +217,7 @@ def _say_running(document: "Document", machines: "Iterable[Machine]") -> None:
         )
 
 
-def tell_pods(reach: "Routes", document: "Document", machines: "Iterable[Machine]") -> list[str]:
+def tell_pods(routes: "Routes", document: "Document", machines: "Iterable[Machine]") -> list[str]:
     """Give pods with a TensorFlow runtime what they read from their metadata, and let them read it.
 
     What went wrong on some: those are outdated until a later command has done it.
@@ -229,15 +229,15 @@ def tell_pods(reach: "Routes", document: "Document", machines: "Iterable[Machine
     failed = []
     for name, metadata in outdated_pods(document, there.values()).items():
         try:
-            reach.set_metadata(there[name], {**metadata, ENV_VARS_NEW: "TRUE"})
-            _restart(reach, name)
-            reach.set_metadata(there[name], {ENV_VARS_NEW: "FALSE"})
+            routes.set_metadata(there[name], {**metadata, ENV_VARS_NEW: "TRUE"})
+            _restart(routes, name)
+            routes.set_metadata(there[name], {ENV_VARS_NEW: "FALSE"})
         except TpuswarmError as error:
             failed.append(str(error))
     return failed
 
 
-def _restart(reach: "Routes", machine: str) -> None:
+def _restart(routes: "Routes", machine: str) -> None:
     """Of the service on all workers of a pod; it is said where that was done, and where not."""
     import asyncio
 
@@ -245,10 +245,10 @@ def _restart(reach: "Routes", machine: str) -> None:
     from tpuswarm.remote.connect import Connections, ask
     from tpuswarm.remote.fan_out import fan_out
 
-    hosts, _ = reach.hosts(machine)
+    hosts, _ = routes.hosts(machine)
 
     async def go() -> "list[tuple[int, bytes, bytes] | TpuswarmError]":
-        async with Connections(reach.key) as connections:
+        async with Connections(routes.key) as connections:
             return await fan_out(hosts, lambda host: ask(connections, host, RESTART_RUNTIME), time_out_s=TOLD_S)
 
     failed = []

@@ -25,7 +25,7 @@ SHOWN = 200
 
 def show_logs(fleet: "Fleet", job: "Job", follow: bool) -> None:
     """The last lines of each worker; with `follow` also what comes, until the job is over."""
-    with leaving(job.name) if follow and not job.over else nullcontext():
+    with leaving(job.name) if follow and not job.is_over else nullcontext():
         asyncio.run(Following(fleet, job.name).run(follow))
 
 
@@ -53,9 +53,9 @@ class Following:
 
         cloud = self._fleet.provider()
         store = self._fleet.store(cloud)
-        reach = Routes(self._fleet, cloud, self._fleet.store(cloud))
+        routes = Routes(self._fleet, cloud, self._fleet.store(cloud))
         asked = time.monotonic()
-        async with Connections(reach.key) as connections:
+        async with Connections(routes.key) as connections:
             while True:
                 document = await asyncio.to_thread(read, self._fleet, store)
                 if follow and time.monotonic() - asked > ASKED_S:  # without a keeper nobody else notices an end
@@ -66,44 +66,44 @@ class Following:
                     say(f"no job is on {self._machine}; `tpuswarm ssh {self._machine}` shows what else runs there")
                     return
                 try:
-                    await self._look(reach, jobs, connections)
+                    await self._look(routes, jobs, connections)
                 except BrokenPipeError:  # whoever read has seen enough
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     return
-                if not follow or all(each.over for each in jobs):
+                if not follow or all(each.is_over for each in jobs):
                     return
                 await asyncio.sleep(LOOK)
 
     def _is_meant(self, job: "Job") -> bool:
         if self._machine is None:
             return job.name == self._job
-        return any(each.machine == self._machine for each in job.seats) and (
+        return any(each.machine == self._machine for each in job.assignments) and (
             self._worker is None or job.worker in (None, self._worker)
         )
 
-    async def _look(self, reach: "Routes", jobs: "Sequence[Job]", connections: "Connections") -> None:
+    async def _look(self, routes: "Routes", jobs: "Sequence[Job]", connections: "Connections") -> None:
         from tpuswarm.cli.machine.exec import Screen
         from tpuswarm.fleet.hosts.targets import Target, unreachable_reason
         from tpuswarm.remote.fan_out import fan_out
         from tpuswarm.remote.lines import Lines
         from tpuswarm.remote.supervisor import Supervisor
 
-        seen = await asyncio.to_thread(reach.look)
+        seen = await asyncio.to_thread(routes.snapshot)
         there = {each.name: each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet}
         pools = {each.name for each in seen.document.desired.pools}
         away = {name: f"; it {why}" for name, each in there.items() if (why := unreachable_reason(each, pools))}
         found = [
             (job, Target(machine, worker))
             for job in jobs
-            for seat in job.seats
+            for seat in job.assignments
             if self._machine in (None, seat.machine)
             if (machine := there.get(seat.machine or "")) is not None and machine.name not in away and seat.run
             for worker in range(len(machine.workers))
             if job.worker in (None, worker) and self._worker in (None, worker)
         ]
-        hosts = await asyncio.to_thread(reach.ways, seen, [target for _, target in found])
+        hosts = await asyncio.to_thread(routes.route_to, seen, [target for _, target in found])
         if not hosts:
-            seats = [seat for job in jobs for seat in job.seats]
+            seats = [seat for job in jobs for seat in job.assignments]
             self._say("; ".join(f"{to.machine or to.pool}: {to.why}{away.get(to.machine or '', '')}" for to in seats))
             return
         named = {
@@ -111,7 +111,7 @@ class Following:
             for host, (job, _) in zip(hosts, found, strict=True)
         }
         screen = Screen([*named.values()])
-        over = {each.name for each in jobs if each.over}
+        over = {each.name for each in jobs if each.is_over}
 
         async def one(host: "Host") -> None:
             for job in (job for at, job in named if at == host):

@@ -58,14 +58,14 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
     ]
     rows = []
     for job in document.jobs:
-        for seat in job.seats:
+        for seat in job.assignments:
             state = "ending" if job.stop and seat.phase in ("waiting", "running") else seat.phase
             where = "–" if seat.machine is None else seat.machine + (f"/{job.worker}" if job.worker is not None else "")
             since = format_age(time.time() - job.at)
             rows.append((job.name, where, state, f"{seat.run}", f"{seat.failed}", f"{seat.lost}", since, seat.why))
     console = make_console()
     console.print(table(columns, rows, console.width))
-    if not is_kept(document) and any(not job.over for job in document.jobs):
+    if not is_kept(document) and any(not job.is_over for job in document.jobs):
         say("nobody keeps the fleet: what ends is not started again until `tpuswarm keep`, or `tpuswarm up --keep`")
 
 
@@ -91,7 +91,7 @@ def notice(fleet: "Fleet") -> "Document":
     import asyncio
 
     document = read(fleet)
-    if is_kept(document) or all(job.over for job in document.jobs):
+    if is_kept(document) or all(job.is_over for job in document.jobs):
         return document
     from tpuswarm.cloud.errors import CloudError
     from tpuswarm.fleet.hosts.routes import Routes
@@ -155,9 +155,9 @@ def detach(
     fleet, _ = fleets.find_fleet(target)
     from tpuswarm.fleet.hosts.routes import open_routes
 
-    reach = open_routes(fleet)
-    reach.look()  # this computer's key is let in
-    if name is not None and any(each.name == name and not each.over for each in read(fleet).jobs):
+    routes = open_routes(fleet)
+    routes.snapshot()  # this computer's key is let in
+    if name is not None and any(each.name == name and not each.is_over for each in read(fleet).jobs):
         notice(fleet)  # it may have ended, and be over
     cloud = fleet.provider()
     job = store_job(fleet, where, words, name, restart, failures, alive_s, cloud.machines)
@@ -192,11 +192,11 @@ def store_job(
             worker = targets[0].worker if "/" in where else None
         taken = {each.name: each for each in found.jobs}
         called = name or next(f"job-{number}" for number in range(1, 10_000) if f"job-{number}" not in taken)
-        if called in taken and not taken[called].over:
+        if called in taken and not taken[called].is_over:
             raise InputError(f"job {called} is not over: `tpuswarm stop {called}` ends it; or give another --name")
         seats = create_assignments(where, machine, desired)
         # Numbers of runs only grow: hosts remember them.
-        last = max((each.run for each in taken[called].seats), default=0) if called in taken else found.last_run
+        last = max((each.run for each in taken[called].assignments), default=0) if called in taken else found.last_run
         seats = tuple(replace(each, run=last) for each in seats)
         job = Job(
             called, where, line_of(words), restart or "preempted", seats, there(Path.cwd()),  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def store_main(fleet: "Fleet", pool: str, words: list[str]) -> None:
     from tpuswarm.remote.attended import line_of
 
     there = next((each for each in read(fleet).jobs if each.name == MAIN), None)
-    if there is not None and not there.over and there.line == line_of(words):
+    if there is not None and not there.is_over and there.line == line_of(words):
         return
     store_job(fleet, pool, words, MAIN, "always", 0, None, None)
 
@@ -225,10 +225,10 @@ def see_begin(fleet: "Fleet", name: str, kept: bool = False) -> None:
     `kept`: a keeper has just been started, and will lead.
     """
     with leaving(name):
-        carry(fleet, name, lambda job: all(each.phase != "waiting" for each in job.seats))
+        carry(fleet, name, lambda job: all(each.phase != "waiting" for each in job.assignments))
     document = read(fleet)
     job = next(each for each in document.jobs if each.name == name)
-    for seat in job.seats:
+    for seat in job.assignments:
         say(f"{seat.machine or seat.pool}: {seat.phase}, {seat.why}", err=True)
     if not is_kept(document) and not kept and job.restart != "never":
         say(
@@ -284,7 +284,7 @@ def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
                 far(
                     "; ".join(
                         f"{each.machine or each.pool}: {each.why}"
-                        for each in job.seats
+                        for each in job.assignments
                         if each.phase in ("waiting", "running")
                     )
                 )
@@ -304,10 +304,10 @@ def stop_job(fleet: "Fleet", job: "Job") -> None:
         jobs = tuple(replace(each, stop=True) if each.name == job.name else each for each in found.jobs)
         return replace(found, jobs=jobs)
 
-    if job.over:
-        raise InputError(f"job {job.name} is over: {', '.join(sorted({each.phase for each in job.seats}))}")
+    if job.is_over:
+        raise InputError(f"job {job.name} is over: {', '.join(sorted({each.phase for each in job.assignments}))}")
     fleet.store(fleet.provider()).change(ask)
     say(f"asked job {job.name} to end; after 20 s it is killed", err=True)
-    ended = carry(fleet, job.name, lambda each: each.over)
-    for seat in ended.seats:
+    ended = carry(fleet, job.name, lambda each: each.is_over)
+    for seat in ended.assignments:
         say(f"{job.name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}")

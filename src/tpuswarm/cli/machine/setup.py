@@ -38,73 +38,73 @@ def setup(
     if dry_run:
         _print_steps(table, file is not None and any(each.role == "router" for each in file.vm))
         return
-    reach = open_routes(fleet)
-    set_up_now(reach, table, where)
-    hand_over(reach)
+    routes = open_routes(fleet)
+    set_up_now(routes, table, where)
+    hand_over(routes)
 
 
-def set_up_now(reach: "Routes", table: "Setup", where: str = "all") -> None:
+def set_up_now(routes: "Routes", table: "Setup", where: str = "all") -> None:
     """Set up and show it; RunFailed where not all came to its end."""
     import asyncio
 
     from tpuswarm.fleet.hosts.setup import find_setup_targets
 
-    found = find_setup_targets(reach, table, where)
+    found = find_setup_targets(routes, table, where)
     for each in found.away:
         say(f"not now: {each}")
-    asyncio.run(_set_up(reach, table, found.machines))
+    asyncio.run(_set_up(routes, table, found.machines))
 
 
-def seat_now(reach: "Routes", store: "Store") -> None:
+def seat_now(routes: "Routes", store: "Store") -> None:
     """Put the keeper on the head, show it, and see it lead; hands over what this computer knows."""
     import asyncio
 
-    asyncio.run(_seat(reach, store))
+    asyncio.run(_seat(routes, store))
 
 
-def route_now(reach: "Routes") -> None:
+def route_now(routes: "Routes") -> None:
     """Apply and tune the fleet's routers, where it has any, and say what their ports lead to."""
     import asyncio
 
     from tpuswarm.fleet.hosts.routers import configure_routers, router_hosts
 
-    hosts = router_hosts(reach)
+    hosts = router_hosts(routes)
     if not hosts:
         return
     with Watching(make_console(), hosts) as watching:
-        ports = asyncio.run(configure_routers(reach, hosts, watching.told))
+        ports = asyncio.run(configure_routers(routes, hosts, watching.told))
     numbers = f"ports {min(ports)} to {max(ports)} lead" if len(ports) > 1 else f"port {min(ports)} leads"
     for host in hosts:
         say(f"{host.label.partition('/')[0]} routes: its {numbers} to SSH; `tpuswarm router show --from` lists them")
 
 
-def hand_over(reach: "Routes") -> None:
+def hand_over(routes: "Routes") -> None:
     """Let a keeper on the head know what this computer has kept for machines that come later."""
-    desired = reach.look().document.desired
+    desired = routes.snapshot().document.desired
     if desired.kept_on is not None and desired.down is None:
         import asyncio
 
         from tpuswarm.fleet.keeper.head_keeper import install_head_keeper
 
         try:
-            asyncio.run(install_head_keeper(reach))
+            asyncio.run(install_head_keeper(routes))
         except TpuswarmError as error:
-            say(f"note: the keeper on {desired.home} does not know of it yet: {error}", err=True)
+            say(f"note: the keeper on {desired.keeper_machine} does not know of it yet: {error}", err=True)
         else:
-            say(f"the keeper on {desired.home} knows of it too")
+            say(f"the keeper on {desired.keeper_machine} knows of it too")
 
 
-async def _seat(reach: "Routes", store: "Store") -> None:
+async def _seat(routes: "Routes", store: "Store") -> None:
     from tpuswarm.fleet.keeper.head_keeper import install_head_keeper, wait_for_head_keeper
     from tpuswarm.train.process.waiting import waiting
 
     with Watching(make_console(), []) as watching:
-        host = await install_head_keeper(reach, watching.told)
+        host = await install_head_keeper(routes, watching.told)
     with waiting(f"waiting until the keeper on {host.label.partition('/')[0]} leads"):
-        await wait_for_head_keeper(reach, store, host)
+        await wait_for_head_keeper(routes, store, host)
 
 
-async def _set_up(reach: "Routes", table: "Setup", machines: "Sequence[Machine]") -> None:
+async def _set_up(routes: "Routes", table: "Setup", machines: "Sequence[Machine]") -> None:
     import asyncio
 
     from tpuswarm.fleet.hosts.setup import set_up_all
@@ -112,7 +112,7 @@ async def _set_up(reach: "Routes", table: "Setup", machines: "Sequence[Machine]"
     watching = Watching(make_console(), [each.host for each in machines])
     try:
         with watching:
-            outcome = await set_up_all(reach, table, machines, watching.told)
+            outcome = await set_up_all(routes, table, machines, watching.told)
     except asyncio.CancelledError:
         say("interrupted: what was done stays, and the same command goes on from there", err=True)
         raise

@@ -31,42 +31,42 @@ def log_in(name: str, words: list[str], fleet: str | None) -> int:
 
     if shutil.which("ssh") is None:
         raise InputError("`tpuswarm ssh` uses OpenSSH, and there is no program ssh here: install openssh-client")
-    reach = open_routes(fleets.find_fleet(fleet)[0])
-    host = _host(reach, name)
+    routes = open_routes(fleets.find_fleet(fleet)[0])
+    host = _host(routes, name)
     shell = not words and sys.stdin.isatty()
     line = line_of(words) if words else SHELL if shell else ""
     with tempfile.TemporaryDirectory() as folder:
         reached = Path(folder) / "reached"
         pause = 1.0
         while True:
-            code = _once(reach, host, line, reached)
+            code = _once(routes, host, line, reached)
             if code != LOST or not shell or not reached.exists():
                 return code
             say(f"the connection to {host.label} is lost; it is made again until Ctrl-C", err=True)
             time.sleep(pause)
             pause = min(LONGEST, 2 * pause)
-            host = _back(reach, name, host)
+            host = _back(routes, name, host)
 
 
-def _host(reach: "Routes", name: str) -> "Host":
+def _host(routes: "Routes", name: str) -> "Host":
     """The one that is meant; of a slice its first worker."""
-    hosts, _ = reach.hosts(name if "/" in name else f"{name}/0")
+    hosts, _ = routes.hosts(name if "/" in name else f"{name}/0")
     return hosts[0]
 
 
-def _back(reach: "Routes", name: str, host: "Host") -> "Host":
+def _back(routes: "Routes", name: str, host: "Host") -> "Host":
     """Where it is now; where it was, as long as that cannot be told."""
     try:
-        return _host(reach, name)
+        return _host(routes, name)
     except TpuswarmError as error:
         say(f"{error}; tried again", err=True)
         return host
 
 
-def _once(reach: "Routes", host: "Host", line: str, reached: Path) -> int:
+def _once(routes: "Routes", host: "Host", line: str, reached: Path) -> int:
     from tpuswarm.remote.openssh import openssh
 
-    words = openssh(host, reach.key)
+    words = openssh(host, routes.key)
     if sys.stdin.isatty():
         words += ["-t"]
     settle()

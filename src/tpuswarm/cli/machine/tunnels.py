@@ -28,21 +28,21 @@ def forward(
     from tpuswarm.remote.forward import ports
 
     here, there = ports(port)
-    reach = open_routes(fleets.find_fleet(fleet)[0])
+    routes = open_routes(fleets.find_fleet(fleet)[0])
 
     async def find() -> "Host":
-        return await asyncio.to_thread(one_host, reach, name)
+        return await asyncio.to_thread(one_host, routes, name)
 
     async def work() -> None:
-        async with Connections(reach.key) as connections:
+        async with Connections(routes.key) as connections:
             await forwarded(connections, find, here, there, say)
 
     asyncio.run(work())
 
 
-def one_host(reach: "Routes", name: str) -> "Host":
+def one_host(routes: "Routes", name: str) -> "Host":
     """A machine's first worker, or the one that is named. Raises InputError for a group."""
-    hosts, _ = reach.hosts(name)
+    hosts, _ = routes.hosts(name)
     if len(machines := sorted({each.label.partition("/")[0] for each in hosts})) > 1:
         raise InputError(f"{name} is {len(machines)} machines: name one, such as {machines[0]}")
     return hosts[0]
@@ -56,13 +56,13 @@ def ssh_config(fleet: FleetOption = None) -> None:
     from tpuswarm.fleet.store import fleets
     from tpuswarm.train.process.atomic import write_atomically
 
-    reach = open_routes(fleets.find_fleet(fleet)[0])
-    seen = reach.look()
+    routes = open_routes(fleets.find_fleet(fleet)[0])
+    seen = routes.snapshot()
     found = find_targets("all", seen.document.desired, seen.listing)
-    users = reach.users(seen)
-    file = config_file(reach.fleet)
+    users = routes.users(seen)
+    file = config_file(routes.fleet)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(file, render_config(reach.fleet, reach.key, users))
+    write_atomically(file, render_config(routes.fleet, routes.key, users))
     for each in found.away:
         say(f"not now: {each}")
     count = f"{len(users)} host{'s' * (len(users) != 1)}"

@@ -117,7 +117,7 @@ def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[TrainJob, ...]") -> None:
     for each in jobs:
         document = read(fleet)
         there = next((job for job in document.jobs if job.name == each.name), None)
-        if there is not None and not there.over:
+        if there is not None and not there.is_over:
             if is_same_command(each.line, there.line):
                 continue
             say(f"job {each.name} is not what the file says now: it is ended, and begins anew")
@@ -133,8 +133,8 @@ def _start_jobs(fleet: "Fleet", url: str, jobs: "tuple[TrainJob, ...]") -> None:
             names = sorted((one.name for one in ours if one.pool == where), key=by_number)
             where = f"{names[0]}/0"
         store_job(fleet, where, [each.line], each.name, "always", 0, None, cloud.machines)
-    job = carry(fleet, HEAD, lambda one: all(seat.phase != "waiting" for seat in one.seats))
-    for seat in job.seats:
+    job = carry(fleet, HEAD, lambda one: all(seat.phase != "waiting" for seat in one.assignments))
+    for seat in job.assignments:
         say(f"head: {seat.phase}, {seat.why}")
 
 
@@ -160,7 +160,7 @@ def open_jobs(url: str) -> "tuple[Fleet, list[str]] | None":
         return None
     document = fleet.store(fleet.provider()).load()
     jobs = document.jobs if document else ()
-    return fleet, [each.name for each in jobs if training.TOKEN_FILE in each.line and not each.over]
+    return fleet, [each.name for each in jobs if training.TOKEN_FILE in each.line and not each.is_over]
 
 
 def end_jobs(fleet: "Fleet", names: list[str]) -> None:
@@ -174,7 +174,7 @@ def end_jobs(fleet: "Fleet", names: list[str]) -> None:
 
     fleet.store(fleet.provider()).change(ask)
     for name in names:
-        for seat in carry(fleet, name, lambda each: each.over).seats:
+        for seat in carry(fleet, name, lambda each: each.is_over).assignments:
             say(f"{name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}", err=True)
 
 

@@ -1,4 +1,4 @@
-"""What a plan says to do, and what came of it."""
+"""The actions of a plan, and their results."""
 
 from typing import Literal, NamedTuple
 
@@ -7,33 +7,27 @@ from tpuswarm.cloud.protocol import Machine, Spec
 
 
 class Create(NamedTuple):
-    """Create a machine."""
-
     spec: Spec
     why: str
 
 
 class Delete(NamedTuple):
-    """Delete a machine, and with it the request that it comes from."""
+    """Delete a machine, and its queued request if it has one."""
 
     machine: Machine
     why: str
     blame: Literal["late", "bad"] | None = None
-    """What its zone is blamed for: it did not come in time, or was not healthy."""
-    pause: float = 0.0
-    """Seconds for which that zone is not asked again at least."""
+    """The zone's fault: the machine came too late, or was unhealthy."""
+    pause_s: float = 0.0
+    """Create nothing in the zone for at least this long."""
 
 
 class Stop(NamedTuple):
-    """Stop a machine that can be started again."""
-
     machine: Machine
     why: str
 
 
 class Start(NamedTuple):
-    """Start a stopped machine."""
-
     machine: Machine
     why: str
 
@@ -42,39 +36,35 @@ Action = Create | Delete | Stop | Start
 
 
 class Wait(NamedTuple):
-    """Why a pool lacks machines that nothing is done for at the moment, or what else a person should do about it."""
+    """Why a pool lacks machines while nothing can be done about it."""
 
     pool: str
     missing: int
     why: str
     until: float | None
-    """When that may change by itself, Unix seconds; None: when something else happens, or somebody does something."""
+    """When this changes by itself (Unix seconds); None if an event or a person has to change it."""
 
     @property
-    def of(self) -> str:
-        """`3 of pool small`; `pool small` where none is missing."""
+    def subject(self) -> str:
+        """`3 of pool small`, or `pool small` if none is missing."""
         return f"{self.missing:,} of pool {self.pool}" if self.missing else f"pool {self.pool}"
 
 
 class Plan(NamedTuple):
-    """What to do next."""
-
     actions: tuple[Action, ...]
     waits: tuple[Wait, ...] = ()
     end: str | None = None
-    """Why the fleet is to come down from now on: to be stored before anything is deleted."""
+    """Why the whole fleet must come down; the keeper stores this before it deletes anything."""
 
 
 class ActionResult(NamedTuple):
-    """What came of asking the cloud for an action."""
-
     action: Action
     operation: str | None
     error: CloudError | None
 
 
 class CreateResult(NamedTuple):
-    """A creation's operation has ended."""
+    """The operation of a creation has ended."""
 
     key: str
     error: CloudError | None
@@ -84,13 +74,13 @@ CloudAnswer = ActionResult | CreateResult
 
 
 class Event(NamedTuple):
-    """What happened, for people."""
+    """Something that happened to a fleet, to show to people."""
 
     at: float
     """Unix seconds."""
     pool: str
     machine: str
-    """Empty: of the pool."""
+    """Empty if the event concerns the whole pool."""
     kind: str
-    """One word to count: asked, ready, preempted, lost, gone, unhealthy, deleting, stopping, starting, refused."""
+    """asked, ready, preempted, lost, gone, unhealthy, deleting, stopping, starting, refused, job or clock."""
     text: str

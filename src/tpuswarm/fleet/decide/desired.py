@@ -10,43 +10,42 @@ from tpuswarm.fleet.decide.money import Grant
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """A pool: machines that are alike; or one VM."""
+    """A pool of equal machines, or a single VM."""
 
     name: str
     spec: Spec
-    """Of each; a TPU gets its name and zone when it is created, unless it has a name already."""
+    """Of each machine. A TPU without a name gets its name and zone when it is created."""
     zones: tuple[str, ...]
     """In order of preference."""
     count: int
     wait_s: float | None = None
-    """How long a request may wait in the queue of a zone before the next one is asked; None: for ever in the last."""
+    """How long a queued request waits before the next zone is tried; None: without limit in the last zone."""
     routes: bool = False
-    """Whether it is a VM that leads to the TPUs of the fleet."""
+    """Whether this VM forwards ports to the fleet's TPUs."""
 
     @property
     def type(self) -> str:
-        """Of its machines."""
         return self.spec.type
 
     @property
     def how(self) -> str:
-        """How they are asked for."""
+        """`spot`, `on-demand`, `queued` or `reserved`."""
         return self.spec.how
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Dollars; None: without limit."""
+    """Limits in dollars; None: no limit."""
 
     per_hour: float | None = None
     total: float | None = None
     traffic_per_day: float | None = None
-    """Of what its training carries, in the last 24 hours."""
+    """Traffic of the fleet's training in the last 24 hours."""
 
 
 @dataclass(frozen=True)
 class DownWhen:
-    """When a fleet comes down by itself; one of them is set."""
+    """When a fleet comes down by itself; exactly one field is set."""
 
     done: bool = False
     idle_s: float | None = None
@@ -56,35 +55,32 @@ class DownWhen:
 
 @dataclass(frozen=True)
 class Desired:
-    """All of it."""
-
     fleet: str
-    """Its id: what it makes carries it."""
+    """The fleet's id; everything it creates carries this label."""
     pools: tuple[PoolSpec, ...]
     grants: tuple[Grant, ...] = ()
     budget: Budget = Budget()
     down_when: DownWhen | None = None
     paid: bool = False
-    """Whether TPUs that no grant covers may be paid for; a VM that the file names is."""
+    """Whether TPUs outside of grants may be paid for; VMs always may."""
     flags: tuple[Flag, ...] = ()
-    """Those that the file names."""
+    """Flags in swarm.toml."""
     paused: Mapping[str, str] = field(default_factory=dict)
-    """Pools by the names of their machines that are to be stopped."""
+    """Machines to stop, with their pools."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """Machines that are to go, by name, and when they were created: a later one of that name may stay."""
+    """Machines to delete, with their creation times: a later machine of the same name may stay."""
     down: str | None = None
-    """Why everything is to go; None: it is up."""
+    """Why everything is to be deleted; None while the fleet is up."""
     kept_on: str | None = None
-    """The pool of the VM on which its keeper is to live; None: wherever somebody starts one."""
+    """The VM that runs the keeper; None: any computer."""
     revision: int = 1
-    """Counts what people asked: with each, what was given up is tried again."""
+    """Counts the user's requests; each one retries what was given up."""
 
     @property
-    def home(self) -> str | None:
-        """What the machine is called on which its keeper is to live; None: it may live anywhere."""
-        return next((each.spec.name for each in self.pools if each.name == self.kept_on), None)
+    def keeper_machine(self) -> str | None:
+        """The name of the machine that runs the keeper; None: any computer."""
+        return next((pool.spec.name for pool in self.pools if pool.name == self.kept_on), None)
 
     @property
     def zones(self) -> tuple[str, ...]:
-        """All that it may use."""
         return tuple(dict.fromkeys(zone for pool in self.pools for zone in pool.zones))

@@ -1,4 +1,4 @@
-"""Flags of XLA and libtpu: which hold for a program on a machine, and how they reach it."""
+"""Flags of XLA and libtpu: which apply to a program on a machine, and how a shell passes them."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -9,12 +9,12 @@ from tpuswarm.plan.flags import Variable, written
 
 Layer = Literal["all", "generation", "pool", "machine"]
 LAYERS: tuple[Layer, ...] = ("all", "generation", "pool", "machine")
-"""The later one wins, and what is for one job wins over what is for all."""
+"""A later layer wins; a flag for one job wins over a flag for all jobs."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag, and for what it is set."""
+    """A flag, and where it is set."""
 
     name: str
     value: str
@@ -23,16 +23,16 @@ class Flag:
     where: str
     """The generation, pool or machine, or `all`."""
     job: str | None = None
-    """The only job that it is for; None: all that is started."""
+    """The only job that gets this flag; None: all jobs."""
 
     @property
     def place(self) -> tuple[str, Layer, str, str | None]:
-        """In which only one value stands."""
+        """Flags with the same place replace each other."""
         return self.name, self.layer, self.where, self.job
 
     @property
     def text(self) -> str:
-        """For what it is set, in words: `pool small, job train`."""
+        """The scope in words: `pool small, job train`."""
         where = "all" if self.layer == "all" else f"{self.layer} {self.where}"
         return where if self.job is None else f"{where}, job {self.job}"
 
@@ -40,32 +40,31 @@ class Flag:
 def resolve_flags(
     flags: Iterable[Flag], machine: str, pool: str | None, generation: str | None, job: str | None
 ) -> dict[str, Flag]:
-    """By name, those that hold on a machine for a job; of two in the same place the later one."""
+    """Return the flags that apply to a job on a machine, by name. A later flag replaces one in the same place."""
     places: Mapping[Layer, str | None] = {"all": "all", "generation": generation, "pool": pool, "machine": machine}
-    mine = [each for each in flags if each.where == places[each.layer] and each.job in (None, job)]
-    mine.sort(key=lambda each: (each.job is not None, LAYERS.index(each.layer)))
-    return {each.name: each for each in mine}
+    matching = [flag for flag in flags if flag.where == places[flag.layer] and flag.job in (None, job)]
+    matching.sort(key=lambda flag: (flag.job is not None, LAYERS.index(flag.layer)))
+    return {flag.name: flag for flag in matching}
 
 
 def shell_exports(flags: Mapping[str, Flag]) -> str:
-    """What a shell does before a program that is to have them: they come after what the variables hold already.
+    """Return shell commands that append the flags to their variables.
 
-    Of a flag that is given twice the last one counts, to XLA and to libtpu.
+    XLA and libtpu use the last value if a flag occurs twice, so these win over flags that are set already.
     """
-    found: dict[Variable, list[str]] = {}
-    for name, each in sorted(flags.items()):
-        found.setdefault(each.variable, []).append(written(each.variable, name, each.value))
+    arguments: dict[Variable, list[str]] = {}
+    for name, flag in sorted(flags.items()):
+        arguments.setdefault(flag.variable, []).append(written(flag.variable, name, flag.value))
     return "".join(
         f'export {variable}="${{{variable}:+${variable} }}"{shlex.quote(" ".join(words))}; '
-        for variable, words in sorted(found.items())
+        for variable, words in sorted(arguments.items())
     )
 
 
 def set_flag(flags: Iterable[Flag], new: Flag) -> tuple[Flag, ...]:
-    """With another value in its place."""
     return (*unset_flag(flags, new), new)
 
 
 def unset_flag(flags: Iterable[Flag], old: Flag) -> tuple[Flag, ...]:
-    """Without what stands in its place."""
-    return tuple(each for each in flags if each.place != old.place)
+    """Return the flags without the one in the same place as `old`."""
+    return tuple(flag for flag in flags if flag.place != old.place)

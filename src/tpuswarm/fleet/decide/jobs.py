@@ -1,13 +1,15 @@
-"""What to do next about a kept job: a function of what is wanted, what its hosts report, and the time.
+"""Decide what to start and end for each job, from its hosts' reports.
 
-A job has a seat for each machine that it is to run on. A seat outlives its machine: where that is taken away, another
-one of the pool takes the seat, and the job runs again there, on every worker. Runs of a seat are numbered; a host
-starts only a run that is higher than all it has seen, so no run is on a worker twice.
+A job has one assignment for each machine that it needs. An assignment outlives its machine: if the machine is taken
+away, another machine of the pool takes over, and the job runs again on all of its workers. Each start gets a higher run
+number, and a host refuses numbers that are not higher than all before, so no run starts twice on a worker.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.decide.desired import Desired
@@ -17,110 +19,116 @@ from tpuswarm.remote.places import SERVICE
 Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
 FIRST_BACKOFF_S, BACKOFF_FACTOR, MAX_BACKOFF_S = 2.0, 2.0, 300.0
-"""Seconds before a job that failed is tried again: the first time, the factor, at most."""
+"""Before a failed job is retried."""
 FLAG_RESTART_INTERVAL_S = 60.0
-"""Seconds between the ends of two runs that begin again with other flags."""
+"""Between two restarts for changed flags."""
 MISSING_GRACE_S = 15.0
-"""Seconds for which a machine is in no list before it is gone: one list may leave it out, and its processes live."""
+"""A machine must be missing this long before it counts as gone: a single listing may be incomplete."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A place of a job: one machine at a time, on all of its workers, or on one."""
+    """One machine's share of a job: all of its workers, or a single one. Times are Unix seconds."""
 
     pool: str
     machine: str | None = None
     created: float = 0.0
-    """When that machine was created: a later one of its name is another one."""
+    """The machine's creation: a later machine of the same name is another one."""
     phase: Phase = "waiting"
     run: int = 0
     """The number of the last run; 0: none yet."""
     failed: int = 0
-    """Runs that ended with a code other than 0."""
+    """Runs that ended with a nonzero exit code."""
     lost: int = 0
-    """Runs that ended with their machine, or stood still."""
+    """Runs that ended with their machine, or hung."""
     code: int | None = None
     not_before: float = 0.0
-    """Of the next run, Unix seconds."""
+    """The next attempt."""
     missed_at: float = 0.0
-    """Since when its machine is in no list, Unix seconds; 0: it is in the last one."""
+    """When the machine was first missing from a listing; 0: it is listed."""
     why: str = "not started yet"
     flags: str = ""
-    """What its last run began with, as `flags.exports` has it."""
+    """The last run's flags, as `shell_exports` returns them."""
     renewing: bool = False
-    """Whether that run ends so that another one begins with other flags."""
+    """Whether the run is being ended to restart with other flags."""
     renewed_at: float = 0.0
-    """When one last ended for that, Unix seconds."""
+    """The last such restart."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.phase in ("waiting", "running")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command that is to run until it has ended well."""
+    """A command that runs until it succeeds."""
 
     name: str
     where: str
-    """As it was asked: NAME, NAME/2, POOL or all."""
+    """As the user typed it: NAME, NAME/2, POOL or all."""
     line: str
-    """Of a shell."""
+    """A shell command."""
     restart: Restart
-    seats: tuple[Assignment, ...]
+    assignments: Annotated[tuple[Assignment, ...], Field(alias="seats")]
     folder: str = ""
-    """Where on its hosts, from the home: the synced folder in which it was asked for."""
+    """The synced folder to run in, relative to the home."""
     machine: str | None = None
-    """The machine that was named; None: all of a pool, or of the fleet."""
+    """The only machine; None: all of a pool, or of the fleet."""
     worker: int | None = None
-    """The only worker that it runs on; None: every one."""
+    """The only worker; None: all workers."""
     failures: int = 0
-    """How many of its own failures each seat is forgiven."""
+    """How many failures of its own each assignment may have."""
     alive_s: float | None = None
-    """It is ended and started again where it prints nothing for so long."""
+    """Restart the job if it prints nothing for this long."""
     at: float = 0.0
-    """When it was asked for, Unix seconds."""
+    """When it was requested, Unix seconds."""
     stop: bool = False
-    """Whether its end was asked for."""
+    """Whether the user has stopped it."""
 
     @property
-    def over(self) -> bool:
-        """Whether nothing of it runs or will run."""
-        return all(each.phase in ("done", "failed", "stopped") for each in self.seats)
+    def is_over(self) -> bool:
+        return not any(assignment.is_open for assignment in self.assignments)
 
 
 class RunReport(NamedTuple):
-    """How a job stands on a worker, as its supervisor says."""
+    """The state of a job on a worker, as its supervisor reports it."""
 
     run: int
     state: Literal["running", "ended", "asked", "lost", "stalled"]
-    """`asked`: it ended as we have asked it to."""
+    """`asked`: it ended at our request."""
     code: int | None = None
     why: str = ""
 
 
 END_PRIORITY = {"lost": 0, "stalled": 1, "ended": 2, "asked": 3}
-"""What counts of ends on several workers, most first: where a worker is lost the others fail, and then are ended."""
+"""Which worker's end explains the others: if a worker is lost, the others fail and are then ended."""
 RunReports = Mapping[tuple[str, int], RunReport | None]
-"""By machine and worker; a worker that answers and knows nothing of the job has None, one that is silent is absent."""
+"""By machine and worker; None if the worker does not know the job; silent workers are absent."""
 
 
 class StartRun(NamedTuple):
-    """Start a run on these workers of a machine, and end an earlier one that is still there."""
+    """Start a run on these workers, after ending an earlier one."""
 
     machine: str
     run: int
     workers: tuple[int, ...]
     flags: str = ""
-    """Before its line, for a shell."""
+    """Shell commands to run first."""
 
 
 class EndRun(NamedTuple):
-    """End a run, and an earlier one that is still there, on these workers of a machine."""
+    """End a run, and any earlier one, on these workers."""
 
     machine: str
     run: int
     workers: tuple[int, ...]
 
 
+RunAction = StartRun | EndRun
+
+
 class StrayRun(NamedTuple):
-    """A run that goes on where no seat of its job is any more."""
+    """A run on a worker that its job no longer uses."""
 
     job: str
     machine: str
@@ -129,246 +137,247 @@ class StrayRun(NamedTuple):
 
 
 class JobUpdate(NamedTuple):
-    """What is to be stored, and then done."""
+    """The job to store, and then the actions to take."""
 
     job: Job
-    acts: tuple[StartRun | EndRun, ...]
+    actions: tuple[RunAction, ...]
 
 
 def end_job(job: Job) -> Job:
-    """The job of a fleet that came down: what was not over has stopped."""
-    why = "the fleet came down"
-    seats = (
-        replace(each, phase="stopped", why=why) if each.phase in ("waiting", "running") else each for each in job.seats
+    """Mark everything as stopped after the fleet came down."""
+    stopped = tuple(
+        replace(each, phase="stopped", why="the fleet came down") if each.is_open else each for each in job.assignments
     )
-    return replace(job, seats=tuple(seats))
+    return replace(job, assignments=stopped)
 
 
 def create_assignments(where: str, machine: Machine | None, desired: Desired) -> tuple[Assignment, ...]:
-    """The seats of a new job: one for a machine that was named, else one for each that the pools are to have."""
+    """Return one assignment for the named machine, or one for each machine that the pools should have."""
     if machine is not None:
         return (Assignment(machine.pool or "", machine.name, machine.created),)
-    return tuple(
-        Assignment(each.name) for each in desired.pools if where in (ALL, each.name) for _ in range(each.count)
-    )
+    return tuple(Assignment(pool.name) for pool in desired.pools if where in (ALL, pool.name) for _ in range(pool.count))
 
 
 def busy_machines(jobs: Iterable[Job]) -> frozenset[str]:
-    """The machines on which something runs, as far as is known."""
-    return frozenset(
-        each.machine for job in jobs for each in job.seats if each.phase == "running" and each.machine is not None
-    )
+    """Return the machines that run a job, as far as is known."""
+    assignments = (assignment for job in jobs for assignment in job.assignments)
+    return frozenset(each.machine for each in assignments if each.phase == "running" and each.machine is not None)
 
 
 def scale_job(job: Job, desired: Desired) -> Job:
-    """With as many seats as its pools are to have machines now, unless it is for one machine, or over."""
-    if job.over:
+    """Adapt an open job to the sizes of its pools, unless it is for one machine."""
+    if job.is_over:
         return job
-    seats = list(job.seats)
+    assignments = list(job.assignments)
     for pool in desired.pools:
         if job.where not in (ALL, pool.name) or job.machine is not None:
             continue
-        mine = [each for each in seats if each.pool == pool.name]
-        seats += [Assignment(pool.name)] * (pool.count - len(mine))
-        empty = [each for each in mine if each.phase == "waiting" and each.machine is None]
-        for each in empty[: max(0, len(mine) - pool.count)]:
-            seats.remove(each)
-    return job if len(seats) == len(job.seats) else replace(job, seats=tuple(seats))
+        existing = [each for each in assignments if each.pool == pool.name]
+        assignments += [Assignment(pool.name)] * (pool.count - len(existing))
+        empty = [each for each in existing if each.phase == "waiting" and each.machine is None]
+        for surplus in empty[: max(0, len(existing) - pool.count)]:
+            assignments.remove(surplus)
+    return job if len(assignments) == len(job.assignments) else replace(job, assignments=tuple(assignments))
 
 
 def update_job(
     job: Job,
     machines: Iterable[Machine],
-    away: Collection[str],
+    unreachable: Collection[str],
     reports: RunReports,
     now: float,
     unprepared: Mapping[str, str] | None = None,
     flags: Mapping[str, str] | None = None,
 ) -> JobUpdate:
-    """The job as it is to be stored, and what is to be done after that.
+    """Return the job to store and the actions to take; actions are safe to repeat.
 
-    `flags`: with which it would begin now, by machine.
-
-    `machines`: the fleet's own, as listed; `away`: zones that do not answer; `unprepared`: on which nothing may
-    begin yet, and why: of those that seats are on, so that a seat that comes to another machine waits for the next
-    look; None: all are. What is done is safe to do again.
+    `machines`: the fleet's listing; `unreachable`: zones that do not answer; `unprepared`: assigned machines on which
+    nothing may start yet, and why (a newly assigned machine waits for the next update); None: all are prepared;
+    `flags`: by machine, for a run that starts now.
     """
-    there = {each.name: each for each in machines}
-    taken = {seat.machine for seat in job.seats if seat.machine}
-    seats: list[Assignment] = []
-    acts: list[StartRun | EndRun] = []
-    for seat in job.seats:
-        before = seat
-        seat = _seated(job, seat, there, away, taken, now)
-        moved = (seat.machine, seat.created) != (before.machine, before.created)
-        machine = there.get(seat.machine or "")
-        if seat.phase == "waiting" and not job.stop and (why := (unprepared or {}).get(seat.machine or "")):
-            seat = replace(seat, why=why)
-        elif seat.phase == "waiting" and not job.stop and unprepared is not None and moved and machine is not None:
-            seat = replace(seat, why=f"{machine.name} is another machine: it is prepared first")
+    by_name = {machine.name: machine for machine in machines}
+    taken = {assignment.machine for assignment in job.assignments if assignment.machine}
+    assignments: list[Assignment] = []
+    actions: list[RunAction] = []
+    for before in job.assignments:
+        assignment = _assign(job, before, by_name, unreachable, taken, now)
+        moved = (assignment.machine, assignment.created) != (before.machine, before.created)
+        machine = by_name.get(assignment.machine or "")
+        may_start = assignment.phase == "waiting" and not job.stop
+        if may_start and (why := (unprepared or {}).get(assignment.machine or "")):
+            assignment = replace(assignment, why=why)
+        elif may_start and unprepared is not None and moved and machine is not None:
+            assignment = replace(assignment, why=f"{machine.name} is another machine: it is prepared first")
         elif machine is not None and machine.state == "ready":
             workers = tuple(range(len(machine.workers))) if job.worker is None else (job.worker,)
             known = {w: reports[machine.name, w] for w in workers if (machine.name, w) in reports}
-            seat, more = _run(job, seat, workers, known, now, (flags or {}).get(machine.name, ""))
-            acts += more
-        elif job.stop and (seat.phase == "waiting" or (seat.phase == "running" and machine is None and not away)):
-            seat = replace(seat, phase="stopped", why="it was asked to stop")
-        seats.append(seat)
-    return JobUpdate(replace(job, seats=tuple(seats)), tuple(acts))
+            machine_flags = (flags or {}).get(machine.name, "")
+            assignment, more = _update_on_machine(job, assignment, workers, known, now, machine_flags)
+            actions += more
+        elif job.stop and (
+            assignment.phase == "waiting" or (assignment.phase == "running" and machine is None and not unreachable)
+        ):
+            assignment = replace(assignment, phase="stopped", why="requested by `tpuswarm stop`")
+        assignments.append(assignment)
+    return JobUpdate(replace(job, assignments=tuple(assignments)), tuple(actions))
 
 
 def find_strays(jobs: Iterable[Job], reports: Mapping[str, RunReports]) -> frozenset[StrayRun]:
-    """Runs that go on where no seat of their job is any more; `reports` by the names of jobs, known or not.
+    """Return runs on workers that their job no longer uses; `reports` by job name.
 
-    A job may have been seated there since it was read: only what is one again after it was read anew is to be ended.
+    The job may have been assigned since it was read: only end a run that is stray again after the next read.
     """
-    seats = {(job.name, seat.machine) for job in jobs for seat in job.seats if seat.phase in ("waiting", "running")}
+    assigned = {(job.name, each.machine) for job in jobs for each in job.assignments if each.is_open}
     return frozenset(
         StrayRun(name, machine, worker, report.run)
         for name, found in reports.items()
         for (machine, worker), report in found.items()
-        if report is not None and report.state == "running" and (name, machine) not in seats
+        if report is not None and report.state == "running" and (name, machine) not in assigned
         if not name.startswith(SERVICE)
     )
 
 
 def restart_for_flags(jobs: Sequence[Job], flags: Mapping[str, Mapping[str, str]], now: float) -> tuple[Job, ...]:
-    """With one seat whose run is to end, and to begin again with the flags that its machine has now: one at a time.
+    """Let one run end and restart with its machine's new flags: one at a time, FLAG_RESTART_INTERVAL_S apart.
 
-    flags: of the jobs that bear it, by name, with which each would begin now on which machine. The next one follows
-    RENEWED_S after the last one ended: by then that may train again.
+    `flags`: by job and machine, only for jobs that tolerate a restart.
     """
-    seats = [seat for job in jobs for seat in job.seats if job.name in flags]
-    last = max((seat.renewed_at for seat in seats), default=0.0)
-    if any(seat.renewing and seat.phase == "running" for seat in seats) or 0 <= now - last < FLAG_RESTART_INTERVAL_S:
+    assignments = [assignment for job in jobs for assignment in job.assignments if job.name in flags]
+    last = max((assignment.renewed_at for assignment in assignments), default=0)
+    in_progress = any(assignment.renewing and assignment.phase == "running" for assignment in assignments)
+    if in_progress or 0 <= now - last < FLAG_RESTART_INTERVAL_S:
         return tuple(jobs)
     for number, job in enumerate(jobs):
-        for place, seat in enumerate(job.seats):
-            old = job.name in flags and flags[job.name].get(seat.machine or "", seat.flags) != seat.flags
-            if old and seat.phase == "running" and not job.stop:
-                changed = (*job.seats[:place], replace(seat, renewing=True), *job.seats[place + 1 :])
-                return (*jobs[:number], replace(job, seats=changed), *jobs[number + 1 :])
+        for index, assignment in enumerate(job.assignments):
+            if job.name not in flags or assignment.phase != "running" or job.stop:
+                continue
+            if flags[job.name].get(assignment.machine or "", assignment.flags) != assignment.flags:
+                changed = list(job.assignments)
+                changed[index] = replace(assignment, renewing=True)
+                return (*jobs[:number], replace(job, assignments=tuple(changed)), *jobs[number + 1 :])
     return tuple(jobs)
 
 
-def _seated(
-    job: Job, seat: Assignment, there: Mapping[str, Machine], away: Collection[str], taken: set[str], now: float
+def _assign(
+    job: Job,
+    assignment: Assignment,
+    machines: Mapping[str, Machine],
+    unreachable: Collection[str],
+    taken: set[str],
+    now: float,
 ) -> Assignment:
-    """The seat with the machine that it has from now on.
+    """Return the assignment with its machine from now on.
 
-    It leaves a machine on which nothing of it can live: a dead one, one that was made again, or one that is gone. What
-    is being deleted still runs.
+    It leaves a machine that is dead, gone or created anew; on a machine that is being deleted, it still runs.
     """
-    if seat.phase not in ("waiting", "running"):
-        return seat
-    machine = there.get(seat.machine or "")
-    if seat.machine is not None and (
-        machine is None or machine.state == "dead" or (seat.run and machine.created != seat.created)
+    if not assignment.is_open:
+        return assignment
+    name = assignment.machine
+    machine = machines.get(name or "")
+    if name is not None and (
+        machine is None or machine.state == "dead" or (assignment.run and machine.created != assignment.created)
     ):
-        if machine is None and away:
-            return replace(seat, why=f"{seat.machine} may be in a zone that does not answer")
-        since = seat.missed_at or now
-        if machine is None and seat.phase == "running" and 0 <= now - since < MISSING_GRACE_S:
-            return replace(seat, missed_at=since, why=f"{seat.machine} is not listed")
-        if seat.phase == "running" and job.restart == "never":
-            return replace(seat, phase="failed", lost=seat.lost + 1, why=f"{seat.machine} was taken away")
-        lost = seat.lost + (seat.phase == "running")
-        taken.discard(seat.machine)
-        why = f"{seat.machine} was taken away"
-        seat = replace(seat, machine=None, phase="waiting", lost=lost, missed_at=0.0, why=why)
-    if seat.machine is None:
+        running = assignment.phase == "running"
+        if machine is None and unreachable:
+            return replace(assignment, why=f"{name} may be in a zone that does not answer")
+        since = assignment.missed_at or now
+        if machine is None and running and 0 <= now - since < MISSING_GRACE_S:
+            return replace(assignment, missed_at=since, why=f"{name} is not listed")
+        why, lost = f"{name} was taken away", assignment.lost + running
+        if running and job.restart == "never":
+            return replace(assignment, phase="failed", lost=lost, why=why)
+        taken.discard(name)
+        assignment = replace(assignment, machine=None, phase="waiting", lost=lost, missed_at=0.0, why=why)
+    if assignment.machine is None:
         free = [
             each
-            for each in there.values()
-            if each.pool == seat.pool and each.state == "ready" and each.workers and each.name not in taken
+            for each in machines.values()
+            if each.pool == assignment.pool and each.state == "ready" and each.workers and each.name not in taken
         ]
         if not free:
-            return replace(seat, why=f"{seat.why.partition(';')[0]}; no machine of pool {seat.pool} is free and ready")
-        chosen = min(free, key=lambda each: each.name)
+            before = assignment.why.partition(";")[0]
+            return replace(assignment, why=f"{before}; no machine of pool {assignment.pool} is free and ready")
+        chosen = min(free, key=lambda machine: machine.name)
         taken.add(chosen.name)
-        return replace(seat, machine=chosen.name, created=chosen.created)
-    seat = replace(seat, missed_at=0.0) if seat.missed_at else seat
+        return replace(assignment, machine=chosen.name, created=chosen.created)
+    if assignment.missed_at:
+        assignment = replace(assignment, missed_at=0.0)
     if machine is not None and machine.state != "ready":
-        return replace(seat, why=f"{machine.name} is {machine.said.lower()}")
-    return seat if seat.run or machine is None else replace(seat, created=machine.created)
+        return replace(assignment, why=f"{machine.name} is {machine.said.lower()}")
+    return assignment if assignment.run or machine is None else replace(assignment, created=machine.created)
 
 
-def _run(
+def _update_on_machine(
     job: Job,
-    seat: Assignment,
+    assignment: Assignment,
     workers: tuple[int, ...],
     reports: Mapping[int, RunReport | None],
     now: float,
     flags: str,
-) -> tuple[Assignment, list[StartRun | EndRun]]:
-    """What comes next on a machine that is ready."""
-    name = seat.machine or ""
-    current = {w: each for w, each in reports.items() if each is not None and each.run == seat.run and seat.run}
-    running = tuple(w for w, each in current.items() if each.state == "running")
-    # A worker that has not heard of the run is told of its end too: its start may still be on the way to it.
-    # A run that was lost with a reboot may be begun again by its host, unless it is told too.
-    again = tuple(w for w, each in current.items() if job.stop and each.state == "lost")
-    unended = tuple(w for w in workers if w in reports and (w not in current or w in running or w in again))
-    end: list[StartRun | EndRun] = [EndRun(name, seat.run, unended)] if unended and seat.run else []
-    if (
-        seat.phase == "running"
-        and len(current) == len(workers)
-        and all(each.state == "ended" and each.code == 0 for each in current.values())
-    ):
-        return replace(seat, phase="done", code=0, why="exit 0 on every worker"), []
-    if job.stop and seat.phase in ("waiting", "running"):
-        if seat.phase == "running" and (unended or len(reports) < len(workers)):
-            return replace(seat, why="it was asked to stop"), end
-        return replace(seat, phase="stopped", why="it was asked to stop"), []
-    if seat.phase == "waiting":
-        if now < seat.not_before:
-            return seat, []
-        if silent := [w for w in workers if w not in reports]:
-            return replace(seat, why=f"{seat.machine}/{silent[0]} does not answer yet"), []
-        highest = max((each.run for each in reports.values() if each is not None), default=0)
-        run = max(seat.run, highest) + 1
-        why = f"run {run} on {seat.machine}"
-        seat = replace(seat, phase="running", run=run, code=None, why=why, flags=flags, renewing=False)
-        return seat, [StartRun(name, run, workers, flags)]
-    if seat.phase != "running":
-        return seat, [EndRun(name, seat.run, running)] if running else []
-    if seat.renewing:
-        why = "it ends, to begin again with other flags"
-        if unended or len(reports) < len(workers):
-            return replace(seat, why=why), end
-        return replace(seat, phase="waiting", renewed_at=now, why=why), []
-    if bad := [(w, each) for w, each in sorted(current.items()) if each.state != "running" and each.code != 0]:
-        return _ended(job, seat, workers, reports, bad, end, now)
+) -> tuple[Assignment, list[RunAction]]:
+    """Decide the next step on a machine that is ready."""
+    name, run = assignment.machine or "", assignment.run
+    current = {w: report for w, report in reports.items() if report is not None and report.run == run and run}
+    running = tuple(w for w, report in current.items() if report.state == "running")
+    # A start may still be on the way to a worker that does not know the run, and a host may restart a run that was
+    # lost in a reboot: both need the end, too.
+    restartable = tuple(w for w, report in current.items() if job.stop and report.state == "lost")
+    unended = tuple(w for w in workers if w in reports and (w not in current or w in running or w in restartable))
+    end: list[RunAction] = [EndRun(name, run, unended)] if unended and run else []
+    silent = [w for w in workers if w not in reports]
+    succeeded = [w for w, report in current.items() if report.state == "ended" and report.code == 0]
+    if assignment.phase == "running" and len(succeeded) == len(workers):
+        return replace(assignment, phase="done", code=0, why="exit 0 on every worker"), []
+    if job.stop and assignment.is_open:
+        if assignment.phase == "running" and (unended or silent):
+            return replace(assignment, why="requested by `tpuswarm stop`"), end
+        return replace(assignment, phase="stopped", why="requested by `tpuswarm stop`"), []
+    if assignment.phase == "waiting":
+        if now < assignment.not_before:
+            return assignment, []
+        if silent:
+            return replace(assignment, why=f"{name}/{silent[0]} does not answer yet"), []
+        run = max(run, *(report.run for report in reports.values() if report is not None), 0) + 1
+        why = f"run {run} on {name}"
+        started = replace(assignment, phase="running", run=run, code=None, why=why, flags=flags, renewing=False)
+        return started, [StartRun(name, run, workers, flags)]
+    if assignment.phase != "running":
+        return assignment, [EndRun(name, run, running)] if running else []
+    if assignment.renewing:
+        why = "restarting with other flags"
+        if unended or silent:
+            return replace(assignment, why=why), end
+        return replace(assignment, phase="waiting", renewed_at=now, why=why), []
+    if ended := {w: report for w, report in current.items() if report.state != "running" and report.code != 0}:
+        return _handle_end(job, assignment, ended, end, silent, now)
     if missing := tuple(w for w in workers if w in reports and w not in current):
-        return seat, [StartRun(name, seat.run, missing, seat.flags)]  # whoever began it has died meanwhile
-    if stuck := next(
-        (f"{name}/{w}: {each.why}" for w, each in sorted(current.items()) if each.why and not each.code), ""
-    ):
-        return replace(seat, why=stuck), []  # it cannot end there
-    return seat, []
+        return assignment, [StartRun(name, run, missing, assignment.flags)]  # the previous keeper died while starting
+    stuck = [f"{name}/{w}: {report.why}" for w, report in sorted(current.items()) if report.why and not report.code]
+    return (replace(assignment, why=stuck[0]) if stuck else assignment), []
 
 
-def _ended(
-    job: Job, seat: Assignment, workers: Sequence[int], reports: Mapping[int, RunReport | None],
-    bad: Sequence[tuple[int, RunReport]], end: list[StartRun | EndRun], now: float,
-) -> tuple[Assignment, list[StartRun | EndRun]]:  # fmt: skip
-    """A run has ended on some worker, and not well: it ends on all, and then it is known why."""
-    worker, first = min(bad, key=lambda each: END_PRIORITY[each[1].state])
-    where = f"{seat.machine}/{worker}"
-    said = first.why or f"exit {first.code}"
+def _handle_end(
+    job: Job,
+    assignment: Assignment,
+    ended: Mapping[int, RunReport],
+    end: list[RunAction],
+    silent: Sequence[int],
+    now: float,
+) -> tuple[Assignment, list[RunAction]]:
+    """Handle a run that did not end well on some worker: end it on all workers, then decide why and what next."""
+    worker, report = min(sorted(ended.items()), key=lambda item: END_PRIORITY[item[1].state])
+    why = f"{assignment.machine}/{worker}: {report.why or f'exit {report.code}'}"
     if end:
-        return replace(seat, why=f"{where}: {said}; it is ended on the other workers"), end
-    if silent := [w for w in workers if w not in reports]:
-        # Where a worker is gone the others fail, and that is no fault of the program's.
-        return replace(seat, why=f"{where}: {said}; {seat.machine}/{silent[0]} does not answer"), []
-    if first.state != "ended":
-        if job.restart == "never":
-            return replace(seat, phase="failed", lost=seat.lost + 1, why=f"{where}: {said}"), []
-        return replace(seat, phase="waiting", lost=seat.lost + 1, why=f"{where}: {said}"), []
-    failed = seat.failed + 1
-    seat = replace(seat, failed=failed, code=first.code, why=f"{where}: {said}")
+        return replace(assignment, why=f"{why}; it is ended on the other workers"), end
+    if silent:  # that worker may be the cause
+        return replace(assignment, why=f"{why}; {assignment.machine}/{silent[0]} does not answer"), []
+    if report.state != "ended":
+        phase: Phase = "failed" if job.restart == "never" else "waiting"
+        return replace(assignment, phase=phase, lost=assignment.lost + 1, why=why), []
+    failed = assignment.failed + 1
+    assignment = replace(assignment, failed=failed, code=report.code, why=why)
     if job.restart == "never" or (job.restart == "preempted" and failed > job.failures):
-        spent = f" ({failed} failures, {job.failures} are forgiven)" if job.failures else ""
-        return replace(seat, phase="failed", why=seat.why + spent), []
-    pause = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(failed - 1, 20))
-    return replace(seat, phase="waiting", not_before=now + pause), []
+        count = f" ({failed} failures, {job.failures} are forgiven)" if job.failures else ""
+        return replace(assignment, phase="failed", why=why + count), []
+    backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(failed - 1, 20))
+    return replace(assignment, phase="waiting", not_before=now + backoff_s), []

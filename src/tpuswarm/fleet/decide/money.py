@@ -1,4 +1,4 @@
-"""Dollars: what machines cost an hour, and what grants cover. A price that no source says is unknown, never 0."""
+"""Prices of machines per hour, and the grants that cover them. An unknown price is None, never 0."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from tpuswarm.cloud.protocol import How, Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
-MONTH_HOURS = 730.0
-"""In which Google bills disks by the month."""
+HOURS_PER_MONTH = 730.0
+"""Google's month for the price of disks."""
 DELETE_MARGIN_S = 600.0
-"""Seconds that a machine may take to be gone: what may not cost more is deleted so long before it would."""
+"""How long a deletion may take: machines are deleted this long before they would cost too much."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """So many TPUs of a type that cost nothing in a zone."""
+    """TPUs of a type and zone that cost nothing."""
 
     type: str
     zone: str
@@ -29,18 +29,17 @@ class Grant:
 
     @property
     def chips(self) -> int:
-        """Of all of them."""
         return self.count * find(self.type).chips
 
-    def holds(self, now: float) -> bool:
-        """Whether a machine that begins to go now still goes in time."""
+    def is_active(self, now: float) -> bool:
+        """Whether a machine deleted now would be gone before the grant expires."""
         return self.expires is None or now < self.expires - DELETE_MARGIN_S
 
 
 class QuotaKey(NamedTuple):
-    """What is counted together by a quota, and so by a grant: chips of a generation in a zone.
+    """TPUs with the same key share a quota, and so a grant: chips of a generation in a zone.
 
-    Of v2 and v3 machines of one host and pods are apart: pod quota is no v2-8 quota.
+    Quota for v2 and v3 slices of several hosts ("pods") is separate from quota for single hosts.
     """
 
     generation: str
@@ -51,57 +50,53 @@ class QuotaKey(NamedTuple):
 
 @cache
 def quota_key(type_: str, zone: str, spot: bool) -> QuotaKey:
-    """Of which lot a TPU takes its chips."""
     found = find(type_)
-    apart = found.generation.name in ("v2", "v3")
-    return QuotaKey(found.generation.name, apart and found.hosts > 1, zone, spot)
+    has_pod_quota = found.generation.name in ("v2", "v3")
+    return QuotaKey(found.generation.name, has_pod_quota and found.hosts > 1, zone, spot)
 
 
 class GrantCover:
-    """How many chips of each lot are still free of charge."""
+    """The chips that grants still cover, counted down as machines claim them."""
 
     def __init__(self, grants: Iterable[Grant], now: float):
-        """All of what the grants hold at that time."""
-        self._left: dict[QuotaKey, int] = {}
+        self._chips: dict[QuotaKey, int] = {}
         for grant in grants:
-            if grant.holds(now):
+            if grant.is_active(now):
                 key = quota_key(grant.type, grant.zone, grant.spot)
-                self._left[key] = self._left.get(key, 0) + grant.chips
+                self._chips[key] = self._chips.get(key, 0) + grant.chips
 
-    def covers(self, type_: str, zone: str, how: How) -> bool:
-        """Whether one more such TPU is covered."""
-        if not self._left or how == "reserved":
+    def has_room(self, type_: str, zone: str, how: How) -> bool:
+        if not self._chips or how == "reserved":
             return False
-        return self._left.get(quota_key(type_, zone, how == "spot"), 0) >= find(type_).chips
+        return self._chips.get(quota_key(type_, zone, how == "spot"), 0) >= find(type_).chips
 
-    def take(self, type_: str, zone: str, how: How) -> bool:
-        """The same; if so, it has its chips now."""
-        if not self.covers(type_, zone, how):
+    def claim(self, type_: str, zone: str, how: How) -> bool:
+        """Take the chips of one more TPU; return whether there was room."""
+        if not self.has_room(type_, zone, how):
             return False
-        self._left[quota_key(type_, zone, how == "spot")] -= find(type_).chips
+        self._chips[quota_key(type_, zone, how == "spot")] -= find(type_).chips
         return True
+
+    def claim_machine(self, machine: Machine) -> bool:
+        """Take the chips of a machine; return whether there was room."""
+        try:
+            return machine.kind == "tpu" and self.claim(machine.type, machine.zone, machine.how)
+        except InputError:  # the catalogue does not know the type
+            return False
 
 
 def covered_machines(
-    among: Iterable[Machine], grants: Sequence[Grant], now: float
+    machines: Iterable[Machine], grants: Sequence[Grant], now: float
 ) -> tuple[set[tuple[str, str]], GrantCover]:
-    """Machines (zone and name) that grants pay for, oldest first, and what is left of the grants."""
+    """Return the machines (zone, name) that grants cover, oldest first, and what is left of the grants."""
     cover = GrantCover(grants, now)
-    oldest = sorted(among, key=lambda each: (each.created, each.name)) if grants else ()
-    return {(each.zone, each.name) for each in oldest if claim_machine(cover, each)}, cover
-
-
-def claim_machine(cover: GrantCover, machine: Machine) -> bool:
-    """Whether a grant still has room for a machine, which then has its chips."""
-    try:
-        return machine.kind == "tpu" and cover.take(machine.type, machine.zone, machine.how)
-    except InputError:  # a type that the catalogue does not know
-        return False
+    oldest_first = sorted(machines, key=lambda machine: (machine.created, machine.name)) if grants else ()
+    return {(machine.zone, machine.name) for machine in oldest_first if cover.claim_machine(machine)}, cover
 
 
 @cache
 def tpu_price(type_: str, zone: str, spot: bool) -> float | None:
-    """Dollars an hour of a TPU; None: unknown."""
+    """Return dollars per hour."""
     try:
         price = find(type_).price(zone)
     except InputError:
@@ -111,24 +106,23 @@ def tpu_price(type_: str, zone: str, spot: bool) -> float | None:
 
 @cache
 def vm_price(type_: str, zone: str, spot: bool, disk_gib: int) -> float | None:
-    """Dollars an hour of a VM with its boot disk; None: unknown."""
-    found = next((each for each in machines() if each.name == type_), None)
+    """Return dollars per hour, with the boot disk."""
+    found = next((machine for machine in machines() if machine.name == type_), None)
     price = found.price(zone) if found else None
     dollars = None if price is None else price.spot if spot else price.on_demand
     if dollars is None:
         return None
-    return dollars + disk_gib * float(network.disk_prices()["balanced_gib_month"].value) / MONTH_HOURS
+    return dollars + disk_gib * float(network.disk_prices()["balanced_gib_month"].value) / HOURS_PER_MONTH
 
 
 def spec_price(spec: Spec) -> float | None:
-    """Dollars an hour of what is to be created; None: unknown."""
     if isinstance(spec, TpuSpec):
         return tpu_price(spec.type, spec.zone, spec.how == "spot")
     return vm_price(spec.type, spec.zone, spec.spot, spec.disk_gib)
 
 
 def machine_price(machine: Machine) -> float | None:
-    """Dollars an hour of what is there, while it costs anything; a VM's without its disk. None: unknown."""
+    """Return dollars per hour of a running machine; of a VM without its disk."""
     if machine.kind == "tpu":
         return tpu_price(machine.type, machine.zone, machine.spot)
     return vm_price(machine.type, machine.zone, machine.spot, 0)
@@ -136,26 +130,25 @@ def machine_price(machine: Machine) -> float | None:
 
 @dataclass(frozen=True)
 class Rate:
-    """Dollars an hour of several machines: what is known, and of how many it is not known."""
+    """Dollars per hour of several machines, and how many prices are unknown."""
 
     dollars: float = 0.0
     unknown: int = 0
 
     def plus(self, price: float | None) -> "Rate":
-        """With one more machine."""
         return Rate(self.dollars, self.unknown + 1) if price is None else Rate(self.dollars + price, self.unknown)
 
     @property
     def hour(self) -> str:
-        """`$4.50`, or what is known of it and how many prices are not."""
-        return self._said(1.0)
+        """`$4.50`, or `$4.50 and 2 unknown prices`."""
+        return self._text(1.0)
 
     @property
     def day(self) -> str:
         """The same for 24 hours."""
-        return self._said(24.0)
+        return self._text(24.0)
 
-    def _said(self, hours: float) -> str:
+    def _text(self, hours: float) -> str:
         if not self.unknown:
             return format_dollars(self.dollars * hours)
         count = f"{self.unknown:,} unknown price{'s' * (self.unknown > 1)}"
@@ -163,7 +156,7 @@ class Rate:
 
 
 def format_dollars(amount: float | None) -> str:
-    """`$1,234.50`; `unknown` for None."""
+    """`$1,234.50`, or `unknown` for None."""
     if amount is None:
         return "unknown"
     return f"${amount:,.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.4f}"

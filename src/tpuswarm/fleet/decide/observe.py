@@ -1,4 +1,4 @@
-"""What a look and the answers to what was asked add to a memory, and what happened according to them."""
+"""Update the fleet's state from a listing and from the cloud's answers, and report what happened."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,291 +23,292 @@ from tpuswarm.fleet.decide.state import (
     FleetState,
     SeenMachine,
     ZoneBackoff,
-    backoff_key,
+    machine_backoff_key,
     machine_key,
     spec_backoff_key,
     spec_key,
 )
 
-LISTED_WITHIN_S, OPERATION_TIMEOUT_S = 300.0, 3600.0
-"""Seconds after which a creation that is in no list has come to nothing; the second while its operation runs."""
+UNLISTED_TIMEOUT_S, OPERATION_TIMEOUT_S = 300.0, 3600.0
+"""A creation has failed if no listing shows the machine after this time; the second while its operation runs."""
 MIN_LIFETIME_S = 120.0
-"""Seconds: what is taken away sooner after it was ready was never really to be had."""
+"""A machine taken away sooner than this counts as a failed creation."""
 MAX_LOSSES, LOSS_WINDOW_S = 3, 180.0
-"""Machines that a zone takes away within so many seconds: it has less room, and others are asked first."""
+"""A zone that takes away so many machines within this time backs off."""
 ENDED_STATES = ("PREEMPTED", "TERMINATED")
-"""How the cloud calls what was there once."""
+"""Google's states of machines that ran once."""
 TAKEN_NAME_RETRY_S = 3600.0
-"""Seconds for which a name is not tried again that is taken by what no list shows."""
+"""When to retry a name that exists according to the cloud, though no listing shows it."""
 
 
 def observe(
-    memory: FleetState, desired: Desired, listing: Listing, answers: Iterable[CloudAnswer], now: float
+    state: FleetState, desired: Desired, listing: Listing, answers: Iterable[CloudAnswer], now: float
 ) -> tuple[FleetState, tuple[Event, ...]]:
-    """The memory after a look at `now` (Unix seconds) and after these answers, which came before it; what happened."""
-    change = _Observer(memory, desired, listing, now)
+    """Return the state at `now` (Unix seconds) and the new events. The answers came before the listing."""
+    observer = _Observer(state, desired, listing, now)
     for answer in answers:
         if isinstance(answer, ActionResult):
-            change.called(answer)
+            observer.add_action_result(answer)
         else:
-            change.ended(answer)
-    if memory.revision != desired.revision:  # somebody has asked again, after all that was answered
-        change.forgive()
-    change.look()
-    return change.result(), tuple(change.events)
+            observer.add_create_result(answer)
+    if state.revision != desired.revision:
+        observer.forgive_failures()  # the user has asked again
+    observer.add_listing()
+    return observer.result(), tuple(observer.events)
 
 
 class _Observer:
-    """A memory while it changes."""
+    """A fleet's state while it is updated."""
 
-    def __init__(self, memory: FleetState, desired: Desired, listing: Listing, now: float):
+    def __init__(self, state: FleetState, desired: Desired, listing: Listing, now: float):
         self.now, self.desired, self.listing = now, desired, listing
-        self.seen, self.asked = dict(memory.seen), dict(memory.asked)
-        self.deleting, self.sent, self.failed = dict(memory.deleting), dict(memory.sent), dict(memory.failed)
-        self.taken = {key: at for key, at in memory.taken.items() if now - at < TAKEN_NAME_RETRY_S}
-        self.places, self.stopped = dict(memory.places), dict(memory.stopped)
-        self.looked = memory.looked | (frozenset(desired.zones) - listing.unreachable)
-        self.mine = {machine_key(each): each for each in listing.machines if each.fleet == desired.fleet}
+        self.seen, self.requests = dict(state.seen), dict(state.requests)
+        self.deleting, self.last_call, self.failed = dict(state.deleting), dict(state.last_call), dict(state.failed)
+        self.taken = {key: at for key, at in state.taken.items() if now - at < TAKEN_NAME_RETRY_S}
+        self.backoffs, self.stopped = dict(state.backoffs), dict(state.stopped)
+        self.answered = state.answered | (frozenset(desired.zones) - listing.unreachable)
+        self.own = {machine_key(machine): machine for machine in listing.machines if machine.fleet == desired.fleet}
         self.events: list[Event] = []
 
     def result(self) -> FleetState:
         return FleetState(
-            self.seen, self.asked, self.deleting, self.sent, self.failed, self.taken, self.places, self.stopped,
-            self.looked, self.desired.revision,
+            self.seen, self.requests, self.deleting, self.last_call, self.failed, self.taken, self.backoffs,
+            self.stopped, self.answered, self.desired.revision,
         )  # fmt: skip
 
-    def say(self, pool: str | None, machine: str, kind: str, text: str) -> None:
-        self.events.append(Event(self.now, pool or "", machine, kind, text))
+    def _report(self, subject: Machine | Spec, kind: str, text: str) -> None:
+        self.events.append(Event(self.now, subject.pool or "", subject.name, kind, text))
 
-    def forgive(self) -> None:
+    def forgive_failures(self) -> None:
         self.stopped.clear()
-        self.places = {key: replace(each, held=None, not_before=0.0, bad=()) for key, each in self.places.items()}
+        self.backoffs = {
+            key: replace(backoff, quota_limit=None, not_before=0.0, replaced=())
+            for key, backoff in self.backoffs.items()
+        }
 
-    # What came of asking.
+    # Answers.
 
-    def called(self, answer: ActionResult) -> None:
-        action, error = answer.action, answer.error
+    def add_action_result(self, result: ActionResult) -> None:
+        action, error = result.action, result.error
         if isinstance(action, Create):
-            self._created(action, answer)
+            self._add_creation(action, result)
             return
         machine, key = action.machine, machine_key(action.machine)
-        self.sent[key] = self.now
+        self.last_call[key] = self.now
         if isinstance(action, Delete):
             if error is None or isinstance(error, NotFound):
                 if key not in self.deleting and action.blame:
-                    self._blame(machine, action)
+                    self._blame_zone(machine, action)
                 self.deleting.setdefault(key, self.now)
-                self.say(machine.pool, machine.name, "deleting", action.why)
+                self._report(machine, "deleting", action.why)
             elif not isinstance(error, Unreachable):
-                self.say(machine.pool, machine.name, "refused", f"it cannot be deleted: {error}")
+                self._report(machine, "refused", f"it cannot be deleted: {error}")
+            return
+        verb = "stopping" if isinstance(action, Stop) else "starting"
+        if error is None:
+            self._report(machine, verb, action.why)
+        elif not isinstance(error, Unreachable):
+            self._report(machine, "refused", f"{verb} it failed: {error}")
+        if isinstance(action, Start) and isinstance(error, NoCapacity | NoQuota):
+            self._back_off(machine_backoff_key(machine), str(error))
+
+    def _add_creation(self, action: Create, result: ActionResult) -> None:
+        spec, key, error = action.spec, spec_key(action.spec), result.error
+        if error is None:
+            self.requests[key] = CreateRequest(spec, self.now, result.operation)
+            self._report(spec, "asked", action.why)
+        elif isinstance(error, Unreachable):  # the creation may have begun
+            self.requests[key] = CreateRequest(spec, self.now, result.operation)
+            self._back_off(spec_backoff_key(spec), str(error))
+            self._report(spec, "refused", f"the cloud did not answer: {error}")
         else:
-            verb = "stopping" if isinstance(action, Stop) else "starting"
-            if error is None:
-                self.say(machine.pool, machine.name, verb, action.why)
-            elif not isinstance(error, Unreachable):
-                self.say(machine.pool, machine.name, "refused", f"{verb} it failed: {error}")
-            if isinstance(action, Start) and isinstance(error, NoCapacity | NoQuota):
-                self._fail(backoff_key(machine.zone, machine.type, machine.how), str(error))
+            self._add_refusal(spec, key, error)
 
-    def _created(self, action: Create, answer: ActionResult) -> None:
-        spec, key, error = action.spec, spec_key(action.spec), answer.error
-        if error is None or isinstance(error, Unreachable):  # without an answer it may have begun
-            self.asked[key] = CreateRequest(spec, self.now, answer.operation)
-            if error is None:
-                self.say(spec.pool, spec.name, "asked", action.why)
-            else:
-                self._fail(spec_backoff_key(spec), str(error))
-                self.say(spec.pool, spec.name, "refused", f"the cloud did not answer: {error}")
+    def add_create_result(self, result: CreateResult) -> None:
+        request = self.requests.get(result.key)
+        if request is None:
             return
-        self._refused(spec, key, error)
+        if result.error is None:
+            self.requests[result.key] = replace(request, operation=None)
+            return
+        del self.requests[result.key]
+        self.failed[result.key] = str(result.error)
+        self._add_refusal(request.spec, result.key, result.error)
 
-    def ended(self, answer: CreateResult) -> None:
-        asked = self.asked.get(answer.key)
-        if asked is None:
-            return
-        if answer.error is None:
-            self.asked[answer.key] = replace(asked, operation=None)
-            return
-        del self.asked[answer.key]
-        self.failed[answer.key] = str(answer.error)  # until it is in no list any more
-        self._refused(asked.spec, answer.key, answer.error)
-
-    def _refused(self, spec: Spec, key: str, error: CloudError) -> None:
-        """A creation has failed: what that means for its zone, or its pool."""
-        said, place = str(error), spec_backoff_key(spec)
-        self.say(spec.pool, spec.name, "refused", said)
-        if isinstance(error, NoQuota) and not self._remains(spec):
-            self.places[place] = replace(self.places.get(place, ZoneBackoff()), held=self._held(spec, key), said=said)
+    def _add_refusal(self, spec: Spec, key: str, error: CloudError) -> None:
+        """Note what a failed creation means for its zone or pool."""
+        why, backoff_key = str(error), spec_backoff_key(spec)
+        self._report(spec, "refused", why)
+        if isinstance(error, NoQuota) and not self._quota_may_be_freed(spec):
+            backoff = self.backoffs.get(backoff_key, ZoneBackoff())
+            self.backoffs[backoff_key] = replace(backoff, quota_limit=self._quota_used(spec, key), why=why)
         elif isinstance(error, Taken):
             self.taken[key] = self.now
         elif isinstance(error, Denied | Invalid) and not isinstance(error, NotSignedIn):
-            self.stopped[spec.pool] = said
-        elif isinstance(error, NoCapacity):  # the cloud's own words are long, and were said
-            self._fail(place, f"no {spec.type} to be had now")
+            self.stopped[spec.pool] = why
+        elif isinstance(error, NoCapacity):  # the cloud's message is long, and the event has it
+            self._back_off(backoff_key, f"no capacity for {spec.type} now")
         else:
-            self._fail(place, said)
+            self._back_off(backoff_key, why)
 
-    def _fail(self, place: str, said: str, pause: float = 0.0) -> None:
-        self.places[place] = self.places.get(place, ZoneBackoff()).failed(
-            f"{self.desired.fleet}/{place}", self.now, said, pause
-        )
+    def _back_off(self, key: str, why: str, pause_s: float = 0.0) -> None:
+        backoff = self.backoffs.get(key, ZoneBackoff())
+        self.backoffs[key] = backoff.after_failure(f"{self.desired.fleet}/{key}", self.now, why, pause_s)
 
-    def _blame(self, machine: Machine, action: Delete) -> None:
-        place = backoff_key(machine.zone, machine.type, machine.how)
-        self._fail(place, action.why, action.pause)
+    def _blame_zone(self, machine: Machine, action: Delete) -> None:
+        key = machine_backoff_key(machine)
+        self._back_off(key, action.why, action.pause_s)
         if action.blame == "bad":
-            before = self.places[place]
-            self.places[place] = replace(before, bad=(*before.bad, self.now))
+            backoff = self.backoffs[key]
+            self.backoffs[key] = replace(backoff, replaced=(*backoff.replaced, self.now))
 
-    def _alike(self, spec: Spec) -> list[Machine]:
-        """Machines of ours that draw on the same quota."""
-        wanted = spec_quota(spec)
-        return [each for each in self.mine.values() if each.zone == spec.zone and machine_quota(each) == wanted]
+    def _same_quota(self, spec: Spec) -> list[Machine]:
+        quota = spec_quota(spec)
+        return [each for each in self.own.values() if each.zone == spec.zone and machine_quota(each) == quota]
 
-    def _remains(self, spec: Spec) -> bool:
-        """Whether something of ours may still hold quota there that is on its way out."""
+    def _quota_may_be_freed(self, spec: Spec) -> bool:
+        """Whether another machine of ours that is being deleted may still hold the quota."""
         return any(
-            each.state in ("dead", "deleting") or machine_key(each) in {**self.deleting, **self.failed}
-            for each in self._alike(spec)
-            if machine_key(each) != spec_key(spec)
+            machine.state in ("dead", "deleting") or machine_key(machine) in {**self.deleting, **self.failed}
+            for machine in self._same_quota(spec)
+            if machine_key(machine) != spec_key(spec)
         )
 
-    def _held(self, spec: Spec, key: str) -> int:
-        """How many machines the quota allowed, as far as this refusal tells."""
-        listed = {machine_key(each) for each in self._alike(spec)}
-        place = spec_backoff_key(spec)
-        asked = {other for other, each in self.asked.items() if spec_backoff_key(each.spec) == place}
-        return len((listed | asked) - {key})
+    def _quota_used(self, spec: Spec, key: str) -> int:
+        """Return how many machines the quota allowed before this refusal."""
+        listed = {machine_key(machine) for machine in self._same_quota(spec)}
+        backoff_key = spec_backoff_key(spec)
+        requested = {other for other, each in self.requests.items() if spec_backoff_key(each.spec) == backoff_key}
+        return len((listed | requested) - {key})
 
-    # What a look shows.
+    # The listing.
 
-    def look(self) -> None:
+    def add_listing(self) -> None:
         before = self.seen
         self.seen = {}
-        for key, machine in self.mine.items():
-            self.seen[key] = self._machine(before.get(key), machine, key)
-        for key, old in before.items():
-            if key not in self.mine:
-                if old.machine.zone in self.listing.unreachable:
-                    self.seen[key] = old  # unknown, not absent
+        for key, machine in self.own.items():
+            self.seen[key] = self._see(before.get(key), machine, key)
+        for key, seen in before.items():
+            if key not in self.own:
+                if seen.machine.zone in self.listing.unreachable:
+                    self.seen[key] = seen  # unknown, not gone
                 else:
-                    self._absent(old, key)
-        for key, asked in list(self.asked.items()):
-            lost = key not in self.mine and asked.spec.zone not in self.listing.unreachable
-            if lost and self.now - asked.at > (OPERATION_TIMEOUT_S if asked.operation else LISTED_WITHIN_S):
-                del self.asked[key]
-                self._fail(spec_backoff_key(asked.spec), "nothing came of a creation")
-                self.say(asked.spec.pool, asked.spec.name, "refused", "the cloud began to create it, and lists nothing")
-        known = self.seen.keys()
-        for kept in (self.deleting, self.sent, self.failed):
-            for key in [key for key in kept if key not in known]:
-                del kept[key]
+                    self._miss(seen, key)
+        for key, request in list(self.requests.items()):
+            is_lost = key not in self.own and request.spec.zone not in self.listing.unreachable
+            timeout_s = OPERATION_TIMEOUT_S if request.operation else UNLISTED_TIMEOUT_S
+            if is_lost and self.now - request.at > timeout_s:
+                del self.requests[key]
+                self._back_off(spec_backoff_key(request.spec), "a creation came to nothing")
+                self._report(request.spec, "refused", "the cloud accepted the creation but never listed the machine")
+        for entries in (self.deleting, self.last_call, self.failed):
+            for key in [key for key in entries if key not in self.seen]:
+                del entries[key]
 
-    def _machine(self, old: SeenMachine | None, machine: Machine, key: str) -> SeenMachine:
-        first = old is None or _is_another(old.machine, machine)
-        asked = self.asked.get(key)
-        if old is None or first:
-            old = SeenMachine(machine, self.now, born=machine.created)
+    def _see(self, seen: SeenMachine | None, machine: Machine, key: str) -> SeenMachine:
+        is_new = seen is None or _is_another(seen.machine, machine)
+        request = self.requests.get(key)
+        if seen is None or is_new:
+            seen = SeenMachine(machine, self.now, born=machine.created)
             self.deleting.pop(key, None)
             self.failed.pop(key, None)
-        same = old.machine.state == machine.state
-        ready_at, unhealthy = old.ready_at, None
-        if first and not asked and machine.said in ENDED_STATES and 0 < machine.created <= self.now:
-            ready_at = machine.created  # nobody looked while it was there
+        same_state = seen.machine.state == machine.state
+        ready_at, unhealthy_since = seen.ready_at, None
+        created_before = 0 < machine.created <= self.now
+        if is_new and not request and machine.said in ENDED_STATES and created_before:
+            ready_at = machine.created  # nobody observed it while it ran
         if machine.state == "ready":
-            self.asked.pop(key, None)
+            self.requests.pop(key, None)
             self.failed.pop(key, None)
-            if ready_at is None and first and not asked:  # it was ready before we ever looked
-                ready_at = machine.created if 0 < machine.created <= self.now else self.now
+            if ready_at is None and is_new and not request:  # it was ready before the first observation
+                ready_at = machine.created if created_before else self.now
             elif ready_at is None:
                 ready_at = self.now
-                self._ready(machine, asked.at if asked else self.now)
+                self._add_ready(machine, request.at if request else self.now)
             if machine.healthy is False:
-                unhealthy = old.unhealthy_since if old.unhealthy_since is not None else self.now
-                if old.unhealthy_since is None:
-                    self.say(machine.pool, machine.name, "unhealthy", machine.why or "the cloud calls it unhealthy")
-        elif not same:
-            self._turned(old, machine)
-        if machine.state == "dead" and (old.machine.state != "dead" or old.since == self.now):
-            self.asked.pop(key, None)
-            self._died(replace(old, ready_at=ready_at), machine, machine.why or machine.said)
-        kept = machine if machine.error is None else replace(machine, error=None)
-        dead = machine.state == "dead" or (old.dead and machine.state == "deleting")
-        return SeenMachine(
-            kept, old.since if same else self.now, ready_at, unhealthy, dead, old.born or machine.created
-        )
+                unhealthy_since = self.now if seen.unhealthy_since is None else seen.unhealthy_since
+                if seen.unhealthy_since is None:
+                    self._report(machine, "unhealthy", machine.why or "the cloud calls it unhealthy")
+        elif not same_state:
+            self._report_state(seen, machine)
+        if machine.state == "dead" and (seen.machine.state != "dead" or seen.since == self.now):
+            self.requests.pop(key, None)
+            self._add_death(replace(seen, ready_at=ready_at), machine, machine.why or machine.said)
+        stored = machine if machine.error is None else replace(machine, error=None)
+        is_dead = machine.state == "dead" or (seen.dead and machine.state == "deleting")
+        since = seen.since if same_state else self.now
+        return SeenMachine(stored, since, ready_at, unhealthy_since, is_dead, seen.born or machine.created)
 
-    def _ready(self, machine: Machine, asked_at: float) -> None:
-        place = backoff_key(machine.zone, machine.type, machine.how)
-        if (before := self.places.get(place)) and before.failures and asked_at > before.failed_at:
-            self.places[place] = replace(before, failures=0, not_before=0.0)
-        taken = self.now - machine.created
-        after = f" after {_span(taken)}" if 0 < taken < 86_400 else ""
-        self.say(machine.pool, machine.name, "ready", f"it is ready{after}")
+    def _add_ready(self, machine: Machine, requested_at: float) -> None:
+        key = machine_backoff_key(machine)
+        if (backoff := self.backoffs.get(key)) and backoff.failures and requested_at > backoff.failed_at:
+            self.backoffs[key] = replace(backoff, failures=0, not_before=0.0)
+        elapsed_s = self.now - machine.created
+        after = f" after {_duration(elapsed_s)}" if 0 < elapsed_s < 86_400 else ""
+        self._report(machine, "ready", f"it is ready{after}")
 
-    def _turned(self, old: SeenMachine, machine: Machine) -> None:
+    def _report_state(self, seen: SeenMachine, machine: Machine) -> None:
         if machine.state in ("repairing", "stopped", "starting"):
             why = f": {machine.why}" if machine.why else ""
-            self.say(machine.pool, machine.name, machine.state, f"the cloud calls it {machine.said}{why}")
-        elif machine.state == "deleting" and not self._was_asked(machine):
-            kind = "preempted" if machine.spot and old.ready_at is not None else "lost"
-            self.say(machine.pool, machine.name, kind, "it is being deleted, and not by this fleet")
+            self._report(machine, machine.state, f"the cloud reports {machine.said}{why}")
+        elif machine.state == "deleting" and not self._is_wanted_gone(machine):
+            kind = "preempted" if machine.spot and seen.ready_at is not None else "lost"
+            self._report(machine, kind, "it is being deleted, but not by this fleet")
 
-    def _died(self, old: SeenMachine, machine: Machine, said: str) -> None:
-        """It is dead or absent, and was not before."""
+    def _add_death(self, seen: SeenMachine, machine: Machine, why: str) -> None:
+        """Note that a machine has died or disappeared."""
         key = machine_key(machine)
-        if self._was_asked(machine) or key in self.failed:
-            return  # as asked, or said already
-        lived = None if old.ready_at is None else self.now - old.ready_at
-        if lived is None and machine.error is not None:
+        if self._is_wanted_gone(machine) or key in self.failed:
+            return
+        lifetime_s = None if seen.ready_at is None else self.now - seen.ready_at
+        backoff_key = machine_backoff_key(machine)
+        if lifetime_s is None and machine.error is not None:
             how = machine.how
             spec = TpuSpec(machine.name, machine.zone, machine.type, how, self.desired.fleet, machine.pool or "", "")
-            self._refused(spec, key, machine.error)
+            self._add_refusal(spec, key, machine.error)
             return
-        if lived is None:
-            self._fail(backoff_key(machine.zone, machine.type, machine.how), said)
-            self.say(machine.pool, machine.name, "refused", f"it went before it was ready: {said}")
+        if lifetime_s is None:
+            self._back_off(backoff_key, why)
+            self._report(machine, "refused", f"it ended before it was ready: {why}")
             return
-        place = backoff_key(machine.zone, machine.type, machine.how)
-        if lived < MIN_LIFETIME_S:
-            self._fail(place, f"taken away after {lived:.0f} s")
+        if lifetime_s < MIN_LIFETIME_S:
+            self._back_off(backoff_key, f"taken away after {lifetime_s:.0f} s")
         elif machine.spot:
-            self._lost(place)
+            self._add_loss(backoff_key)
         kind = "preempted" if machine.spot else "lost"
-        self.say(machine.pool, machine.name, kind, f"the cloud took it away after {_span(lived)}: {said}")
+        self._report(machine, kind, f"the cloud took it away after {_duration(lifetime_s)}: {why}")
 
-    def _lost(self, place: str) -> None:
-        before = self.places.get(place, ZoneBackoff())
-        lost = (*(at for at in before.lost if self.now - at < LOSS_WINDOW_S), self.now)
-        self.places[place] = replace(before, lost=lost)
+    def _add_loss(self, key: str) -> None:
+        backoff = self.backoffs.get(key, ZoneBackoff())
+        lost = (*(at for at in backoff.lost if self.now - at < LOSS_WINDOW_S), self.now)
+        self.backoffs[key] = replace(backoff, lost=lost)
         if len(lost) >= MAX_LOSSES:
-            self._fail(place, f"{len(lost)} machines were taken away within {LOSS_WINDOW_S / 60:.0f} min")
+            self._back_off(key, f"{len(lost)} machines were taken away within {LOSS_WINDOW_S / 60:.0f} min")
 
-    def _absent(self, old: SeenMachine, key: str) -> None:
-        machine = old.machine
-        self.asked.pop(key, None)
+    def _miss(self, seen: SeenMachine, key: str) -> None:
+        machine = seen.machine
+        self.requests.pop(key, None)
         if machine.state not in ("dead", "deleting"):
-            self._died(old, machine, "it is in no list any more")
-        if self._was_asked(machine):
-            self.say(machine.pool, machine.name, "gone", "it is deleted")
+            self._add_death(seen, machine, "the cloud does not list it now")
+        if self._is_wanted_gone(machine):
+            self._report(machine, "gone", "it is deleted")
 
-    def _was_asked(self, machine: Machine) -> bool:
-        """Whether the fleet wants it gone: when all comes down, whoever watches has not asked for it himself."""
+    def _is_wanted_gone(self, machine: Machine) -> bool:
+        """Whether the fleet deletes the machine. When everything comes down, another keeper may have done so."""
         return machine_key(machine) in self.deleting or self.desired.down is not None
 
 
-def _is_another(old: Machine, machine: Machine) -> bool:
-    """Whether a machine only has the name of one that was there before.
+def _is_another(old: Machine, new: Machine) -> bool:
+    """Whether a new machine has taken the name of an old one.
 
-    A request and the node that comes of it are one machine, though each has its own time of creation; a node may have
-    none at first.
+    A queued request and its node are the same machine with different creation times; a node may have none at first.
     """
-    if old.created in (0.0, machine.created):
+    if old.created in (0.0, new.created):
         return False
-    return machine.request is None or machine.request != old.request or old.state not in ("waiting", "creating")
+    return new.request is None or new.request != old.request or old.state not in ("waiting", "creating")
 
 
-def _span(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -1,6 +1,6 @@
-"""What to do next about a fleet: a function of what is wanted, what there is, and the time.
+"""Decide which machines to create, delete, stop and start.
 
-It deletes nothing that is healthy, but for what is no longer wanted, and nothing that does not carry the fleet's id.
+A plan deletes a healthy machine only if the user no longer wants it, and never one without the fleet's id.
 """
 
 from collections import Counter, defaultdict
@@ -16,61 +16,64 @@ from tpuswarm.fleet.decide.desired import Desired, PoolSpec
 from tpuswarm.fleet.decide.limits import Limits, Refusal, machine_quota, spec_quota
 from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, HOUR_S, QuotaKey, format_dollars, machine_price
 from tpuswarm.fleet.decide.names import by_number, free_names
-from tpuswarm.fleet.decide.state import Observed, ZoneBackoff, backoff_key, machine_key, spec_backoff_key
+from tpuswarm.fleet.decide.state import (
+    Observed,
+    ZoneBackoff,
+    backoff_key,
+    machine_backoff_key,
+    machine_key,
+    spec_backoff_key,
+)
 
-BOOT_TIMEOUT_S, REPAIR_TIMEOUT_S, UNHEALTHY_GRACE_S, QUEUE_TIMEOUT_S = 1800.0, 1800.0, 900.0, 4 * HOUR_S
-"""Seconds that a machine may take to be ready (several times that for the largest slices), to be repaired, to be called
-healthy again, and, while it waits in a queue, before the next zone is asked."""
+BOOT_TIMEOUT_S = 1800.0
+"""Doubled and tripled for the largest slices."""
+REPAIR_TIMEOUT_S = 1800.0
+UNHEALTHY_GRACE_S = 900.0
+QUEUE_TIMEOUT_S = 4 * HOUR_S
 LONG_REPAIR_TIMEOUT_S = 4 * HOUR_S
-"""The same for the repair of what is not spot, as such capacity may take days to come again, and for a machine that is
-called unhealthy while a job runs on it: a guest agent that does not answer says little about the job."""
+"""For machines that are not spot, as such capacity may take days to come back, and for unhealthy machines that run a
+job: a guest agent that does not answer says little about the job."""
 DELETE_RETRY_S, DELETE_OVERDUE_S = 120.0, 600.0
-"""Seconds after which the same is asked of a machine again, and after which a deletion no longer holds up its
-successor."""
-CREATES_PER_SUCCESS, REFUSAL_WINDOW_S = 10, 45.0
-"""Where the last try has failed, one machine is asked for at a time; once it has not been refused for so many seconds,
-there seems to be room again, and so many more are asked for at once for each such machine."""
-MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S = 3, 24 * HOUR_S
-"""Machines of a zone that are replaced for their health, and within which time; after that it is left to a person."""
-MAX_FAILED_SETUPS = 2
-"""The same of machines that cannot be set up."""
+"""An overdue deletion no longer holds up the successor."""
+REFUSAL_WINDOW_S = 45.0
+"""A request that is not refused within this time has probably found capacity."""
+CREATES_PER_SUCCESS = 10
+"""After a failure, one machine is requested at a time; each that finds capacity allows this many more at once."""
+MAX_REPLACEMENTS, MAX_FAILED_SETUPS, REPLACEMENT_WINDOW_S = 3, 2, 24 * HOUR_S
+"""Replace at most so many unhealthy machines, and machines that cannot be set up, per zone and day."""
 
 
 def make_plan(desired: Desired, observed: Observed, now: float) -> Plan:
-    """What to do at `now` (Unix seconds)."""
+    """Return what to do at `now` (Unix seconds)."""
     if desired.down is not None:
-        sent = observed.memory.sent
-        due = (
-            each
-            for each in _to_go(desired, observed)
-            if now - sent.get(machine_key(each), -DELETE_OVERDUE_S) >= _again(each)
-        )
-        return Plan(tuple(Delete(each, desired.down) for each in due))
-    if why := _end(desired, observed, now):
+        calls = observed.state.last_call
+        deletable = _deletable(desired, observed)
+        due = (m for m in deletable if now - calls.get(machine_key(m), -DELETE_OVERDUE_S) >= _delete_interval_s(m))
+        return Plan(tuple(Delete(machine, desired.down) for machine in due))
+    if why := _reason_to_end(desired, observed, now):
         return Plan((), end=why)
     return _Planner(desired, observed, now).plan()
 
 
 def list_remaining(desired: Desired, observed: Observed) -> list[str]:
-    """What may still cost money of a fleet that comes down: machines, creations under way, zones that do not answer."""
-    memory, listing = observed.memory, observed.listing
-    listed = {machine_key(each) for each in listing.machines if each.fleet == desired.fleet}
-    asked = {key for key in memory.asked if key not in listed}
-    unknown = {key for key, each in memory.seen.items() if each.machine.zone in listing.unreachable}
+    """List what may still cost money: machines, open creations, and zones that do not answer."""
+    state, listing = observed.state, observed.listing
+    listed = {machine_key(machine) for machine in listing.machines if machine.fleet == desired.fleet}
+    requested = {key for key in state.requests if key not in listed}
+    unknown = {key for key, seen in state.seen.items() if seen.machine.zone in listing.unreachable}
     unseen = {f"{zone}, which does not answer" for zone in set(desired.zones) & listing.unreachable}
-    return sorted(listed | asked | unknown | unseen)
+    return sorted(listed | requested | unknown | unseen)
 
 
-def _to_go(desired: Desired, observed: Observed) -> list[Machine]:
-    """What can be deleted now of a fleet that comes down: its keeper's own machine goes when nothing else is left."""
-    ours = [each for each in observed.listing.machines if each.fleet == desired.fleet]
-    own = [each for each in ours if each.pool == desired.kept_on]
-    alone = {machine_key(each) for each in own}.issuperset(list_remaining(desired, observed))
-    return ours if alone else [each for each in ours if each not in own]
+def _deletable(desired: Desired, observed: Observed) -> list[Machine]:
+    """List the machines to delete now; the keeper's own machine comes last."""
+    own = [machine for machine in observed.listing.machines if machine.fleet == desired.fleet]
+    keepers = [machine for machine in own if machine.pool == desired.kept_on]
+    only_keeper_left = {machine_key(machine) for machine in keepers}.issuperset(list_remaining(desired, observed))
+    return own if only_keeper_left else [machine for machine in own if machine not in keepers]
 
 
-def _end(desired: Desired, observed: Observed, now: float) -> str | None:
-    """Why all of it is to come down from now on."""
+def _reason_to_end(desired: Desired, observed: Observed, now: float) -> str | None:
     when, work, total = desired.down_when, observed.work, desired.budget.total
     if when and when.at is not None and now >= when.at:
         return "down_when: its date has come"
@@ -78,278 +81,274 @@ def _end(desired: Desired, observed: Observed, now: float) -> str | None:
         return "down_when: the work is done"
     if when and when.idle_s is not None and work.busy_at is not None and now - work.busy_at >= when.idle_s:
         return f"down_when: nothing has run for {when.idle_s / 60:g} min"
-    if (
-        total is not None
-        and observed.spent + Limits(desired, observed, (), now).rate * DELETE_MARGIN_S / HOUR_S >= total
-    ):
-        return f"{format_dollars(observed.spent)} are spent of the budget's {format_dollars(total)} in all"
+    if total is not None:
+        deletion_cost = Limits(desired, observed, (), now).rate * DELETE_MARGIN_S / HOUR_S
+        if observed.spent + deletion_cost >= total:
+            return f"{format_dollars(observed.spent)} of the budget's total of {format_dollars(total)} are spent"
     return None
 
 
-def _again(machine: Machine) -> float:
-    """Seconds after which a deletion is asked for again."""
+def _delete_interval_s(machine: Machine) -> float:
     return DELETE_OVERDUE_S if machine.state == "deleting" else DELETE_RETRY_S
 
 
 class _Planner:
-    """One plan for a fleet that is up."""
+    """Plans a fleet that is up, once."""
 
     def __init__(self, desired: Desired, observed: Observed, now: float):
-        self.desired, self.memory, self.now = desired, observed.memory, now
-        self.busy, self.spoilt = observed.busy, observed.work.spoilt
-        self.away = observed.listing.unreachable
+        self.desired, self.state, self.now = desired, observed.state, now
+        self.busy, self.unusable = observed.busy, observed.work.unusable
+        self.unreachable = observed.listing.unreachable
         self.actions: list[Action] = []
         self.waits: list[Wait] = []
         self.pools: dict[str, list[Machine]] = defaultdict(list)
-        self.names: dict[str, set[str]] = defaultdict(set)
-        """That are taken, by zone."""
+        self.taken_names: dict[str, set[str]] = defaultdict(set)
+        """By zone."""
         listed = set()
-        for each in observed.machines:
-            listed.add(machine_key(each))
-            self.names[each.zone].add(each.name)
-            if each.fleet == desired.fleet:
-                self.pools[each.pool or ""].append(each)
-        unlisted = {key: each.spec for key, each in self.memory.asked.items() if key not in listed}
+        for machine in observed.machines:
+            listed.add(machine_key(machine))
+            self.taken_names[machine.zone].add(machine.name)
+            if machine.fleet == desired.fleet:
+                self.pools[machine.pool or ""].append(machine)
+        unlisted = {key: request.spec for key, request in self.state.requests.items() if key not in listed}
         self.unlisted = tuple(unlisted.values())
-        for key in (*unlisted, *self.memory.taken):
+        for key in (*unlisted, *self.state.taken):
             zone, _, name = key.partition("/")
-            self.names[zone].add(name)
+            self.taken_names[zone].add(name)
         self.limits = Limits(desired, observed, self.unlisted, now)
-        self.under_way: dict[str, int] = defaultdict(int)
-        """Machines by the place in which they are not ready yet."""
-        self.granted: dict[str, int] = defaultdict(int)
-        """Of these, those that would have been refused by now if there were no room for them."""
-        self.held: dict[QuotaKey, int] = defaultdict(int)
-        """Machines by the quota on which they draw."""
-        for each in (each for machines in self.pools.values() for each in machines):
-            if each.state not in ("dead", "deleting") and machine_key(each) not in self.memory.failed:
-                self.held[machine_quota(each)] += 1
-                self.under_way[backoff_key(each.zone, each.type, each.how)] += each.state in ("creating", "waiting")
+        self.quota_used: dict[QuotaKey, int] = defaultdict(int)
+        """Machines by quota."""
+        self.creating: dict[str, int] = defaultdict(int)
+        """Machines that are not ready yet, by backoff key."""
+        for machine in (machine for machines in self.pools.values() for machine in machines):
+            if machine.state not in ("dead", "deleting") and machine_key(machine) not in self.state.failed:
+                self.quota_used[machine_quota(machine)] += 1
+                self.creating[machine_backoff_key(machine)] += machine.state in ("creating", "waiting")
         for spec in self.unlisted:
-            self.held[spec_quota(spec)] += 1
-            self.under_way[spec_backoff_key(spec)] += 1
-
-        self.grants: dict[str, float] = {}
-        """When the next one of those will be."""
-        for asked in self.memory.asked.values():
-            at, since = spec_backoff_key(asked.spec), asked.at + REFUSAL_WINDOW_S
-            self.granted[at] += now >= since
-            if now < since:
-                self.grants[at] = min(since, self.grants.get(at, since))
+            self.quota_used[spec_quota(spec)] += 1
+            self.creating[spec_backoff_key(spec)] += 1
+        self.succeeding: dict[str, int] = defaultdict(int)
+        """Requests that were not refused within REFUSAL_WINDOW_S, by backoff key."""
+        self.next_success: dict[str, float] = {}
+        """When the next request leaves that window."""
+        for request in self.state.requests.values():
+            key, window_end = spec_backoff_key(request.spec), request.at + REFUSAL_WINDOW_S
+            self.succeeding[key] += now >= window_end
+            if now < window_end:
+                self.next_success[key] = min(window_end, self.next_success.get(key, window_end))
 
     def plan(self) -> Plan:
-        wanted = {pool.name for pool in self.desired.pools}
+        names = {pool.name for pool in self.desired.pools}
         for name, machines in self.pools.items():
-            if name not in wanted:
-                for each in machines:
-                    self._delete(each, f"there is no pool {name} any more")
+            if name not in names:
+                for machine in machines:
+                    self._delete(machine, f"the fleet has no pool {name} now")
         for pool in self.desired.pools:
-            missing, remains = self._tend(pool)
+            missing, leftovers = self._plan_existing(pool)
             if missing > 0:
-                self._create(pool, missing, remains)
+                self._plan_missing(pool, missing, leftovers)
         return Plan(tuple(self.actions), tuple(self.waits))
 
-    # Machines that are there.
+    # Existing machines.
 
-    def _tend(self, pool: PoolSpec) -> tuple[int, Counter[str]]:
-        """What is to be done with its machines; how many are missing, and where something is left of how many."""
+    def _plan_existing(self, pool: PoolSpec) -> tuple[int, Counter[str]]:
+        """Return how many machines are missing, and how many deleted ones still hold up successors, by zone."""
         alive: list[Machine] = []
         going = 0
-        remains = Counter[str]()
-        for each in self.pools.get(pool.name, ()):
-            if not self._is_lost(pool, each):
-                alive.append(each)
-            elif self._is_harmless(each):
-                remains[each.zone] += self._holds_up(each)
+        leftovers = Counter[str]()
+        for machine in self.pools.get(pool.name, ()):
+            if not self._delete_lost(pool, machine):
+                alive.append(machine)
+            elif self._has_ended(machine):
+                leftovers[machine.zone] += self._holds_up_successor(machine)
             else:
                 going += 1
-        seen = [each for each in alive if each.zone not in self.away]
-        if (surplus := len(seen) - pool.count) > 0:
-            why = f"pool {pool.name} is to have {pool.count:,}, and has {len(seen):,}"
-            for each in sorted(seen, key=self._least_wanted)[:surplus]:
-                self._delete(each, why)
-                alive.remove(each)
-        for each in alive:
-            self._pause(pool, each)
-        if unpaid := [each for each in alive if self.limits.is_unpaid(each)]:
-            rate = format_dollars(sum(machine_price(each) or 0.0 for each in unpaid))
-            why = f"{len(unpaid):,} of its machines cost {rate} an hour, as no grant covers them: `tpuswarm up --paid` "
-            self.waits.append(Wait(pool.name, 0, f"{why}allows it, `tpuswarm down NAME` deletes one", None))
-        there = {each.name for each in alive}
-        paused = sum(of == pool.name and name not in there for name, of in self.desired.paused.items())
+        visible = [machine for machine in alive if machine.zone not in self.unreachable]
+        if (surplus := len(visible) - pool.count) > 0:
+            why = f"pool {pool.name} needs {pool.count:,} machines and has {len(visible):,}"
+            for machine in sorted(visible, key=self._value)[:surplus]:
+                self._delete(machine, why)
+                alive.remove(machine)
+        for machine in alive:
+            self._stop_or_start(pool, machine)
+        if unpaid := [machine for machine in alive if self.limits.is_unpaid(machine)]:
+            rate = format_dollars(sum(machine_price(machine) or 0.0 for machine in unpaid))
+            why = f"no grant covers {len(unpaid):,} of its machines, which cost {rate} an hour: "
+            why += "`tpuswarm up --paid` allows it, `tpuswarm down NAME` deletes one"
+            self.waits.append(Wait(pool.name, 0, why, None))
+        names = {machine.name for machine in alive}
+        paused = sum(of == pool.name and name not in names for name, of in self.desired.paused.items())
         unlisted = sum(spec.pool == pool.name for spec in self.unlisted)
-        return pool.count - len(alive) - going - paused - unlisted, remains
+        return pool.count - len(alive) - going - paused - unlisted, leftovers
 
-    def _least_wanted(self, machine: Machine) -> tuple[bool, bool, bool, float, tuple[str, int]]:
-        """To sort by: first goes what is not ready, then what is idle, then what is not healthy, then the youngest."""
+    def _value(self, machine: Machine) -> tuple[bool, bool, bool, float, tuple[str, int]]:
+        """Sort key: machines that are not ready go first, then idle, then unhealthy ones, then the youngest."""
         stem, number = by_number(machine.name)
-        runs = machine.name in self.busy
-        return machine.state == "ready", runs, machine.healthy is not False, -machine.created, (stem, -number)
+        is_busy = machine.name in self.busy
+        return machine.state == "ready", is_busy, machine.healthy is not False, -machine.created, (stem, -number)
 
-    def _is_harmless(self, machine: Machine) -> bool:
-        """Whether a machine on its way out is one no longer: at most it holds a name, and quota, in its zone."""
-        seen = self.memory.seen.get(machine_key(machine))
-        return machine.state == "dead" or machine_key(machine) in self.memory.failed or (seen is not None and seen.dead)
-
-    def _holds_up(self, machine: Machine) -> bool:
-        """Whether what is left of a machine holds up a successor in its zone."""
+    def _has_ended(self, machine: Machine) -> bool:
+        """Whether a machine being deleted runs no longer; it may still hold its name and quota."""
         key = machine_key(machine)
-        began = self.memory.deleting.get(key, self._since(key) if machine.zone in self.away else self.now)
+        seen = self.state.seen.get(key)
+        return machine.state == "dead" or key in self.state.failed or (seen is not None and seen.dead)
+
+    def _holds_up_successor(self, machine: Machine) -> bool:
+        key = machine_key(machine)
+        began = self.state.deleting.get(key, self._since(key) if machine.zone in self.unreachable else self.now)
         return machine.state == "deleting" or self.now - began < DELETE_OVERDUE_S
 
-    def _is_lost(self, pool: PoolSpec, machine: Machine) -> bool:
-        """Whether a machine does not count any longer; if so, its deletion is asked for."""
+    def _delete_lost(self, pool: PoolSpec, machine: Machine) -> bool:
+        """Delete a machine that is lost, failed or unwanted; return whether it is."""
         key = machine_key(machine)
         if machine.state == "dead":
             said = "took it away" if machine.spot else "ended it"
-            self._delete(machine, f"the cloud {said} ({machine.why or machine.said}); what is left of it goes")
-        elif key in self.memory.failed:
-            self._delete(machine, f"its creation failed: {self.memory.failed[key]}")
+            self._delete(machine, f"the cloud {said} ({machine.why or machine.said}); what remains is deleted")
+        elif key in self.state.failed:
+            self._delete(machine, f"its creation failed: {self.state.failed[key]}")
         elif machine.state == "deleting":
             if self.now - self._since(key) >= DELETE_OVERDUE_S:
-                self._delete(machine, f"it has been on its way out for more than {DELETE_OVERDUE_S / 60:.0f} min")
-        elif key in self.memory.deleting:
+                self._delete(machine, f"its deletion has taken more than {DELETE_OVERDUE_S / 60:.0f} min")
+        elif key in self.state.deleting:
             self._delete(machine, "it is still there, though it was deleted")
-        elif self.desired.dropped.get(machine.name) in self._created(machine):
+        elif self.desired.dropped.get(machine.name) in self._creation_times(machine):
             self._delete(machine, "requested by `tpuswarm down`")
-        elif self.limits.expired(machine):
-            self._delete(machine, f"no grant covers a {machine.type} in {machine.zone} any more")
-        elif late := self._late(pool, machine):
-            pause = (pool.wait_s or QUEUE_TIMEOUT_S) if machine.state == "waiting" else 0.0
-            self.actions += self._deletion(machine, late, "late", pause)
-        elif self._is_bad(pool, machine):
-            most = LONG_REPAIR_TIMEOUT_S if machine.name in self.busy else UNHEALTHY_GRACE_S
-            why = f"it was not healthy for more than {most / 60:.0f} min: {machine.why or machine.said}"
-            self.actions += self._deletion(machine, why, "bad")
-        elif self._is_spoilt(pool, machine):
-            why = f"it could not be set up, though others could: {self.spoilt[machine.name][1]}"
-            self.actions += self._deletion(machine, why, "bad")
+        elif self.limits.has_expired(machine):
+            self._delete(machine, f"the grant of {machine.type} in {machine.zone} has expired")
+        elif late := self._reason_late(pool, machine):
+            pause_s = (pool.wait_s or QUEUE_TIMEOUT_S) if machine.state == "waiting" else 0.0
+            self._delete(machine, late, "late", pause_s)
+        elif self._is_unhealthy(machine) and self._may_replace(pool, machine, self._health(machine), MAX_REPLACEMENTS):
+            minutes = self._health_timeout_s(machine) / 60
+            why = f"it was not healthy for more than {minutes:.0f} min: {machine.why or machine.said}"
+            self._delete(machine, why, "bad")
+        elif self._is_unusable(machine) and self._may_replace(pool, machine, self._trouble(machine), MAX_FAILED_SETUPS):
+            why = f"it could not be set up, though others could: {self.unusable[machine.name][1]}"
+            self._delete(machine, why, "bad")
         else:
             return False
         return True
 
-    def _created(self, machine: Machine) -> tuple[float, float]:
-        """When it was created, and when the request was that it comes from, if it was seen."""
-        seen = self.memory.seen.get(machine_key(machine))
+    def _creation_times(self, machine: Machine) -> tuple[float, float]:
+        """The creation of the machine, and of the queued request behind it."""
+        seen = self.state.seen.get(machine_key(machine))
         return machine.created, machine.created if seen is None else seen.born
 
     def _since(self, key: str) -> float:
-        """Since when a machine is in its state."""
-        seen = self.memory.seen.get(key)
+        seen = self.state.seen.get(key)
         return self.now if seen is None else seen.since
 
-    def _late(self, pool: PoolSpec, machine: Machine) -> str | None:
-        """Why a machine is waited for no longer."""
-        took = self.now - self._since(machine_key(machine))
-        if machine.state in ("creating", "starting") and took > (most := BOOT_TIMEOUT_S * _slowness(machine.type)):
-            return f"it was not ready after {most / 60:.0f} min"
-        most = REPAIR_TIMEOUT_S if machine.spot else LONG_REPAIR_TIMEOUT_S
-        if machine.state in ("repairing", "stopping") and took > most:
-            return f"it was {machine.said} for more than {most / 60:.0f} min"
+    def _reason_late(self, pool: PoolSpec, machine: Machine) -> str | None:
+        elapsed_s = self.now - self._since(machine_key(machine))
+        if machine.state in ("creating", "starting"):
+            timeout_s = BOOT_TIMEOUT_S * _boot_factor(machine.type)
+            if elapsed_s > timeout_s:
+                return f"it was not ready after {timeout_s / 60:.0f} min"
+        if machine.state in ("repairing", "stopping"):
+            timeout_s = REPAIR_TIMEOUT_S if machine.spot else LONG_REPAIR_TIMEOUT_S
+            if elapsed_s > timeout_s:
+                return f"it was {machine.said} for more than {timeout_s / 60:.0f} min"
         if machine.state == "waiting":
-            most = QUEUE_TIMEOUT_S if pool.wait_s is None else pool.wait_s
-            in_last = pool.wait_s is None and machine.zone == pool.zones[-1]
-            if took > most and not in_last:
-                return f"it waited in the queue of {machine.zone} for more than {most / HOUR_S:g} h"
+            timeout_s = QUEUE_TIMEOUT_S if pool.wait_s is None else pool.wait_s
+            waits_forever = pool.wait_s is None and machine.zone == pool.zones[-1]
+            if elapsed_s > timeout_s and not waits_forever:
+                return f"it waited in the queue of {machine.zone} for more than {timeout_s / HOUR_S:g} h"
         return None
 
-    def _is_bad(self, pool: PoolSpec, machine: Machine) -> bool:
-        """Whether a machine is to be replaced for its health."""
-        seen = self.memory.seen.get(machine_key(machine))
-        if machine.state != "ready" or machine.healthy is not False or seen is None:
-            return False
-        most = LONG_REPAIR_TIMEOUT_S if machine.name in self.busy else UNHEALTHY_GRACE_S
-        if seen.unhealthy_since is None or self.now - seen.unhealthy_since <= most:
-            return False
-        return self._is_replaced(pool, machine, f"is not healthy ({machine.why or machine.said})", MAX_REPLACEMENTS)
+    def _health_timeout_s(self, machine: Machine) -> float:
+        return LONG_REPAIR_TIMEOUT_S if machine.name in self.busy else UNHEALTHY_GRACE_S
 
-    def _is_spoilt(self, pool: PoolSpec, machine: Machine) -> bool:
-        """Whether a machine is to be replaced because it cannot be set up, though others can."""
-        created, why = self.spoilt.get(machine.name, (None, ""))
-        if machine.state != "ready" or machine.name in self.busy or created != machine.created:
+    def _is_unhealthy(self, machine: Machine) -> bool:
+        seen = self.state.seen.get(machine_key(machine))
+        if machine.state != "ready" or machine.healthy is not False or seen is None or seen.unhealthy_since is None:
             return False
-        return self._is_replaced(pool, machine, f"cannot be set up ({why})", MAX_FAILED_SETUPS)
+        return self.now - seen.unhealthy_since > self._health_timeout_s(machine)
 
-    def _is_replaced(self, pool: PoolSpec, machine: Machine, what: str, most: int) -> bool:
-        """Whether another machine is to take its place; where not, a person is told. most: so many within a day."""
+    def _health(self, machine: Machine) -> str:
+        return f"is not healthy ({machine.why or machine.said})"
+
+    def _is_unusable(self, machine: Machine) -> bool:
+        """Whether the machine cannot be set up, though others can."""
+        created, _ = self.unusable.get(machine.name, (None, ""))
+        return machine.state == "ready" and machine.name not in self.busy and created == machine.created
+
+    def _trouble(self, machine: Machine) -> str:
+        return f"cannot be set up ({self.unusable[machine.name][1]})"
+
+    def _may_replace(self, pool: PoolSpec, machine: Machine, trouble: str, limit: int) -> bool:
+        """Whether a bad machine may be replaced; if not, tell the user why it stays."""
         if not machine.spot:
-            why = f"{machine.name} {what}, and left as it is, as it is not spot"
-            again = f"{why}: `tpuswarm down {machine.name}` and `tpuswarm up` replace it"
-            self.waits.append(Wait(pool.name, 0, again, None))
+            why = f"{machine.name} {trouble} and stays, as it is not spot"
+            way_out = f"`tpuswarm down {machine.name}` and `tpuswarm up` replace it"
+            self.waits.append(Wait(pool.name, 0, f"{why}: {way_out}", None))
             return False
-        place = self.memory.places.get(backoff_key(machine.zone, machine.type, machine.how), ZoneBackoff())
-        if sum(self.now - at < REPLACEMENT_WINDOW_S for at in place.bad) < most:
+        backoff = self.state.backoffs.get(machine_backoff_key(machine), ZoneBackoff())
+        if sum(self.now - at < REPLACEMENT_WINDOW_S for at in backoff.replaced) < limit:
             return True
-        why = f"{machine.name} {what}, and left as it is: {most} of {machine.zone} were replaced within a day"
+        why = f"{machine.name} {trouble} and stays: {limit} machines of {machine.zone} were replaced within a day"
         self.waits.append(Wait(pool.name, 0, why, None))
         return False
 
-    def _pause(self, pool: PoolSpec, machine: Machine) -> None:
-        if (
-            machine.zone in self.away
-            or self.now - self.memory.sent.get(machine_key(machine), -DELETE_RETRY_S) < DELETE_RETRY_S
-        ):
+    def _stop_or_start(self, pool: PoolSpec, machine: Machine) -> None:
+        last_call = self.state.last_call.get(machine_key(machine), -DELETE_RETRY_S)
+        if machine.zone in self.unreachable or self.now - last_call < DELETE_RETRY_S:
             return
         paused = machine.name in self.desired.paused
         if paused and machine.state == "ready":
             self.actions.append(Stop(machine, "it is paused"))
         elif not paused and machine.state == "stopped":
-            self.actions.append(Start(machine, f"pool {pool.name} is to have it, and it is stopped"))
+            self.actions.append(Start(machine, f"pool {pool.name} needs it, and it is stopped"))
 
-    def _delete(self, machine: Machine, why: str) -> None:
-        self.actions += self._deletion(machine, why)
+    def _delete(
+        self, machine: Machine, why: str, blame: Literal["late", "bad"] | None = None, pause_s: float = 0.0
+    ) -> None:
+        """Plan a deletion, unless it was requested recently or the zone does not answer."""
+        last_call = self.state.last_call.get(machine_key(machine), -DELETE_OVERDUE_S)
+        if machine.zone not in self.unreachable and self.now - last_call >= _delete_interval_s(machine):
+            self.actions.append(Delete(machine, why, blame, pause_s))
 
-    def _deletion(
-        self, machine: Machine, why: str, blame: Literal["late", "bad"] | None = None, pause: float = 0.0
-    ) -> list[Delete]:
-        """None where it was asked for a moment ago, or where nobody answers."""
-        recent = machine.zone in self.away or self.now - self.memory.sent.get(
-            machine_key(machine), -DELETE_OVERDUE_S
-        ) < _again(machine)
-        return [] if recent else [Delete(machine, why, blame, pause)]
+    # Missing machines.
 
-    # Machines that are missing.
-
-    def _create(self, pool: PoolSpec, missing: int, remains: Counter[str]) -> None:
-        if said := self.memory.stopped.get(pool.name):
-            self.waits.append(Wait(pool.name, missing, f"{said}; it is tried again after `tpuswarm up`", None))
+    def _plan_missing(self, pool: PoolSpec, missing: int, leftovers: Counter[str]) -> None:
+        if why := self.state.stopped.get(pool.name):
+            self.waits.append(Wait(pool.name, missing, f"{why}; `tpuswarm up` tries again", None))
             return
-        if unseen := sorted(set(self.desired.zones) & self.away - self.memory.looked):
-            why = f"{unseen[0]} does not answer, and what the fleet has there is not known"
+        if unseen := sorted(set(self.desired.zones) & self.unreachable - self.state.answered):
+            why = f"{unseen[0]} does not answer, so the fleet's machines there are unknown"
             self.waits.append(Wait(pool.name, missing, why, None))
             return
         has = pool.count - missing
         refusals: list[Refusal] = []
         for zone in pool.zones:
-            names = self._free(pool, zone)
+            names = self._free_names(pool, zone)
             quota = spec_quota(replace(pool.spec, zone=zone))
-            place = backoff_key(zone, pool.type, pool.how)
+            key = backoff_key(zone, pool.type, pool.how)
             while missing > 0:
-                refusal = self._refusal(place, zone, quota)
+                refusal = self._refuse_zone(key, zone, quota)
                 name = None if refusal else next(names, None)
                 if refusal is None and name is None:
-                    refusal = Refusal(f"{zone} has a machine of the name {pool.spec.name} already")
+                    refusal = Refusal(f"{zone} has a machine named {pool.spec.name} already")
                 spec = replace(pool.spec, name=name or "", zone=zone)
                 refusal = refusal or self.limits.refusal(spec)
                 if refusal is not None:
                     refusals.append(refusal)
                     break
-                if missing <= remains[zone]:  # their successors come when they are gone
+                if missing <= leftovers[zone]:  # the successors come once these are gone
                     missing = 0
                     break
-                said = "".join(f"; {each.why}" for each in refusals)
-                self.actions.append(Create(self.limits.take(spec), f"pool {pool.name} has {has} of {pool.count}{said}"))
+                detours = "".join(f"; {refusal.why}" for refusal in refusals)
+                why = f"pool {pool.name} has {has} of {pool.count}{detours}"
+                self.actions.append(Create(self.limits.reserve(spec), why))
                 missing, has = missing - 1, has + 1
-                self.under_way[place] += 1
-                self.held[quota] += 1
+                self.creating[key] += 1
+                self.quota_used[quota] += 1
         if missing:
-            until = min((each.until for each in refusals if each.until is not None), default=None)
-            why = "; ".join(dict.fromkeys(each.why for each in refusals))
+            until = min((refusal.until for refusal in refusals if refusal.until is not None), default=None)
+            why = "; ".join(dict.fromkeys(refusal.why for refusal in refusals))
             self.waits.append(Wait(pool.name, missing, why, until))
 
-    def _free(self, pool: PoolSpec, zone: str) -> Iterator[str]:
-        """Names for new machines of a pool."""
-        taken = self.names[zone]
+    def _free_names(self, pool: PoolSpec, zone: str) -> Iterator[str]:
+        taken = self.taken_names[zone]
         if pool.spec.name:
             yield from {pool.spec.name} - taken
             return
@@ -357,25 +356,27 @@ class _Planner:
             taken.add(name)
             yield name
 
-    def _refusal(self, at: str, zone: str, quota: QuotaKey) -> Refusal | None:
-        """Why nothing is tried in a zone."""
-        place = self.memory.places.get(at, ZoneBackoff())
-        if zone in self.away:
+    def _refuse_zone(self, key: str, zone: str, quota: QuotaKey) -> Refusal | None:
+        """Return why nothing more is created in a zone now; None if it may be."""
+        backoff = self.state.backoffs.get(key, ZoneBackoff())
+        if zone in self.unreachable:
             return Refusal(f"{zone} does not answer")
-        if place.held is not None and self.held[quota] >= place.held:
-            return Refusal(f"{zone}: {place.said}; more is tried after `tpuswarm up`")
-        if self.now < place.not_before:
-            return Refusal(f"{zone}: {place.said}", place.not_before)
-        granted = self.granted[at]
-        if place.failures and self.under_way[at] - granted >= (most := CREATES_PER_SUCCESS * granted or 1):
-            return Refusal(f"{zone}: {place.said}; {most} at a time until one is not refused", self.grants.get(at))
+        if backoff.quota_limit is not None and self.quota_used[quota] >= backoff.quota_limit:
+            return Refusal(f"{zone}: {backoff.why}; `tpuswarm up` tries again")
+        if self.now < backoff.not_before:
+            return Refusal(f"{zone}: {backoff.why}", backoff.not_before)
+        succeeding = self.succeeding[key]
+        at_once = CREATES_PER_SUCCESS * succeeding or 1
+        if backoff.failures and self.creating[key] - succeeding >= at_once:
+            why = f"{zone}: {backoff.why}; {at_once} at a time until one succeeds"
+            return Refusal(why, self.next_success.get(key))
         return None
 
 
-def _slowness(type_: str) -> int:
-    """How many times the usual time a slice may take to boot: the largest take longest."""
+def _boot_factor(type_: str) -> int:
+    """The largest slices take longest to boot."""
     try:
         hosts = find(type_).hosts
-    except InputError:  # a type that the catalogue does not know
+    except InputError:  # the catalogue does not know the type
         return 1
     return 1 if hosts < 64 else 2 if hosts < 256 else 3

@@ -1,4 +1,4 @@
-"""What a fleet has cost so far, from what was seen of it and the catalogue's prices."""
+"""Add up what a fleet has cost, from observed machines and catalogue prices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,76 +9,65 @@ from tpuswarm.fleet.decide.money import HOUR_S, covered_machines, machine_price,
 from tpuswarm.fleet.decide.state import Observed, machine_key
 
 BILLED_STATES = ("ready", "repairing", "starting", "stopping")
-"""States in which a machine is paid for."""
 
 MAX_UNSEEN_S = HOUR_S
-"""Seconds for which what has gone counts at most, from the last look that showed it (else from its creation)."""
+"""A machine that has gone is charged for at most this long after it was last observed (or created)."""
 
 
 @dataclass(frozen=True)
 class PoolSpending:
-    """Of one pool."""
-
     dollars: float = 0.0
     hours: float = 0.0
-    """Machine-hours in all."""
+    """All machine-hours."""
     free_hours: float = 0.0
-    """Of these, under a grant."""
+    """Machine-hours under a grant."""
     unknown_hours: float = 0.0
-    """Of these, at a price that nobody says."""
+    """Machine-hours at an unknown price."""
 
 
 @dataclass(frozen=True)
 class Spending:
-    """Of all pools."""
-
     pools: Mapping[str, PoolSpending] = field(default_factory=dict)
     at: float = 0.0
-    """Up to when, Unix seconds."""
+    """Charged up to this time, Unix seconds."""
 
     @property
     def dollars(self) -> float:
-        """In all, as far as prices are known."""
-        return sum(each.dollars for each in self.pools.values())
+        """The total at known prices."""
+        return sum(pool.dollars for pool in self.pools.values())
 
 
-def charge(ledger: Spending, desired: Desired, observed: Observed, now: float) -> Spending:
-    """With the time since the last look, for every machine that is there now, or has gone since then.
+def charge(spending: Spending, desired: Desired, observed: Observed, now: float) -> Spending:
+    """Add the time since the last observation for machines that exist now or have gone since then.
 
-    Until when it was there nobody says, so what has gone counts until now, but for no more than UNSEEN after the last
-    look: hours that nobody saw end no fleet.
+    Nobody knows when a machine went, so it counts until now, but at most MAX_UNSEEN_S: hours that nobody observed must
+    not exhaust the budget.
     """
-    there = [each for each in observed.machines if each.state in BILLED_STATES or _has_gone(each, observed, now)]
-    free, _ = covered_machines(there, desired.grants, now)
-    with_disks = {each.name: spec_price(each.spec) for each in desired.pools if not isinstance(each.spec, TpuSpec)}
-    sums: dict[str, list[float]] = {}
-    for machine in there:
+    billed = [m for m in observed.machines if m.state in BILLED_STATES or _has_just_gone(m, observed, now)]
+    free, _ = covered_machines(billed, desired.grants, now)
+    prices_with_disk = {pool.name: spec_price(pool.spec) for pool in desired.pools if not isinstance(pool.spec, TpuSpec)}
+    pools = dict(spending.pools)
+    for machine in billed:
         if machine.fleet != desired.fleet:
             continue
-        # Where our clock is behind the cloud's, since when a machine is there is known by our own last look alone.
-        since = max(machine.created or now, ledger.at) if machine.created <= now else ledger.at or now
+        # If our clock is behind the cloud's, only our last observation tells since when the machine exists.
+        since = max(machine.created or now, spending.at) if machine.created <= now else spending.at or now
         until = min(now, since + MAX_UNSEEN_S) if machine.state == "dead" else now
         hours = max(0.0, until - since) / HOUR_S
-        pool = machine.pool or ""
-        price = with_disks.get(pool, machine_price(machine))
-        mine = sums.setdefault(pool, [0.0, 0.0, 0.0, 0.0])
-        mine[1] += hours
-        if (machine.zone, machine.name) in free:
-            mine[2] += hours
-        elif price is None:
-            mine[3] += hours
-        else:
-            mine[0] += price * hours
-    pools = dict(ledger.pools)
-    for pool, (paid, all_, free_hours, unknown) in sums.items():
-        before = pools.get(pool, PoolSpending())
-        pools[pool] = PoolSpending(
-            before.dollars + paid, before.hours + all_, before.free_hours + free_hours, before.unknown_hours + unknown
+        name = machine.pool or ""
+        price = prices_with_disk.get(name, machine_price(machine))
+        is_free = (machine.zone, machine.name) in free
+        before = pools.get(name, PoolSpending())
+        pools[name] = PoolSpending(
+            before.dollars + (0.0 if is_free or price is None else price * hours),
+            before.hours + hours,
+            before.free_hours + (hours if is_free else 0.0),
+            before.unknown_hours + (hours if price is None and not is_free else 0.0),
         )
     return Spending(pools, now)
 
 
-def _has_gone(machine: Machine, observed: Observed, now: float) -> bool:
-    """Whether this look is the first that shows it dead, though it was ready once."""
-    seen = observed.memory.seen.get(machine_key(machine))
+def _has_just_gone(machine: Machine, observed: Observed, now: float) -> bool:
+    """Whether this observation is the first to find a machine dead that was ready before."""
+    seen = observed.state.seen.get(machine_key(machine))
     return machine.state == "dead" and seen is not None and seen.ready_at is not None and seen.since >= now

@@ -1,54 +1,58 @@
-"""What a listing does not show: since when a machine is in its state, what is under way, where nothing is to be had.
+"""What a fleet remembers between observations: since when a machine is in its state, open requests, backoff.
 
-It may be lost at any time: the fleet then tries a few things again that it need not have tried.
+A listing does not show these. They may be lost at any time: the fleet then retries some things too early.
 """
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field
 
 from tpuswarm.cloud.protocol import Listing, Machine, Spec
 from tpuswarm.fleet.decide.traffic import Traffic
 
 FIRST_BACKOFF_S, BACKOFF_FACTOR, MAX_BACKOFF_S, JITTER_SHARE = 15.0, 1.6, 60.0, 0.4
-"""Backoff: seconds before the first new try, factor, seconds at most, and the share by which each varies."""
 
 
 def machine_key(machine: Machine) -> str:
-    """A machine that is listed, in the mappings of a memory."""
     return f"{machine.zone}/{machine.name}"
 
 
 def spec_key(spec: Spec) -> str:
-    """The same of a machine that is asked for."""
+    """The `machine_key` that the machine will have."""
     return f"{spec.zone}/{spec.name}"
 
 
 def backoff_key(zone: str, type_: str, how: str) -> str:
-    """What is tried again, or not, as one: a type in a zone, asked for in one way."""
+    """Creations with the same key succeed or fail together, and share their backoff."""
     return f"{zone}/{type_}/{how}"
 
 
 def spec_backoff_key(spec: Spec) -> str:
-    """Where a machine is asked for."""
     return backoff_key(spec.zone, spec.type, spec.how)
+
+
+def machine_backoff_key(machine: Machine) -> str:
+    return backoff_key(machine.zone, machine.type, machine.how)
 
 
 @dataclass(frozen=True)
 class SeenMachine:
-    """A machine of ours at the last look."""
+    """A machine of the fleet at the last observation; times are Unix seconds."""
 
     machine: Machine
     since: float
-    """When it was first seen in this state, Unix seconds."""
+    """First seen in this state."""
     ready_at: float | None = None
-    """When it was first seen ready."""
+    """First seen ready."""
     unhealthy_since: float | None = None
     dead: bool = False
-    """Whether it was dead once, though it may be called something else while it is deleted."""
+    """Stays true while a dead machine is deleted."""
     born: float = 0.0
-    """When it was created, as the cloud said first: of what came of a request, when that was made."""
+    """The first creation time that the cloud reported: of a queued request, when that was made."""
 
 
 @dataclass(frozen=True)
@@ -58,122 +62,125 @@ class CreateRequest:
     spec: Spec
     at: float
     operation: str | None
-    """None: the cloud did not answer, so whether it has begun is not known."""
+    """None if the cloud did not answer: whether the creation began is unknown."""
 
 
 @dataclass(frozen=True)
 class ZoneBackoff:
-    """How it goes with a type in a zone."""
+    """How creations of one type in one zone went lately; times are Unix seconds."""
 
     failures: int = 0
     """In a row."""
     not_before: float = 0.0
-    """Of the next try, Unix seconds."""
+    """The next attempt."""
     failed_at: float = 0.0
-    """When it failed last, Unix seconds."""
-    said: str = ""
+    why: str = ""
     """The last failure, in the cloud's words."""
-    held: int | None = None
-    """With how many machines there the quota was at its end; None: it is not known to be."""
-    bad: tuple[float, ...] = ()
-    """When machines were replaced because they were not healthy."""
+    quota_limit: int | None = None
+    """The number of machines at which the quota was exhausted."""
+    replaced: tuple[float, ...] = ()
+    """When unhealthy machines were replaced."""
     lost: tuple[float, ...] = ()
-    """When the cloud took machines away, of late."""
+    """When the cloud took machines away, recently."""
 
-    def failed(self, seed: str, now: float, said: str, pause: float = 0.0) -> "ZoneBackoff":
-        """After one more failure; those of one burst count once."""
+    def after_failure(self, seed: str, now: float, why: str, pause_s: float = 0.0) -> "ZoneBackoff":
+        """Back off after a failure; failures of one burst count once."""
         if now < self.not_before:
-            return replace(self, said=said, failed_at=now, not_before=max(self.not_before, now + pause))
+            return replace(self, why=why, failed_at=now, not_before=max(self.not_before, now + pause_s))
         failures = self.failures + 1
-        spread = 1 + JITTER_SHARE * (2 * random.Random(f"{seed}/{failures}").random() - 1)
-        wait = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(failures - 1, 20)) * spread
-        return replace(self, failures=failures, not_before=now + max(wait, pause), failed_at=now, said=said)
+        jitter = 1 + JITTER_SHARE * (2 * random.Random(f"{seed}/{failures}").random() - 1)
+        wait = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(failures - 1, 20)) * jitter
+        return replace(self, failures=failures, not_before=now + max(wait, pause_s), failed_at=now, why=why)
 
 
 @dataclass(frozen=True)
 class FleetState:
-    """All of it. The keys are `machine_key` and, for places, `place_of`."""
+    """Keys are `machine_key`, of backoffs `backoff_key`; times are Unix seconds."""
 
     seen: Mapping[str, SeenMachine] = field(default_factory=dict)
-    asked: Mapping[str, CreateRequest] = field(default_factory=dict)
+    requests: Mapping[str, CreateRequest] = field(default_factory=dict)
     deleting: Mapping[str, float] = field(default_factory=dict)
-    """When we first asked for their deletion."""
-    sent: Mapping[str, float] = field(default_factory=dict)
-    """When we last asked for something of them: a deletion, a stop, a start."""
+    """When we first requested the deletion."""
+    last_call: Mapping[str, float] = field(default_factory=dict)
+    """When we last requested a deletion, stop or start."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Machines whose creation has failed, though they may still be listed; why."""
+    """Machines whose creation failed, though they may still be listed, and why."""
     taken: Mapping[str, float] = field(default_factory=dict)
-    """Names that the cloud says are taken, though nothing is listed; when."""
-    places: Mapping[str, ZoneBackoff] = field(default_factory=dict)
+    """Names that exist according to the cloud though no listing shows them, and when it said so."""
+    backoffs: Mapping[str, ZoneBackoff] = field(default_factory=dict)
     stopped: Mapping[str, str] = field(default_factory=dict)
-    """Pools for which nothing is created any more until a person asks again; why."""
-    looked: frozenset[str] = frozenset()
+    """Pools that create nothing until the user asks again, and why."""
+    answered: frozenset[str] = frozenset()
     """Zones that have answered at least once."""
     revision: int = 0
 
-    def moved(self, seconds: float) -> "FleetState":
-        """After the clock has jumped by so many seconds: all durations stay what they are."""
+    def shifted(self, seconds: float) -> "FleetState":
+        """Move all times after the clock has jumped, so that durations stay the same."""
         if not seconds:
             return self
+
+        def shift(times: Mapping[str, float]) -> dict[str, float]:
+            return {key: at + seconds for key, at in times.items()}
+
         return replace(
             self,
             seen={
                 key: replace(
-                    each,
-                    since=each.since + seconds,
-                    ready_at=None if each.ready_at is None else each.ready_at + seconds,
-                    unhealthy_since=None if each.unhealthy_since is None else each.unhealthy_since + seconds,
+                    seen,
+                    since=seen.since + seconds,
+                    ready_at=None if seen.ready_at is None else seen.ready_at + seconds,
+                    unhealthy_since=None if seen.unhealthy_since is None else seen.unhealthy_since + seconds,
                 )
-                for key, each in self.seen.items()
+                for key, seen in self.seen.items()
             },
-            asked={key: replace(each, at=each.at + seconds) for key, each in self.asked.items()},
-            deleting={key: at + seconds for key, at in self.deleting.items()},
-            sent={key: at + seconds for key, at in self.sent.items()},
-            taken={key: at + seconds for key, at in self.taken.items()},
-            places={
+            requests={key: replace(request, at=request.at + seconds) for key, request in self.requests.items()},
+            deleting=shift(self.deleting),
+            last_call=shift(self.last_call),
+            taken=shift(self.taken),
+            backoffs={
                 key: replace(
-                    each,
-                    not_before=each.not_before + seconds,
-                    failed_at=each.failed_at + seconds,
-                    bad=tuple(at + seconds for at in each.bad),
-                    lost=tuple(at + seconds for at in each.lost),
+                    backoff,
+                    not_before=backoff.not_before + seconds,
+                    failed_at=backoff.failed_at + seconds,
+                    replaced=tuple(at + seconds for at in backoff.replaced),
+                    lost=tuple(at + seconds for at in backoff.lost),
                 )
-                for key, each in self.places.items()
+                for key, backoff in self.backoffs.items()
             },
         )
 
 
 @dataclass(frozen=True)
 class WorkStatus:
-    """What the fleet's machines do, as whoever runs something on them has reported."""
+    """What the fleet's jobs do, as the job runner reports it."""
 
     done: bool = False
     busy_at: float | None = None
-    """Unix seconds at which something ran."""
-    spoilt: Mapping[str, tuple[float, str]] = field(default_factory=dict)
-    """Machines that cannot be set up, though another one of their pool was: when each was created, and why."""
+    """When something last ran, Unix seconds."""
+    unusable: Annotated[Mapping[str, tuple[float, str]], Field(alias="spoilt")] = field(default_factory=dict)
+    """Machines that cannot be set up though others can: their creation times, and why."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What there is."""
+    """What exists."""
 
     listing: Listing
-    memory: FleetState
+    state: FleetState
     spent: float = 0.0
     """Dollars so far."""
     work: WorkStatus = WorkStatus()
     traffic: Traffic = field(default_factory=Traffic)
     busy: frozenset[str] = frozenset()
-    """Machines on which a job runs."""
+    """Machines that run a job."""
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """All of the project; those of ours in zones that do not answer as they were when they last did."""
-        away = self.listing.unreachable
-        if not away:
+        """All machines of the project; our own in unreachable zones as last seen."""
+        unreachable = self.listing.unreachable
+        if not unreachable:
             return self.listing.machines
-        # One of several lists may have failed: what the others show of the zone is known.
-        listed = {machine_key(each) for each in self.listing.machines}
-        unknown = (each.machine for key, each in self.memory.seen.items() if key not in listed)
-        return (*self.listing.machines, *(each for each in unknown if each.zone in away))
+        # A zone has several listings, and only one of them may have failed.
+        listed = {machine_key(machine) for machine in self.listing.machines}
+        last_seen = (seen.machine for key, seen in self.state.seen.items() if key not in listed)
+        return (*self.listing.machines, *(machine for machine in last_seen if machine.zone in unreachable))

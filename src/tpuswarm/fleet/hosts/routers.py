@@ -25,19 +25,19 @@ from tpuswarm.remote.setup.wheel import versions, wheel
 from tpuswarm.train.process.platform import cache_folder
 
 
-def router_hosts(reach: Routes) -> list[Host]:
+def router_hosts(routes: Routes) -> list[Host]:
     """Those of the fleet that are there. Raises InputError where one is not ready."""
-    return [host for name in router_pools(reach.look().document.desired) for host in reach.hosts(name)[0]]
+    return [host for name in router_pools(routes.snapshot().document.desired) for host in routes.hosts(name)[0]]
 
 
 async def configure_routers(
-    reach: Routes, hosts: list[Host], told: Told = lambda host, step, what: None
+    routes: Routes, hosts: list[Host], told: Told = lambda host, step, what: None
 ) -> dict[int, str]:
     """Apply the rules on these hosts, and tune them; what each port leads to. What holds already is left alone.
 
     Raises InputError where no TPU is ready, and what a host did not do.
     """
-    seen, cache = reach.look(), cache_folder("machines")
+    seen, cache = routes.snapshot(), cache_folder("machines")
     file, ports = router_file(seen.document.desired, seen.listing.machines)
     ours = wheel(cache)
     steps = router(router_toml(file, ports), ours.name, versions())
@@ -49,7 +49,7 @@ async def configure_routers(
         await put(connections, host, ours, f"{FOLDER}/{ours.name}")
         return ours.name
 
-    async with Connections(reach.key) as connections:
+    async with Connections(routes.key) as connections:
         outcome = await set_up(connections, dict.fromkeys(hosts, steps), told, send=send)
     for error in outcome.failed.values():
         raise error
@@ -86,8 +86,8 @@ class RouterUpdater:
 
     def _run(self, there: frozenset[tuple[str, str]]) -> None:
         try:
-            reach = self._make()
-            asyncio.run(configure_routers(reach, router_hosts(reach)))
+            routes = self._make()
+            asyncio.run(configure_routers(routes, router_hosts(routes)))
             self._told = there
         except (CloudError, TpuswarmError) as error:
             self._tell(f"the routers: {error}; tried again")

@@ -108,7 +108,7 @@ class Routes:
         """The file of this computer's private key."""
         return key_file()
 
-    def look(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """The fleet now. Raises InputError where there is none."""
         document = self._store.load()
         if document is None:
@@ -142,14 +142,14 @@ class Routes:
 
     def find(self, where: str) -> ReachableHosts:
         """The same, and whether `where` means a group."""
-        seen = self.look()
+        seen = self.snapshot()
         found = find_targets(where, seen.document.desired, seen.listing)
         reached = self._reached(seen, found)
         if not reached.hosts:
             raise InputError(reached.away[len(found.away)])
         return reached
 
-    def meant(self, where: str, seen: Snapshot) -> ReachableHosts:
+    def find_listed(self, where: str, seen: Snapshot) -> ReachableHosts:
         """The same of what was looked at, where nothing of it need be reached, or be there still."""
         once = {each.machine for each in seen.document.events} - {""}
         return self._reached(seen, select_targets(where, seen.document.desired, seen.listing, once))
@@ -159,7 +159,7 @@ class Routes:
         machines = {each.label: each.machine for each in found.targets}
         return ReachableHosts(hosts, (*found.away, *map(_no_keys, keyless)), found.group, machines)
 
-    def ways(self, seen: Snapshot, targets: Iterable[Target]) -> list[Host]:
+    def route_to(self, seen: Snapshot, targets: Iterable[Target]) -> list[Host]:
         """The way to each. Raises InputError for a machine of no pool, or that has not written down its host keys."""
         hosts, keyless = self._ways(seen, targets)
         if keyless:
@@ -203,7 +203,7 @@ class Routes:
 
     # Keys.
 
-    def is_let_in(self, document: Document) -> bool:
+    def accepts_own_key(self, document: Document) -> bool:
         """Whether this computer's key may log in on all machines; `look` sees to it."""
         mine = public_key()
         return mine is not None and all(add_ssh_key(each, mine) is each for each in document.desired.pools)
@@ -225,7 +225,7 @@ class Routes:
             return replace(found, desired=replace(found.desired, pools=pools))
 
         admitted = AdmittedMachines(self.fleet.folder / "admitted.json")
-        if not self.is_let_in(document):
+        if not self.accepts_own_key(document):
             admitted.begin()
             document = self._store.change(add)
         lines = {each.name: each.spec.metadata[SSH_KEYS] for each in document.desired.pools}
@@ -289,7 +289,7 @@ class Routes:
                 each.fleet == seen.document.desired.fleet and each.pool in vms and unreachable_reason(each, vms) is None
             )
             if fits and each.workers[0].external:
-                return self.ways(seen, [Target(each, 0)])[0]
+                return self.route_to(seen, [Target(each, 0)])[0]
         return None
 
     def _proxy(self, target: Target, jump: Host | None) -> str:

@@ -85,12 +85,12 @@ class SetupTargets:
     away: tuple[str, ...] = field(default=())
 
 
-def find_setup_targets(reach: Routes, table: Setup, where: str = ALL) -> SetupTargets:
+def find_setup_targets(routes: Routes, table: Setup, where: str = ALL) -> SetupTargets:
     """The hosts of `where`, with what decides about their steps; the server of [setup.nfs] too, which lets them in.
 
     Raises InputError.
     """
-    seen = reach.look()
+    seen = routes.snapshot()
     desired = seen.document.desired
     found: Selection = find_targets(where, desired, seen.listing)
     targets, server, clients = found.targets, None, tuple[str, ...]()
@@ -111,7 +111,7 @@ def find_setup_targets(reach: Routes, table: Setup, where: str = ALL) -> SetupTa
             clients if to == server else (),
             client_settings(desired) if to.machine.kind == "tpu" else (),
         )
-        for host, to in zip(reach.ways(seen, targets), targets, strict=True)
+        for host, to in zip(routes.route_to(seen, targets), targets, strict=True)
     )
     return SetupTargets(machines, found.away)
 
@@ -121,7 +121,7 @@ def _with_disks(desired: Desired) -> set[str]:
 
 
 async def set_up_all(
-    reach: Routes,
+    routes: Routes,
     table: Setup,
     machines: Iterable[Machine],
     told: Told = lambda host, step, what: None,
@@ -133,22 +133,22 @@ async def set_up_all(
     environment: of whoever gives the command; values of secrets that are not in it are those that are kept.
     limit_s: for each step.
     """
-    kept, table = SavedSetup(reach.fleet), table.whole()
+    kept, table = SavedSetup(routes.fleet), table.whole()
     secrets = kept.secrets.gather(table.secrets, environment)
     kept.keep(table)
     wanted = {each.host: steps(table, each, secrets) for each in machines}
     of = next(each.stamp for each in next(iter(wanted.values())) if each.settles)
 
-    async with Connections(reach.key) as connections:
+    async with Connections(routes.key) as connections:
         outcome = await set_up(connections, wanted, told, kept.versions(of), _sender(table.python), limit_s)
     kept.keep_versions(of, outcome.settled)
     return outcome
 
 
-async def install_notebook(reach: Routes, hosts: Iterable[Host], told: Told) -> Outcome:
+async def install_notebook(routes: Routes, hosts: Iterable[Host], told: Told) -> Outcome:
     """What a notebook needs, on these hosts alone; nothing of it is kept for others."""
-    table = SavedSetup(reach.fleet).table() or Setup()
-    async with Connections(reach.key) as connections:
+    table = SavedSetup(routes.fleet).table() or Setup()
+    async with Connections(routes.key) as connections:
         steps_of = dict.fromkeys(hosts, notebook(table.python))
         return await set_up(connections, steps_of, told, send=_sender(table.python))
 
@@ -173,7 +173,7 @@ class PrepareResult(NamedTuple):
     """Files of the synced folder that were changed on a host, and stay as they are there."""
 
 
-async def prepare_machine(reach: Routes, where: str, limit_s: float = LIMIT_S) -> PrepareResult:
+async def prepare_machine(routes: Routes, where: str, limit_s: float = LIMIT_S) -> PrepareResult:
     """All that a machine needs before anything runs on it: the folder that was synced last, then set-up.
 
     For machines that come back, without a person: nothing that was changed on a host is overwritten, and a step that is
@@ -182,18 +182,18 @@ async def prepare_machine(reach: Routes, where: str, limit_s: float = LIMIT_S) -
     failed: dict[str, TpuswarmError] = {}
     left: set[str] = set()
     at: dict[str, str] = {}
-    tree, table = reach.fleet.tree.load(), SavedSetup(reach.fleet).table()
+    tree, table = routes.fleet.tree.load(), SavedSetup(routes.fleet).table()
     try:
         async with asyncio.timeout(limit_s + HANG_GRACE_S) as limit:
             if tree is not None:
-                hosts, _ = await asyncio.to_thread(reach.hosts, where)
+                hosts, _ = await asyncio.to_thread(routes.hosts, where)
                 at.update({host.label: "sync" for host in hosts})
-                async with Connections(reach.key) as connections:
-                    sent = await send(connections, hosts, tree, reach.fleet.tree, leaves=True)
+                async with Connections(routes.key) as connections:
+                    sent = await send(connections, hosts, tree, routes.fleet.tree, leaves=True)
                 failed |= {host.label: error for host, error in sent.failed.items()}
                 left.update(path for paths in sent.left.values() for path in paths)
             if table is not None:
-                found = await asyncio.to_thread(find_setup_targets, reach, table, where)
+                found = await asyncio.to_thread(find_setup_targets, routes, table, where)
                 machines = [each for each in found.machines if each.host.label not in failed]
 
                 def told(host: Host, step: str, what: str) -> None:
@@ -202,7 +202,7 @@ async def prepare_machine(reach: Routes, where: str, limit_s: float = LIMIT_S) -
 
                 if machines:
                     # Values from a keeper's own environment may be older than those that a person has given since.
-                    outcome = await set_up_all(reach, table, machines, told, {}, limit_s)
+                    outcome = await set_up_all(routes, table, machines, told, {}, limit_s)
                     failed |= {host.label: error for host, error in outcome.failed.items()}
     except TimeoutError:
         step = "; ".join(f"{label}: {step}" for label, step in sorted(at.items()) if step) or where
@@ -228,8 +228,8 @@ class BootState(NamedTuple):
 class Preparer:
     """Prepares machines beside whoever carries jobs out. To be used in one event loop."""
 
-    def __init__(self, reach: Routes):
-        self._reach = reach
+    def __init__(self, routes: Routes):
+        self._routes = routes
         self._tasks: dict[str, tuple[BootState, asyncio.Task[PrepareResult]]] = {}
         self.left: dict[str, str] = {}
         """By machine, what was changed there and stays so, in words."""
@@ -241,7 +241,7 @@ class Preparer:
         """Machines that were, and the table with which."""
         self._table: str | None = None
 
-    def spoilt(self, tpus: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+    def unusable(self, tpus: Mapping[str, float]) -> dict[str, tuple[float, str]]:
         """Which of these machines cannot be prepared, though another one of them was, with the same table.
 
         tpus: when each was created. For each of the found, when that was, and why it cannot be.
@@ -259,9 +259,9 @@ class Preparer:
 
         answer: machines that answer now: where no other one does, it is the way to them that is to blame.
         """
-        table = SavedSetup(self._reach.fleet).table()
+        table = SavedSetup(self._routes.fleet).table()
         self._table = None if table is None else table.model_dump_json()
-        if table is None and self._reach.fleet.tree.load() is None:
+        if table is None and self._routes.fleet.tree.load() is None:
             return {}
         found = {}
         for name, begins in machines.items():
@@ -269,7 +269,7 @@ class Preparer:
             again, why = self._failed.get(name, (math.inf, ""))
             same = before is not None and before.is_that(begins)
             if task is None or (task.done() and (not same or time.monotonic() > again)):
-                task = asyncio.ensure_future(prepare_machine(self._reach, name))
+                task = asyncio.ensure_future(prepare_machine(self._routes, name))
                 self._tasks[name] = (begins, task)
                 again = math.inf
                 self._failed[name] = (again, why)

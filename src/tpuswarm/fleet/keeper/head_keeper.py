@@ -36,10 +36,10 @@ LEAD_TIMEOUT_S = 90.0
 """Seconds in which a keeper that was started should lead."""
 
 
-async def install_head_keeper(reach: Routes, told: Told = lambda host, step, what: None) -> Host:
+async def install_head_keeper(routes: Routes, told: Told = lambda host, step, what: None) -> Host:
     """Put the keeper on the head, with what this computer knows, and start it there: what holds already is left."""
-    (host,), _ = await asyncio.to_thread(reach.hosts, HEAD)
-    fleet, cache = reach.fleet, cache_folder("machines")
+    (host,), _ = await asyncio.to_thread(routes.hosts, HEAD)
+    fleet, cache = routes.fleet, cache_folder("machines")
     package, tree = wheel(cache), fleet.tree.load()
     home = Home(
         machine=host.label.partition("/")[0],
@@ -66,7 +66,7 @@ async def install_head_keeper(reach: Routes, told: Told = lambda host, step, wha
         await put(connections, host, package, f"{FOLDER}/{package.name}")
         return package.name
 
-    async with Connections(reach.key) as connections:
+    async with Connections(routes.key) as connections:
         outcome = await set_up(connections, {host: keeper(home)}, told, send=send)
     for error in outcome.failed.values():
         raise error
@@ -82,7 +82,7 @@ def _known(fleet: Fleet) -> dict[str, str]:
     return found
 
 
-async def wait_for_head_keeper(reach: Routes, store: Store, host: Host) -> None:
+async def wait_for_head_keeper(routes: Routes, store: Store, host: Host) -> None:
     """Wait until the keeper on the head leads. RunFailed with the end of its log where it does not."""
     home, until = host.label.partition("/")[0], time.monotonic() + LEAD_TIMEOUT_S
     while time.monotonic() < until:
@@ -92,7 +92,7 @@ async def wait_for_head_keeper(reach: Routes, store: Store, host: Host) -> None:
         await asyncio.sleep(0.5)
     said: list[bytes] = []
     log = f"~/.local/state/tpuswarm/fleets/{reach.fleet.project}/{reach.fleet.name}/keeper.log"
-    async with Connections(reach.key) as connections:
+    async with Connections(routes.key) as connections:
         await Attended(connections, host, f"tail -n 1 {log}").run(lambda data, is_error: said.append(data))
     words = b"".join(said).decode(errors="replace").strip() or "it said nothing"
     raise RunFailed(
@@ -113,7 +113,7 @@ class HeadKeeper:
     def look(self, tick: Tick, here: str | None) -> None:
         """The keeper has looked, and leads. `here`: the machine of the fleet that it lives on itself, if any."""
         desired = tick.document.desired
-        name = desired.home
+        name = desired.keeper_machine
         if self._done:
             self._done = False
             self._tell(f"the keeper on {name} goes on; this one watches")
@@ -131,10 +131,10 @@ class HeadKeeper:
 
     def _run(self) -> None:
         try:
-            reach = self._make()
-            for error in asyncio.run(prepare_machine(reach, HEAD)).failed.values():
+            routes = self._make()
+            for error in asyncio.run(prepare_machine(routes, HEAD)).failed.values():
                 raise error
-            asyncio.run(install_head_keeper(reach))
+            asyncio.run(install_head_keeper(routes))
             self._done = True
         except (CloudError, TpuswarmError) as error:
             self._tell(f"the keeper on the head: {error}; tried again")

@@ -25,6 +25,6 @@ class IdleTimer:
         self._last = steady
         if work.busy_at is None:
             return work
-        if any(each.phase in ("waiting", "running") for job in jobs for each in job.seats):
+        if any(each.phase in ("waiting", "running") for job in jobs for each in job.assignments):
             return replace(work, busy_at=now)  # as far as anybody knows
         return replace(work, busy_at=max(work.busy_at, now - (steady - self._since)))

@@ -59,10 +59,10 @@ RouteKey = tuple[str, tuple[Worker, ...]]
 class JobRunner:
     """Of the jobs of one fleet, in one process. `store` is its own: it may be used by another thread than others."""
 
-    def __init__(self, reach: Routes, store: Store):
-        self._reach, self._store = reach, store
+    def __init__(self, routes: Routes, store: Store):
+        self._routes, self._store = routes, store
         self._hosts: dict[RouteKey, Host] = {}
-        self._preparing = Preparer(reach)
+        self._preparing = Preparer(routes)
         self._failed: dict[tuple[str, str, str], tuple[float, str]] = {}
         """By job, machine and host: when it is tried again, and what went wrong."""
         self._strays: frozenset[StrayRun] = frozenset()
@@ -73,7 +73,7 @@ class JobRunner:
     @property
     def key(self) -> Path:
         """The file of this computer's private key."""
-        return self._reach.key
+        return self._routes.key
 
     async def round(
         self, connections: Connections, listing: Listing, now: float, begins: bool = True
@@ -85,11 +85,11 @@ class JobRunner:
         document = await asyncio.to_thread(self._store.load)
         if document is None or not document.jobs or document.desired.down is not None:
             return document, False
-        if not self._reach.is_let_in(document):
-            await asyncio.to_thread(self._reach.look)
+        if not self._routes.accepts_own_key(document):
+            await asyncio.to_thread(self._routes.look)
             return document, True
         ours = [each for each in listing.machines if each.fleet == document.desired.fleet]
-        open_ = [job for job in document.jobs if not job.over]
+        open_ = [job for job in document.jobs if not job.is_over]
         sweeps = time.monotonic() - self._swept >= SWEEP_INTERVAL_S
         targets = list(_ready(ours) if sweeps else _targets(open_, ours))
         hosts = await asyncio.to_thread(self._ways, Snapshot(document, listing), targets)
@@ -102,7 +102,7 @@ class JobRunner:
         )
         answers = list(zip(reached, shown, strict=True))
         if sweeps:
-            await asyncio.to_thread(self._reach.follow, Snapshot(document, listing))
+            await asyncio.to_thread(self._routes.follow, Snapshot(document, listing))
             await self._sweep(connections, document.jobs, answers, hosts)
         unprepared = (
             self._preparing.look(
@@ -121,7 +121,7 @@ class JobRunner:
             job = scale_job(job, document.desired) if begins else job
             nexts.append(
                 JobUpdate(job, ())
-                if job.over
+                if job.is_over
                 else update_job(
                     job, ours, listing.unreachable, _reports(job.name, answers), now, unprepared, flags[job.name]
                 )
@@ -130,7 +130,7 @@ class JobRunner:
         if not begins:  # why something waits is for whoever carries it out to say
             jobs = tuple(_waiting_as_before(old, new) for old, new in zip(document.jobs, jobs, strict=True))
         tpus = {each.name: each.created for each in ours if each.kind == "tpu"}
-        spoilt = self._preparing.spoilt(tpus) if begins else document.work.spoilt
+        spoilt = self._preparing.unusable(tpus) if begins else document.work.unusable
         work = _work(document, jobs, spoilt, now)
         if jobs != document.jobs or work != document.work:
             events = [event for old, new in zip(document.jobs, jobs, strict=True) for event in _events(old, new, now)]
@@ -142,7 +142,7 @@ class JobRunner:
         acts = [(job, act) for job, each in zip(jobs, nexts, strict=True) for act in each.acts]
         acts = [(job, act) for job, act in acts if begins or isinstance(act, EndRun)]
         await self._do(connections, jobs, acts, [(each, hosts[_way(each)]) for each in reached])
-        waits = any(each.phase == "waiting" for job in jobs for each in job.seats)
+        waits = any(each.phase == "waiting" for job in jobs for each in job.assignments)
         return document, bool(acts) or waits
 
     async def _do(
@@ -189,7 +189,7 @@ class JobRunner:
 
     def _said(self, found: JobUpdate, before: Job) -> Job:
         """The job, with what went wrong where something is to be done again, and what was left on a machine."""
-        seats = list(found.job.seats)
+        seats = list(found.job.assignments)
         for act in found.acts:
             for number, seat in enumerate(seats):
                 if seat.machine == act.machine:
@@ -203,7 +203,7 @@ class JobRunner:
                         seats[number] = replace(seat, why=f"{told[0]}; tried again")
                     elif left:
                         seats[number] = replace(seat, why=f"{seat.why}; {left}")
-        return replace(found.job, seats=tuple(seats))
+        return replace(found.job, assignments=tuple(seats))
 
     async def _sweep(
         self,
@@ -228,7 +228,7 @@ class JobRunner:
         found = {}
         for each in targets:
             try:
-                found[_way(each)] = self._hosts.get(_way(each)) or self._reach.ways(seen, [each])[0]
+                found[_way(each)] = self._hosts.get(_way(each)) or self._routes.route_to(seen, [each])[0]
             except TpuswarmError:
                 continue  # it comes with a later look
         self._hosts = found
@@ -305,7 +305,7 @@ def _ready(machines: Iterable[Machine]) -> Iterable[Target]:
 
 def _targets(jobs: Iterable[Job], machines: Iterable[Machine]) -> Iterable[Target]:
     """The workers that jobs are on or may be soon."""
-    seats = [(job, seat) for job in jobs for seat in job.seats if seat.phase in ("waiting", "running")]
+    seats = [(job, seat) for job in jobs for seat in job.assignments if seat.phase in ("waiting", "running")]
     for target in _ready(machines):
         name, pool = target.machine.name, target.machine.pool
         if any(
@@ -317,8 +317,8 @@ def _targets(jobs: Iterable[Job], machines: Iterable[Machine]) -> Iterable[Targe
 
 
 def _waiting_as_before(old: Job, new: Job) -> Job:
-    seats = (was if was.phase == "waiting" else now for was, now in zip(old.seats, new.seats, strict=True))
-    return replace(new, seats=tuple(seats))
+    seats = (was if was.phase == "waiting" else now for was, now in zip(old.assignments, new.assignments, strict=True))
+    return replace(new, assignments=tuple(seats))
 
 
 def _reports(job: str, answers: Iterable[tuple[Target, object]]) -> dict[tuple[str, int], RunReport | None]:
@@ -330,7 +330,7 @@ def _reports(job: str, answers: Iterable[tuple[Target, object]]) -> dict[tuple[s
 
 def _begun(jobs: Iterable[Job], answers: Iterable[tuple[Target, object]]) -> dict[str, BootState]:
     """The machines on which something waits to begin, and how often anything has begun there before."""
-    waiting = [seat for job in jobs for seat in job.seats if seat.phase == "waiting"]
+    waiting = [seat for job in jobs for seat in job.assignments if seat.phase == "waiting"]
     found: dict[str, BootState] = {}
     for target, states in answers:
         machine = target.machine
@@ -351,18 +351,18 @@ def _report(state: object) -> RunReport | None:
 
 
 def _work(document: Document, jobs: Sequence[Job], spoilt: Mapping[str, tuple[float, str]], now: float) -> WorkStatus:
-    running = any(each.phase == "running" for job in jobs for each in job.seats)
-    done = all(each.phase == "done" for job in jobs for each in job.seats)
+    running = any(each.phase == "running" for job in jobs for each in job.assignments)
+    done = all(each.phase == "done" for job in jobs for each in job.assignments)
     busy_at = document.work.busy_at
     if running and (busy_at is None or now - busy_at > 30.0):
         busy_at = now
-    return replace(document.work, done=done, busy_at=busy_at, spoilt=spoilt)
+    return replace(document.work, done=done, busy_at=busy_at, unusable=spoilt)
 
 
 def _events(old: Job, new: Job, now: float) -> Iterable[Event]:
     """What a person would want to know of."""
-    before = dict(enumerate(old.seats))
-    for number, seat in enumerate(new.seats):
+    before = dict(enumerate(old.assignments))
+    for number, seat in enumerate(new.assignments):
         was = before.get(number)
         if was is None or (was.phase, was.run) != (seat.phase, seat.run):
             machine = seat.machine or (was.machine if was else None) or ""

@@ -83,7 +83,7 @@ class Tick:
     def converged(self) -> bool:
         """Whether everything that is wanted is there, ready, and nothing else."""
         down = self.document.desired.down is not None
-        return not self.plan.actions and not self.observed.memory.asked and (self.done if down else self._complete)
+        return not self.plan.actions and not self.observed.state.requests and (self.done if down else self._complete)
 
     @property
     def _complete(self) -> bool:
@@ -143,15 +143,15 @@ class Keeper:
         self._memory, self._answers = memory, []
         if jumped:
             events = (Event(now, "", "", "clock", f"the clock has jumped by {jumped:+.0f} s"), *events)
-        ledger = replace(document.ledger, at=document.ledger.at + self._jumped)
+        ledger = replace(document.spending, at=document.spending.at + self._jumped)
         there = Observed(listing, memory)
         ledger = charge(ledger, document.desired, there, now)
         traffic = self._carried.look(document, there.machines, now, steady)
         work = self._idle.look(document.work, document.jobs, now, steady)
-        work = replace(work, done=work.done and all(each.over for each in document.jobs))
+        work = replace(work, done=work.done and all(each.is_over for each in document.jobs))
         observed = Observed(listing, memory, ledger.dollars, work, traffic, busy_machines(document.jobs))
         self._news = [*self._news, *events][-MAX_EVENTS:]
-        document = with_events(replace(document, ledger=ledger, traffic=traffic), self._news)
+        document = with_events(replace(document, spending=ledger, traffic=traffic), self._news)
         found = make_plan(document.desired, observed, now)
         part = self._lead(document, listing, found, steady, now)
         if part == "watches":  # whoever leads knows better what happened
@@ -198,7 +198,7 @@ class Keeper:
             show(tick)
             if until(tick):
                 return tick
-            moving = tick.plan.actions or self._answers or tick.observed.memory.asked or self._under_way(tick)
+            moving = tick.plan.actions or self._answers or tick.observed.state.requests or self._under_way(tick)
             sleep(BUSY_INTERVAL_S if moving else IDLE_INTERVAL_S)
 
     def say(self, text: str) -> None:
@@ -236,7 +236,7 @@ class Keeper:
 
     def _kept(self, now: float) -> FleetState:
         """What the last keeper on this computer knew, if it is not old; its times are of the same clock, or nearly."""
-        kept = self._history.memory()
+        kept = self._history.state()
         if kept is None or not 0 <= now - kept[1] < 600:
             return FleetState()
         return kept[0]
@@ -245,7 +245,7 @@ class Keeper:
         """What came of creations; of a few at a time, those first that are in no list."""
         assert self._memory is not None
         seen = self._memory.seen
-        asked = [(key, each.operation) for key, each in self._memory.asked.items() if each.operation]
+        asked = [(key, each.operation) for key, each in self._memory.requests.items() if each.operation]
         ended = []
         for key, operation in sorted(asked, key=lambda each: each[0] in seen)[:MAX_POLLED]:
             try:

@@ -39,7 +39,7 @@ class TrafficMeter:
         except (CloudError, ValidationError):  # no answer, or half an answer: the next look asks again
             return document.traffic
         zones = {f"j-{each.name}": each.zone for each in machines if each.fleet == document.desired.fleet}
-        head = next((seat.machine for job in document.jobs if is_head(job) for seat in job.seats), None)
+        head = next((seat.machine for job in document.jobs if is_head(job) for seat in job.assignments), None)
         place = zones.get(f"j-{head}")
         if place is None:
             return document.traffic

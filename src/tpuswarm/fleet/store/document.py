@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tpuswarm.cloud.errors import Changed, Unreachable
 from tpuswarm.cloud.protocol import Bucket, Stored
@@ -67,7 +67,7 @@ class Document:
     zones: tuple[str, ...]
     """All in which it has ever asked for machines: something may still wait in line there."""
     lease: KeeperLease | None = None
-    ledger: Spending = field(default_factory=Spending)
+    spending: Annotated[Spending, Field(alias="ledger")] = field(default_factory=Spending)
     traffic: Traffic = field(default_factory=Traffic)
     work: WorkStatus = field(default_factory=WorkStatus)
     jobs: tuple[Job, ...] = ()
@@ -121,7 +121,7 @@ class DocumentStore:
 
     def save(self, document: Document) -> None:
         """Write what was loaded last, changed. Raises Changed if somebody else wrote meanwhile."""
-        data = _adapter().dump_json(document, indent=1)
+        data = _adapter().dump_json(document, indent=1, by_alias=True)
         self._generation = self._bucket.write(self._path, data, self._generation)
 
     def change(self, make: Callable[[Document | None], Document]) -> Document:
@@ -235,9 +235,9 @@ def state_folder_mark() -> str:
 def with_job(document: Document, job: Job) -> Document:
     """With a job in the place of one of its name; of those that are over the oldest are forgotten."""
     jobs = [each for each in document.jobs if each.name != job.name]
-    over = [each for each in jobs if each.over]
+    over = [each for each in jobs if each.is_over]
     gone = over[: max(0, len(over) - MAX_ENDED_JOBS)]
-    last = max((seat.run for each in gone for seat in each.seats), default=0)
+    last = max((seat.run for each in gone for seat in each.assignments), default=0)
     kept = tuple(each for each in jobs if each not in gone)
     work = replace(document.work, done=False)  # a fleet that comes down when it is done is not, from now on
     return replace(document, jobs=(*kept, job), last_run=max(document.last_run, last), work=work)

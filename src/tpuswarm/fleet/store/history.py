@@ -32,7 +32,7 @@ class History:
         self.trouble: str | None = None
         """Why nothing is kept."""
 
-    def memory(self) -> tuple[FleetState, float] | None:
+    def state(self) -> tuple[FleetState, float] | None:
         """The memory that was kept last, and when; None: there is none."""
         if not self.path.exists():
             return None

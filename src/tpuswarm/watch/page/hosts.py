@@ -22,16 +22,16 @@ SHOWN = 200
 class Hosts:
     """Followed from the first `follow` on; to be used as a context, in one event loop."""
 
-    def __init__(self, reach: Routes | None):
+    def __init__(self, routes: Routes | None):
         """None: there is no fleet."""
-        self._reach = reach
+        self._routes = routes
         self._reached: ReachableHosts | None = None
         self._connections: Connections | None = None
         self._follower: Follower | None = None
 
     async def __aenter__(self) -> "Hosts":
-        if self._reach is not None:
-            self._connections = await Connections(self._reach.key).__aenter__()
+        if self._routes is not None:
+            self._connections = await Connections(self._routes.key).__aenter__()
             self._follower = Follower(self._connections)
         return self
 
@@ -42,10 +42,10 @@ class Hosts:
 
     async def follow(self) -> None:
         """Those that are there now."""
-        if self._reach is None or self._follower is None:
+        if self._routes is None or self._follower is None:
             return
         try:
-            self._reached = await asyncio.to_thread(self._reach.find, ALL)
+            self._reached = await asyncio.to_thread(self._routes.find, ALL)
         except TpuswarmError:  # no machine that is ready; the table of machines says why
             self._reached = None
         self._follower.follow(self._reached.hosts if self._reached else ())
@@ -67,7 +67,7 @@ class Hosts:
         hosts = (
             [each for each in self._reached.hosts if each.label.partition("/")[0] == machine] if self._reached else []
         )
-        jobs = [each.name for each in document.jobs if any(seat.machine == machine for seat in each.seats)]
+        jobs = [each.name for each in document.jobs if any(seat.machine == machine for seat in each.assignments)]
         if not hosts or not jobs or self._connections is None:
             raise InputError(f"{machine} cannot be reached" if not hosts else f"no job is on {machine}")
         connections = self._connections

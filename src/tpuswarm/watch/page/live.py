@@ -40,7 +40,7 @@ class Subject(NamedTuple):
     """A folder, or gs://BUCKET/FOLDER; empty: there is none."""
     read: Callable[[], Any] | None = None
     """Document, listing and events of the fleet."""
-    reach: Routes | None = None
+    routes: Routes | None = None
     """The way to its hosts."""
 
 
@@ -49,7 +49,7 @@ class Live:
 
     def __init__(self, subject: Subject):
         self._subject = subject
-        self.hosts = Hosts(subject.reach)
+        self.hosts = Hosts(subject.routes)
         self._history: History | None = None
         self._born: tuple[int, int] | None = None
         self._look: Look | Status | None = None

@@ -107,7 +107,7 @@ class Loop:
 
     def jump_clock(self, seconds: float) -> None:
         self.clock_offset_s += seconds
-        self.state = self.state.moved(seconds)
+        self.state = self.state.shifted(seconds)
 
     def change(self, **fields: object) -> None:
         self.desired = replace(self.desired, revision=self.desired.revision + 1, **fields)

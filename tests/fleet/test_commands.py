@@ -184,7 +184,7 @@ def test_machines_of_an_unknown_fleet_are_listed_and_deleted_on_request(cli):
     cli.cloud.add_foreign("v2-usc1f-9", A, labels=labels)
     assert "not of this fleet: 1 of fleet gpt3-zzzzzz: v2-usc1f-9" in cli.run("list")
     out = " ".join(cli.run("logs v2-usc1f-9", code=2).split())
-    assert out.startswith("error: v2-usc1f-9 is of another fleet, gpt3-zzzzzz")
+    assert out.startswith("error: v2-usc1f-9 belongs to another fleet, gpt3-zzzzzz")
     assert "`tpuswarm down --orphans gpt3-zzzzzz` deletes its machines" in out
     assert "no machine carries the id nobody" in cli.run("down --orphans nobody", code=2)
     cli.run("down --orphans gpt3-zzzzzz --yes")
@@ -194,7 +194,7 @@ def test_machines_of_an_unknown_fleet_are_listed_and_deleted_on_request(cli):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("up", "nobody can be asked here: give --yes"),
+        ("up", "there is no terminal to ask on: add --yes"),
         ("up --scale smal=3", "there is no pool 'smal'; did you mean small?"),
         ("up --scale small=many", "--scale takes POOL=N with N from 0 to 1,000, such as small=20, not 'small=many'"),
         ("up swarm.toml --type v2-8", "give a file or --type, not both"),
@@ -220,7 +220,7 @@ def test_wrong_change_of_a_running_fleet_is_refused(cli):
 def test_up_fails_with_a_reason_if_some_machines_cannot_be_created(cli):
     cli.write(TRC)
     out = cli.run("up --yes --scale five=6 --scale small=1", code=1)
-    assert "not all of it can be had: 1 of pool five: europe-west4-a: no grant covers a further v3-8" in out
+    assert "not all of it can be had: 1 of pool five: europe-west4-a: no grant covers another v3-8" in out
     assert len(cli.ready) == 6
 
 
@@ -245,7 +245,7 @@ def test_doctor_finds_machines_that_cost_without_use(cli):
     labels = {FLEET_LABEL: "gpt2-abc234", POOL_LABEL: "former"}
     cli.cloud.add_foreign("left", A, labels=labels, workers=(Worker("10.0.0.9", None),))
     out = " ".join(cli.run("logs left", code=2).split())
-    assert "left is of no pool of the fleet any more: `tpuswarm list` shows it" in out and "no run" not in out
+    assert "left has no pool in the fleet now: `tpuswarm list` shows it" in out and "no run" not in out
     cli.cloud.capacity["us-west4-a"] = 0
     cli.cloud.update(("us-west4-a", "v5e-usw4a-0"), state="waiting", created=cli.cloud.now - 3 * 86400)
     found = {finding["check"]: finding for finding in json.loads(cli.run("doctor cloud --json", 1))["found"]}
@@ -276,7 +276,7 @@ def test_failed_up_keep_leaves_a_background_keeper(cli, monkeypatch):
 
 def test_setup_removed_from_the_file_is_forgotten(cli):
     stored = SavedSetup(find_fleet("swarm.toml")[0])
-    stored.keep(Setup(pip=("einops",)))
+    stored.save(Setup(pip=("einops",)))
     assert stored.table() is not None
     cli.run("up --yes")
     assert stored.table() is None

@@ -143,7 +143,7 @@ def test_members_restart_with_new_flags_one_at_a_time_and_other_jobs_do_not():
             reports = {(name, 0): runs[job.name, name] for name in "abc"}
             step = update_job(job, hosts, (), reports, now, None, wanted)
             found.append(step.job)
-            for act in step.acts:
+            for act in step.actions:
                 if isinstance(act, StartRun):
                     runs[job.name, act.machine] = RunReport(act.run, "running")
                     started[act.machine] = act.flags
@@ -165,6 +165,6 @@ def test_unreachable_member_delays_the_restart_of_the_others():
     for now in range(1_000, 1_300, 10):
         (job,) = restart_for_flags(jobs, {"members": wanted}, now)
         step = update_job(job, hosts, (), {("b", 0): RunReport(1, "running")}, now, None, wanted)
-        assert step.acts == ()
+        assert step.actions == ()
         jobs = (step.job,)
     assert [seat.phase for seat in jobs[0].assignments] == ["running", "running"]

@@ -43,7 +43,7 @@ def reports(first: RunReport | None, second: RunReport | None, name: str = "a") 
 
 def step(before: Job, machines, reports, now: float = NOW, unreachable=()) -> tuple[Job, tuple]:
     found = update_job(before, machines, unreachable, reports, now)
-    return found.job, found.acts
+    return found.job, found.actions
 
 
 def test_job_takes_a_seat_starts_on_all_workers_and_is_done_when_all_succeed():
@@ -205,6 +205,6 @@ def test_job_starts_on_a_new_machine_only_once_it_is_set_up():
     before, again = job(Assignment("small", "a", created=1.0, phase="running", run=3)), machine("a", created=2.0)
     found = update_job(before, [again], (), reports(None, None), NOW, {})
     (seat,) = found.job.assignments
-    assert (seat.phase, seat.lost, seat.created, found.acts) == ("waiting", 1, 2.0, ())
-    assert update_job(found.job, [again], (), reports(None, None), NOW, {"a": "a is being set up"}).acts == ()
-    assert update_job(found.job, [again], (), reports(None, None), NOW, {}).acts == (StartRun("a", 4, (0, 1)),)
+    assert (seat.phase, seat.lost, seat.created, found.actions) == ("waiting", 1, 2.0, ())
+    assert update_job(found.job, [again], (), reports(None, None), NOW, {"a": "a is being set up"}).actions == ()
+    assert update_job(found.job, [again], (), reports(None, None), NOW, {}).actions == (StartRun("a", 4, (0, 1)),)

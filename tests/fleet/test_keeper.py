@@ -138,13 +138,13 @@ def test_only_a_patient_keeper_retries_errors_that_a_person_must_fix(fleet):
         raise Denied("listing TPUs: permission denied")
 
     keeper = fleet.keeper()
-    keeper.told = logged.append
+    keeper.log_line = logged.append
     fleet.cloud.machines = refuse_once
     with pytest.raises(Denied):
         keeper.run(lambda tick: None, lambda tick: True, slept.append)
     fleet.cloud.machines = refuse_once
     keeper.run(lambda tick: None, lambda tick: True, slept.append, patient=True)
-    assert slept == [300.0] and logged[0].endswith("listing TPUs: permission denied; asked again in 5 min")
+    assert slept == [300.0] and logged[0].endswith("listing TPUs: permission denied; trying again in 5 min")
 
 
 def test_keeper_acts_again_once_the_disk_has_room(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_keeper_acts_again_once_the_disk_has_room(tmp_path, monkeypatch):
     store.change(lambda _: Document("gpt2", "google", "model", MANAGED_FLEET, MANAGED_FLEET.zones))
     clock = Clock(wall=lambda: cloud.now, steady=lambda: cloud.now)
     keeper = Keeper(cloud, store, History(tmp_path / "history.db"), clock, threads=1)
-    keeper.told = logged.append
+    keeper.log_line = logged.append
     with monkeypatch.context() as full_disk:
         full_disk.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
         keeper.run(lambda tick: None, lambda tick: cloud.now > START + 100, cloud.advance)

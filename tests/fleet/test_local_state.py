@@ -21,8 +21,7 @@ from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.jobs import Assignment, Job
 from tpuswarm.fleet.decide.state import FleetState
 from tpuswarm.fleet.keeper.clock import Clock
-from tpuswarm.fleet.keeper.keeper import Keeper
-from tpuswarm.fleet.keeper.log import rotate_log
+from tpuswarm.fleet.keeper.keeper import Keeper, rotate_log
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.store import document, fleets, history
 from tpuswarm.fleet.store.document import (
@@ -114,7 +113,7 @@ def test_oldest_events_are_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "MAX_EVENTS", 10)
     stored = history.History(tmp_path / "history.db")
     for number in range(25):
-        stored.keep(FleetState(), [Event(float(number), "small", "m", "asked", "why")], float(number))
+        stored.save(FleetState(), [Event(float(number), "small", "m", "asked", "why")], float(number))
     assert [event.at for event in stored.events()] == [float(number) for number in range(15, 25)]
 
 

@@ -45,7 +45,7 @@ def test_stockout_moves_to_the_next_zone_and_back_once_there_is_capacity(cloud):
     loop = started(cloud, pool(count=2, zones=(A, B)), seconds=900)
     assert cloud.names("ready") == ["v2-usc1b-0", "v2-usc1b-1"]
     moved = next(action for action in loop.actions if isinstance(action, Create) and action.spec.zone == B)
-    assert moved.why == "pool small has 0 of 2; us-central1-f: no v2-8 to be had now"
+    assert moved.why == "pool small has 0 of 2; us-central1-f: no capacity for v2-8 now"
     cloud.capacity[A] = 9
     cloud.preempt((B, "v2-usc1b-0"))
     loop.run(900)
@@ -82,7 +82,7 @@ def test_exhausted_quota_stops_requests_beyond_it(cloud):
     cloud.quota[quota_key("v2-8", A, True)] = 3
     loop = started(cloud, pool(count=5), seconds=1200)
     assert len(cloud.names("ready")) == 3
-    assert loop.waits[0].why == f"{A}: quota of v2-8 in {A} is used up; more is tried after `tpuswarm up`"
+    assert loop.waits[0].why == f"{A}: quota of v2-8 in {A} is used up; `tpuswarm up` tries again"
     requests = len(loop.actions)
     loop.run(3600)
     assert len(loop.actions) == requests
@@ -104,7 +104,7 @@ def test_error_that_a_person_must_fix_stops_the_pool_until_the_next_up(cloud, er
     loop = started(cloud, pool(count=2), pool("other", count=1))
     if not is_retried:
         assert len(loop.actions) == 3
-        assert loop.waits[0].why == f"{error}; it is tried again after `tpuswarm up`"
+        assert loop.waits[0].why == f"{error}; `tpuswarm up` tries again"
         loop.change()
     cloud.create_error = None
     loop.run(900)
@@ -118,7 +118,7 @@ def test_machines_in_an_unreachable_zone_are_not_replaced(cloud):
     loop.run(3600)
     loop.state = FleetState()  # another keeper, which never saw that zone
     loop.run(600)
-    assert loop.waits[0].why.startswith(f"{A} does not answer, and what the fleet has")
+    assert loop.waits[0].why.startswith(f"{A} does not answer, so the fleet's machines")
     cloud.unreachable = set()
     loop.run(600)
     assert len(loop.actions) == before
@@ -133,7 +133,7 @@ def test_machines_and_names_of_others_are_never_touched(cloud):
     cloud.add_foreign("gpt2-head", A)
     loop = started(cloud, pool(count=2), vm("head"), seconds=900)
     assert cloud.names("ready") == ["gpt2-head", "v2-usc1f-0", "v2-usc1f-1", "v2-usc1f-2", "v2-usc1f-3"]
-    assert loop.waits[0].why == f"{A} has a machine of the name gpt2-head already"
+    assert loop.waits[0].why == f"{A} has a machine named gpt2-head already"
     loop.desired = replace(loop.desired, down="asked")
     loop.run(900)
     assert cloud.names() == ["gpt2-head", "stray", "v2-usc1f-0", "v2-usc1f-1"]
@@ -159,7 +159,7 @@ def test_machines_of_a_removed_pool_are_deleted(cloud):
     loop.desired = desired(pool())
     loop.run(600)
     assert cloud.names() == ["v2-usc1f-0"]
-    assert [action.why for action in loop.actions if isinstance(action, Delete)] == ["there is no pool other any more"]
+    assert [action.why for action in loop.actions if isinstance(action, Delete)] == ["the fleet has no pool other now"]
 
 
 def test_down_finishes_only_when_nothing_is_left_in_any_zone(cloud):
@@ -281,7 +281,7 @@ def test_request_and_the_machine_it_becomes_count_as_one(cloud):
     loop.desired = replace(desired(pool(how="queued", count=0)), dropped={"v2-usc1f-0": requested_at}, revision=2)
     loop.tick()
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-0"] and "requested by" in loop.actions[-1].why
-    assert "us-central1-f/v2-usc1f-0" in loop.state.seen and not loop.state.places
+    assert "us-central1-f/v2-usc1f-0" in loop.state.seen and not loop.state.backoffs
     cloud.update(KEY, created=cloud.now + 1)
     loop.run(30)
     assert loop.state.deleting, "its deletion is remembered"
@@ -294,7 +294,7 @@ def test_unhealthy_machine_is_replaced_three_times_a_day_at_most(cloud):
         loop.run(UNHEALTHY_GRACE_S + 1140)
     assert len(cloud.deleted) == 3
     assert [wait.why for wait in loop.waits] == [
-        f"v2-usc1f-0 is not healthy (UNHEALTHY_TENSORFLOW), and left as it is: 3 of {A} were replaced within a day"
+        f"v2-usc1f-0 is not healthy (UNHEALTHY_TENSORFLOW) and stays: 3 machines of {A} were replaced within a day"
     ]
 
 
@@ -307,8 +307,8 @@ def test_machine_whose_setup_fails_is_replaced_twice_and_then_reported(cloud):
         loop.run(900)
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-0"] * 2 and len(cloud.names("ready")) == 2
     assert [wait.why for wait in loop.waits] == [
-        "v2-usc1f-0 cannot be set up (packages: no space left on device), and left as it is: "
-        f"2 of {A} were replaced within a day"
+        "v2-usc1f-0 cannot be set up (packages: no space left on device) and stays: "
+        f"2 machines of {A} were replaced within a day"
     ]
 
 
@@ -328,7 +328,7 @@ def test_unhealthy_machine_that_is_not_spot_is_reported_and_left(cloud, how):
     cloud.update(KEY, healthy=False, why="the guest agent timed out")
     loop.run(2 * LONG_REPAIR_TIMEOUT_S)
     assert not cloud.deleted and loop.waits[0].subject == "pool small"
-    assert loop.waits[0].why.startswith("v2-usc1f-0 is not healthy (the guest agent timed out), and left as it is")
+    assert loop.waits[0].why.startswith("v2-usc1f-0 is not healthy (the guest agent timed out) and stays")
 
 
 def test_unhealthy_machine_with_a_running_job_is_replaced_much_later(cloud):

@@ -37,11 +37,11 @@ def test_job_thread_survives_errors_and_is_restarted_when_it_ends(tmp_path, monk
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(job_runner, "BUSY_INTERVAL_S", 0.1)
-    carrying = JobThread(lambda: SimpleNamespace(key=key, round=carry_out, pause=0.0), logged.append)
+    carrying = JobThread(lambda: SimpleNamespace(key=key, run_once=carry_out, interval_s=0.0), logged.append)
     while not enough.wait(0.01):
-        carrying.look(Listing((), frozenset()), True)
+        carrying.update(Listing((), frozenset()), True)
     carrying.stop()
-    assert logged == ["jobs: FileNotFoundError: objects/abc; tried again"]
+    assert logged == ["jobs: FileNotFoundError: objects/abc; trying again"]
     assert len(set(rounds)) == 2
 
 
@@ -65,7 +65,7 @@ class Setup:
 
     async def check(self, name: str = "a", runs: int | None = 0, created: float = 1.0, answers: str = "a") -> str:
         """Return why a machine is not ready; empty: it is."""
-        found = self.preparing.look({name: BootState(created, runs)}, answers).get(name, "")
+        found = self.preparing.update({name: BootState(created, runs)}, answers).get(name, "")
         await asyncio.sleep(0)  # what was started runs until it waits
         return found
 
@@ -170,9 +170,9 @@ def routing(monkeypatch):
     made = routers.RouterUpdater(lambda: None, logged.append)
 
     def observe(*machines: Machine, desired=ROUTED) -> int:
-        made.look(desired, Listing(machines, frozenset()))
+        made.update(desired, Listing(machines, frozenset()))
         for thread in threading.enumerate():
-            if thread.name == "routing":
+            if thread.name == "routers":
                 thread.join()
         return len(updates)
 
@@ -195,5 +195,5 @@ def test_routers_are_updated_for_new_machines_but_not_for_lost_ones(routing):
 
 def test_failed_router_update_is_retried(routing):
     routing.errors.append(Unreachable("gpt2-door/0 does not answer"))
-    assert routing(DOOR, ZERO) == 1 and routing.logged == ["the routers: gpt2-door/0 does not answer; tried again"]
+    assert routing(DOOR, ZERO) == 1 and routing.logged == ["the routers: gpt2-door/0 does not answer; trying again"]
     assert routing(DOOR, ZERO) == routing(DOOR, ZERO) == 2

@@ -65,19 +65,19 @@ def test_each_byte_is_charged_once_and_for_one_day(steps):
             start = now - hours * HOUR
             return sum(cost * max(0.0, end - max(since, start)) / (end - since) for since, end, cost in charges)
 
-        assert charged_within(24) - 1e-6 <= traffic.day(now) <= charged_within(25) + 1e-6
-        if traffic.day(now) > 1:
+        assert charged_within(24) - 1e-6 <= traffic.last_day(now) <= charged_within(25) + 1e-6
+        if traffic.last_day(now) > 1:
             then = traffic.drops_below_at(1.0, now)
-            assert traffic.day(then) < 1 <= traffic.day(then - 1)
+            assert traffic.last_day(then) < 1 <= traffic.last_day(then - 1)
     assert traffic.drops_below_at(1.0, now + 100 * HOUR) == now + 100 * HOUR, "after a day nothing counts"
 
 
 def test_lost_member_is_charged_at_its_last_zone():
     first = add_traffic(Traffic(), URL, {"a": 0, "b": 0}, {"a": A, "b": EUROPE}, A, 0.0)
     second = add_traffic(first, URL, {"a": 100 * GIB, "b": 100 * GIB}, {}, A, 60.0)
-    assert second.day(60.0) == pytest.approx(8.0)
+    assert second.last_day(60.0) == pytest.approx(8.0)
     third = add_traffic(second, URL, {"c": 100 * GIB}, {}, A, 120.0)
-    assert third.day(120.0) == pytest.approx(14.0), "a member that was never on a machine of the fleet is outside"
+    assert third.last_day(120.0) == pytest.approx(14.0), "a member that was never on a machine of the fleet is outside"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_keepers_charge_the_runs_traffic_once(tmp_path):
     keeper = fleet.keeper("second")
     report(75)
     fleet.run(keeper, 120)
-    assert fleet.document.traffic.day(cloud.now) == pytest.approx(75 * 0.08)
+    assert fleet.document.traffic.last_day(cloud.now) == pytest.approx(75 * 0.08)
     cloud.preempt((EUROPE, member))
     assert fleet.run(keeper, 300).plan.waits[0].why.startswith(f"{EUROPE}: traffic has cost $6.00")
     fleet.change(budget=Budget(traffic_per_day=7.0))

@@ -141,7 +141,7 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     )
     with (tmp_path / "keeper.log").open("wb") as log:
         here = subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)
-    leaves = "the keeper on duo-head goes on; this one watches"
+    leaves = "the keeper on duo-head takes over; this one watches"
     wait_until(lambda: leaves in (tmp_path / "keeper.log").read_text(), "no keeper on the head")
     wait_until(lambda: keeper().get("host") == "duo-head", "it does not lead")
     here.send_signal(signal.SIGINT)

@@ -172,12 +172,12 @@ class Fleet:
             fleet = find_fleet(None)[0]
             cloud = fleet.provider()
             store = fleet.store(cloud)
-            carrier = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+            runner = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
             end = time.monotonic() + 240
-            async with Connections(carrier.key) as connections:
+            async with Connections(runner.key) as connections:
                 while True:
                     listing = cloud.machines(store.load().zones)
-                    document, _ = await carrier.round(connections, listing, time.time())
+                    document, _ = await runner.run_once(connections, listing, time.time())
                     jobs = {job.name: job for job in document.jobs}
                     if done(jobs):
                         return jobs

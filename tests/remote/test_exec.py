@@ -44,7 +44,7 @@ def test_summary_names_who_failed_and_how(fleet):
 def test_wrong_words(fleet):
     for words in (("exec", "slice/5", "--", "true"), ("ssh", "slice")):
         wrong = fleet.run(*words, code=2)[1]
-        assert f"slice is a pool, and a worker is one of a machine: name one of {SLICE}\n" in wrong
+        assert f"slice is a pool, but a worker belongs to one machine: name one of {SLICE}\n" in wrong
     assert "--time-out must be above 0" in fleet.run("exec", "v2", "--time-out", "0", "--", "true", code=2)[1]
     assert "missing argument" in fleet.run("exec", "v2", code=2)[1]
 

@@ -77,7 +77,7 @@ def test_host_that_cannot_start_a_job_is_reported_and_retried(fleet, machine):
     stand_in.chmod(0o755)
     try:
         with fleet.job("slice", "full", "exec sleep 9999"):
-            fleet.carry_jobs(lambda jobs: "No space left on device; tried again" in jobs["full"].assignments[0].why)
+            fleet.carry_jobs(lambda jobs: "No space left on device; trying again" in jobs["full"].assignments[0].why)
             stand_in.unlink()
             fleet.carry_jobs(lambda _: len(fleet.pids("sleep 9999")) == 4)
     finally:
@@ -89,13 +89,13 @@ def test_run_whose_job_is_elsewhere_is_ended(fleet, machine, monkeypatch):
     monkeypatch.setattr(job_runner, "SWEEP_INTERVAL_S", 0.0)
     there = find_fleet(None)[0]
     cloud = there.provider()
-    carrier = job_runner.JobRunner(Routes(there, cloud, there.store(cloud)), there.store(cloud))
+    runner = job_runner.JobRunner(Routes(there, cloud, there.store(cloud)), there.store(cloud))
     ((host,), _) = open_routes(there).hosts(f"{machine}/3")
     if not fleet.jobs():
         fleet.detach(machine, "some", "true")
 
     async def work():
-        async with Connections(carrier.key) as connections:
+        async with Connections(runner.key) as connections:
             supervisor = Supervisor(connections, host)
             await supervisor.start("stray", 1, {"line": "exec sleep 4242"})
             while not fleet.pids("sleep 4242"):
@@ -103,7 +103,7 @@ def test_run_whose_job_is_elsewhere_is_ended(fleet, machine, monkeypatch):
             listing = cloud.machines(there.store(cloud).load().zones)
             for _ in range(2):
                 assert fleet.pids("sleep 4242"), "the first round may see a job that was just stored"
-                await carrier.round(connections, listing, time.time())
+                await runner.run_once(connections, listing, time.time())
             while "running" in {state["state"] for state in (await supervisor.show()).values()}:
                 await asyncio.sleep(0.05)
 
@@ -126,7 +126,7 @@ def test_machine_of_a_removed_pool_stops_neither_jobs_nor_logs(fleet, machine):
     rename_pool("another")
     try:
         assert fleet.carry_jobs(lambda _: True)["rest"].assignments[0].phase == "running"
-        assert f"{machine}: run 1 on {machine}; it is of no pool of the fleet" in fleet.run("logs", "rest")[1]
+        assert f"{machine}: run 1 on {machine}; it has no pool in the fleet" in fleet.run("logs", "rest")[1]
     finally:
         rename_pool("slice")
     fleet.run("stop", "rest")

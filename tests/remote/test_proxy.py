@@ -35,7 +35,7 @@ while data := os.read(0, 65536):
 def proxy(machines, kind: str, jump: Host | None) -> str:
     machine = Machine("node-1", "us-central1-a", kind, "t", "ready", "READY", workers=(Worker("10.0.0.2", None),))  # type: ignore[arg-type]
     fleet = cast(Any, SimpleNamespace(key=machines.key, _cloud=SimpleNamespace(project="mine")))
-    return Routes._proxy(fleet, Target(machine, 0), jump)
+    return Routes._proxy_command(fleet, Target(machine, 0), jump)
 
 
 def check_route(machines, host: Host, tmp_path: Path) -> None:
@@ -73,5 +73,5 @@ def test_connection_through_googles_tunnel(machines, tmp_path, monkeypatch):
 
 
 def test_fleet_without_a_route_says_what_to_add(machines):
-    with pytest.raises(InputError, match=r"^node-1 has no external address, and the fleet no \[\[vm\]\] or \[head\]"):
+    with pytest.raises(InputError, match=r"^node-1 has no external address, and no \[\[vm\]\] or \[head\]"):
         proxy(machines, "tpu", None)

@@ -29,9 +29,9 @@ def ssh(fleet, *words: str) -> subprocess.CompletedProcess[str]:
 def test_zone_that_does_not_answer_is_a_finding_and_other_machines_are_checked(fleet, monkeypatch):
     monkeypatch.setattr("tpuswarm.cloud.google.access.PATIENCE", 0.2)
     with fleet.broken(ZONE, "unreachable"):
-        dark = "does not answer: which machines are there nobody knows"
+        dark = "does not answer: its machines are unknown"
         assert doctor(fleet, "all") == {ZONE: ("reach", dark)}
-        assert doctor(fleet, ONE) == {ONE: ("reach", f"is not seen: {ZONE} does not answer")}
+        assert doctor(fleet, ONE) == {ONE: ("reach", f"is unknown: {ZONE} does not answer")}
     assert doctor(fleet, "all", code=0) == {}
 
 
@@ -50,7 +50,7 @@ def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_know
         missing = ("reach", "1 v5e-16 not there: asked for in us-central1-a")
         assert doctor(fleet, "all") == {ONE: preempted, "slice": missing}
         assert doctor(fleet, ONE) == {ONE: preempted}
-        assert doctor(fleet, SLICE) == {SLICE: ("reach", "is gone: the cloud does not list it any more")}
+        assert doctor(fleet, SLICE) == {SLICE: ("reach", "is gone: the cloud does not list it now")}
         error = fleet.run("exec", "all", "--", "true", code=2)[1]
         assert f"no machine of the fleet can be reached: {ONE} is preempted, not ready" in error
     finally:
@@ -79,13 +79,11 @@ def test_machine_of_no_pool_or_of_a_dark_zone_hides_no_other():
         found = look("all", desired, listing)
         assert [target.label for target in found.targets] == [HOSTS[0]]
         assert found.away == (
-            f"{other} is of no pool of the fleet any more",
-            "us-west4-a does not answer: which machines are there nobody knows",
+            f"{other} has no pool in the fleet now",
+            "us-west4-a does not answer: its machines are unknown",
         )
-    with pytest.raises(InputError, match=f"{other} is of no pool of the fleet any more: `tpuswarm list` shows it"):
+    with pytest.raises(InputError, match=f"{other} has no pool in the fleet now: `tpuswarm list` shows it"):
         find_targets(other, desired, listing)
-    assert select_targets("v2-usw4a-3", desired, listing).away == (
-        "v2-usw4a-3 is not seen: us-west4-a does not answer",
-    )
+    assert select_targets("v2-usw4a-3", desired, listing).away == ("v2-usw4a-3 is unknown: us-west4-a does not answer",)
     with pytest.raises(InputError, match="there is no machine 'v9'"):
-        select_targets("v9", desired, listing, gone=["v2-usc1f-7"])
+        select_targets("v9", desired, listing, past_names=["v2-usc1f-7"])

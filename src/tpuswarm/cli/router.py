@@ -128,7 +128,7 @@ def _meant(file: Path | None, of_fleet: Path | None) -> "tuple[RouterFile, Mappi
 
     if file is not None:
         return *read_router(file), {}
-    from tpuswarm.fleet.hosts.router_file import router_file
+    from tpuswarm.fleet.hosts.routers import router_file
     from tpuswarm.fleet.store import fleets
 
     fleet, _ = fleets.find_fleet(str(of_fleet))

@@ -221,7 +221,7 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
     total = f" of {format_dollars(desired.budget.total)}" if desired.budget.total is not None else ""
     lines.append(f"{rate.hour} an hour; {so_far}{total} so far")
     if (limit := desired.budget.traffic_per_day) is not None:
-        paid = format_dollars(document.traffic.day(now))
+        paid = format_dollars(document.traffic.last_day(now))
         lines.append(f"traffic of the last 24 hours: {paid} of {format_dollars(limit)} a day")
     if desired.down is not None:
         lines.append(f"it comes down: {desired.down}")

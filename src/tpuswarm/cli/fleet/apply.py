@@ -99,7 +99,7 @@ def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, 
     from tpuswarm.train.process.waiting import waiting
 
     cloud, store, wanted = agreed
-    SavedSetup(fleet).keep(table)
+    SavedSetup(fleet).save(table)
     if keep:
         fleets.start_background_keeper(fleet, store, file)
     work(fleet, cloud, store, is_up)
@@ -244,7 +244,7 @@ def _home(wanted: "Desired") -> str:
     from tpuswarm.fleet.spec.file import HEAD
 
     if wanted.keeper_machine:
-        return f"{wanted.keeper_machine}: tpuswarm goes there, with the secrets of [setup] and the folder that was synced"
+        return f"{wanted.keeper_machine}: tpuswarm goes there, with the secrets of [setup] and the synced folder"
     if any(each.name == HEAD for each in wanted.pools):
         return "this computer, in the background: a keeper on the head needs a bucket under [storage]"
     return "this computer, in the background"
@@ -268,29 +268,29 @@ def work(
     from tpuswarm.fleet.hosts.routes import Routes, Snapshot
     from tpuswarm.fleet.keeper.head_keeper import HeadKeeper
     from tpuswarm.fleet.keeper.job_runner import JobRunner, JobThread
-    from tpuswarm.fleet.keeper.keeper import MACHINE_VARIABLE, Keeper
-    from tpuswarm.fleet.keeper.log import rotate_log
+    from tpuswarm.fleet.keeper.keeper import MACHINE_VARIABLE, Keeper, rotate_log
 
     keeper = Keeper(cloud, store, fleet.history)
     watching = Watching(make_console())
-    keeper.told = watching.say
-    carrying = JobThread(lambda: JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud)), watching.say)
+    keeper.log_line = watching.say
 
     def make_routes() -> Routes:
         return Routes(fleet, cloud, fleet.store(cloud))
 
     routes = make_routes()
-    seating, routing = HeadKeeper(keeper, make_routes, watching.say), RouterUpdater(make_routes, watching.say)
+    job_thread = JobThread(lambda: JobRunner(make_routes(), fleet.store(cloud)), watching.say)
+    head_keeper = HeadKeeper(keeper, make_routes, watching.say)
+    router_updater = RouterUpdater(make_routes, watching.say)
 
     def show(tick: "Tick") -> None:
         watching.show(tick)
         rotate_log(fleet.log)
-        routes.follow(Snapshot(tick.document, tick.observed.listing))
+        routes.refresh_ssh_config(Snapshot(tick.document, tick.observed.listing))
         if tick.leads and stays:
-            seating.look(tick, os.environ.get(MACHINE_VARIABLE))
-            routing.look(tick.document.desired, tick.observed.listing)
+            head_keeper.update(tick, os.environ.get(MACHINE_VARIABLE))
+            router_updater.update(tick.document.desired, tick.observed.listing)
         if tick.leads:
-            carrying.look(tick.observed.listing, bool(tick.document.jobs))
+            job_thread.update(tick.observed.listing, bool(tick.document.jobs))
 
     try:
         with watching:
@@ -301,7 +301,7 @@ def work(
         say("the same command goes on from here", err=True)
         raise
     finally:
-        carrying.stop()
+        job_thread.stop()
         with suppress(TpuswarmError):  # else it ends by itself after a minute; what ended this command is to be seen
             keeper.release()
 

@@ -64,7 +64,7 @@ class Watching:
         if self._tick is None:
             return ["nothing was asked of the cloud yet"]
         ours = self._ours(self._tick)
-        asked = self._tick.observed.memory.asked.keys() - {f"{each.zone}/{each.name}" for each in ours}
+        asked = self._tick.observed.state.requests.keys() - {f"{each.zone}/{each.name}" for each in ours}
         if not ours and not asked:
             return ["no machine of the fleet is there"]
         named = [f"{each.name} ({each.said.lower()})" for each in ours] + [

@@ -173,7 +173,7 @@ def _store(routes: "Routes", make: "Callable[[tuple[Flag, ...]], tuple[Flag, ...
 
     def change(found: Document | None) -> Document:
         if found is None:
-            raise RunFailed(f"fleet {reach.fleet.name} is gone: somebody has deleted it")
+            raise RunFailed(f"fleet {routes.fleet.name} is gone: somebody has deleted it")
         changed = replace(found, flags=make(found.flags))
         machine_flags.check_tf_pods(changed)
         return changed

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,13 +33,17 @@ RESTARTS = ("preempted", "always", "never")
 
 def jobs(target: Target = None, as_json: Json = False) -> None:
     """List the jobs of all machines: where each runs, since when, how often it failed or was lost, and why."""
+    from pydantic import TypeAdapter
+
     from tpuswarm.config.formatting import format_age
+    from tpuswarm.fleet.decide.jobs import Job
     from tpuswarm.fleet.store import fleets
 
     fleet, _ = fleets.find_fleet(target)
     document = notice(fleet)
     if as_json:
-        print(json.dumps({"jobs": [asdict(each) for each in document.jobs], "keeper": is_kept(document)}))
+        jobs = TypeAdapter(tuple[Job, ...]).dump_python(document.jobs, mode="json", by_alias=True)
+        print(json.dumps({"jobs": jobs, "keeper": is_kept(document)}))
         return
     if not document.jobs:
         say("there are no jobs: `tpuswarm exec WHERE --detach -- CMD` starts one")
@@ -100,11 +104,11 @@ def notice(fleet: "Fleet") -> "Document":
     from tpuswarm.train.process.waiting import waiting
 
     cloud = fleet.provider()
-    carrier = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+    runner = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
 
     async def go() -> "Document | None":
-        async with Connections(carrier.key, ASKED_S) as connections:
-            return (await carrier.round(connections, cloud.machines(document.zones), time.time(), begins=False))[0]
+        async with Connections(runner.key, ASKED_S) as connections:
+            return (await runner.run_once(connections, cloud.machines(document.zones), time.time(), may_start=False))[0]
 
     try:
         with waiting("asking the machines how their jobs stand"):
@@ -260,11 +264,11 @@ def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
 
     cloud = fleet.provider()
     store = fleet.store(cloud)
-    carrier = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
+    runner = JobRunner(Routes(fleet, cloud, fleet.store(cloud)), fleet.store(cloud))
 
     async def go() -> "Job":
         before, since = None, time.monotonic()
-        async with Connections(carrier.key) as connections:
+        async with Connections(runner.key) as connections:
             while True:
                 document: Document | None = await asyncio.to_thread(read, fleet, store)
                 assert document is not None
@@ -273,7 +277,7 @@ def carry(fleet: "Fleet", name: str, until: "Callable[[Job], bool]") -> "Job":
                 # Beside a keeper nothing is done twice but work: it is watched, unless it does nothing.
                 if not is_kept(document) or time.monotonic() - since > IDLE_S:
                     listing = await asyncio.to_thread(cloud.machines, document.zones)
-                    document, _ = await carrier.round(connections, listing, time.time())
+                    document, _ = await runner.run_once(connections, listing, time.time())
                 job = next((each for each in document.jobs if each.name == name), None) if document else None
                 if job is None:
                     raise RunFailed(f"job {name} is gone: somebody has deleted it")

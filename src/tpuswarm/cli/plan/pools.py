@@ -57,7 +57,7 @@ def _groups(file: "SwarmFile") -> Iterator["MachineGroup"]:
     cover = GrantCover(grants, time.time())
     for pool in file.pool:
         type_, zone, spot = pool.type, pool.zones[0], pool.how == "spot"
-        if free := sum(cover.take(type_, zone, pool.how) for _ in range(pool.count)):
+        if free := sum(cover.claim(type_, zone, pool.how) for _ in range(pool.count)):
             own = quota_key(type_, zone, spot)
             ends = [
                 each.expires for each in grants if each.expires and quota_key(each.type, each.zone, each.spot) == own

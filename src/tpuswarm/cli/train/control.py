@@ -140,7 +140,7 @@ def _machine(name: str) -> "tuple[Fleet, str, int | None] | None":
         fleet, _ = fleets.find_fleet(None)
         if not (fleet.folder / "fleet.json").exists():
             return None
-        seen = open_routes(fleet).look()
+        seen = open_routes(fleet).snapshot()
         (target, *others) = find_targets(name, seen.document.desired, seen.listing).targets
     except (InputError, CloudError):
         if seen and any(each.name == machine for each in seen.listing.machines):

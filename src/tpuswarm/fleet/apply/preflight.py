@@ -277,7 +277,7 @@ def _price(file: SwarmFile, now: float, paid: bool) -> Iterator[Check]:
     cover, rate, outside = money.GrantCover(grants, now), money.Rate(), Counter[str]()
     for pool in file.pool:
         for _ in range(pool.count):
-            if not any(cover.take(pool.type, zone, pool.how) for zone in pool.zones):
+            if not any(cover.claim(pool.type, zone, pool.how) for zone in pool.zones):
                 prices = [money.tpu_price(pool.type, zone, pool.how == "spot") for zone in pool.zones]
                 rate = rate.plus(max((each for each in prices if each is not None), default=None))
                 outside[f"{pool.type} of pool {pool.name}"] += 1

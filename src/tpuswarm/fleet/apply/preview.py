@@ -88,7 +88,7 @@ def _alike(action: Action) -> tuple[object, ...]:
 def _steps(group: Sequence[Action], project: str, cover: GrantCover) -> Iterable[PreviewStep]:
     if isinstance(group[0], Create):
         specs = [each.spec for each in group if isinstance(each, Create)]
-        taken = [isinstance(each, TpuSpec) and cover.take(each.type, each.zone, each.how) for each in specs]
+        taken = [isinstance(each, TpuSpec) and cover.claim(each.type, each.zone, each.how) for each in specs]
         for free in (True, False):
             if some := [spec for spec, is_free in zip(specs, taken, strict=True) if is_free == free]:
                 yield _creation(some, free, project)
@@ -150,7 +150,7 @@ def _bill(
             count_paid += 1
             rate = rate.plus(disks.get(machine.pool or "", machine_price(machine)))
     for spec in created:
-        if isinstance(spec, TpuSpec) and cover.take(spec.type, spec.zone, spec.how):
+        if isinstance(spec, TpuSpec) and cover.claim(spec.type, spec.zone, spec.how):
             count_free += 1
         else:
             count_paid += 1

@@ -155,7 +155,9 @@ def create_assignments(where: str, machine: Machine | None, desired: Desired) ->
     """Return one assignment for the named machine, or one for each machine that the pools should have."""
     if machine is not None:
         return (Assignment(machine.pool or "", machine.name, machine.created),)
-    return tuple(Assignment(pool.name) for pool in desired.pools if where in (ALL, pool.name) for _ in range(pool.count))
+    return tuple(
+        Assignment(pool.name) for pool in desired.pools if where in (ALL, pool.name) for _ in range(pool.count)
+    )
 
 
 def busy_machines(jobs: Iterable[Job]) -> frozenset[str]:

@@ -45,7 +45,9 @@ def charge(spending: Spending, desired: Desired, observed: Observed, now: float)
     """
     billed = [m for m in observed.machines if m.state in BILLED_STATES or _has_just_gone(m, observed, now)]
     free, _ = covered_machines(billed, desired.grants, now)
-    prices_with_disk = {pool.name: spec_price(pool.spec) for pool in desired.pools if not isinstance(pool.spec, TpuSpec)}
+    prices_with_disk = {
+        pool.name: spec_price(pool.spec) for pool in desired.pools if not isinstance(pool.spec, TpuSpec)
+    }
     pools = dict(spending.pools)
     for machine in billed:
         if machine.fleet != desired.fleet:

@@ -1,17 +1,18 @@
-"""The routers of a fleet: each gets tpuswarm, the rules for the machines that are ready now, and their tuning."""
+"""Configure the fleet's routers: a port for SSH on each worker of each ready machine, and kernel tuning."""
 
 import asyncio
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
 
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.protocol import Listing
+from tpuswarm.cloud.protocol import Listing, Machine, VmSpec
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.fleet.decide.desired import Desired
-from tpuswarm.fleet.hosts.router_file import router_file, router_pools, router_toml
+from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.routes import Routes
-from tpuswarm.fleet.hosts.setup import RETRY_S
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host
@@ -22,32 +23,89 @@ from tpuswarm.remote.setup.router import FOLDER, router
 from tpuswarm.remote.setup.run import Told, set_up
 from tpuswarm.remote.setup.step import Step
 from tpuswarm.remote.setup.wheel import versions, wheel
+from tpuswarm.router.file import RouterFile, Single
+from tpuswarm.router.settings import ends
 from tpuswarm.train.process.platform import cache_folder
+
+FIRST_PORT, SSH_PORT = 22_000, 22
+INTERFACE = "ens4"
+"""The network interface of Google's VM images."""
+ANY_SOURCE = "0.0.0.0/0"
+"""The network's firewall decides who may come in."""
+RETRY_S = 30.0
+
+
+def router_pools(desired: Desired) -> list[str]:
+    return [pool.name for pool in desired.pools if pool.routes]
 
 
 def router_hosts(routes: Routes) -> list[Host]:
-    """Those of the fleet that are there. Raises InputError where one is not ready."""
+    """Return the fleet's routers. Raise InputError if one is not ready."""
     return [host for name in router_pools(routes.snapshot().document.desired) for host in routes.hosts(name)[0]]
+
+
+def router_file(desired: Desired, machines: Iterable[Machine]) -> tuple[RouterFile, dict[int, str]]:
+    """Return the router's file, and each port's worker. Raise InputError if no TPU is ready."""
+    vms = {pool.name for pool in desired.pools if isinstance(pool.spec, VmSpec)}
+    tpus = [
+        machine
+        for machine in machines
+        if machine.fleet == desired.fleet and machine.state == "ready" and machine.pool not in vms
+    ]
+    workers = [
+        (f"{machine.name}/{number}", worker.internal)
+        for machine in sorted(tpus, key=lambda machine: by_number(machine.name))
+        for number, worker in enumerate(machine.workers)
+        if worker.internal
+    ]
+    if not workers:
+        raise InputError("no TPU of the fleet is ready, so a router has no target: `tpuswarm list` shows why")
+    ports = dict(enumerate(workers, FIRST_PORT))
+    targets = tuple(Single(port=port, to=f"{_routable(address)}:{SSH_PORT}") for port, (_, address) in ports.items())
+    file = RouterFile(outside=INTERFACE, inside=INTERFACE, sources=(ANY_SOURCE,), targets=targets)
+    return file, {port: label for port, (label, _) in ports.items()}
+
+
+def _routable(address: str) -> str:
+    """Replace the local cloud's loopback addresses; a rehearsal computes rules but never loads them."""
+    return f"10.{address.removeprefix('127.')}" if address.startswith("127.") else address
+
+
+def router_toml(file: RouterFile, labels: dict[int, str]) -> str:
+    """Return the file as `tpuswarm router` reads it, with each port's worker as a comment."""
+    lines = [f'outside = "{file.outside}"', f'inside = "{file.inside}"']
+    lines.append(f"sources = {json.dumps(file.sources)}")
+    for target in file.targets:
+        lines += ["", "[[targets]]", f"port = {target.port}  # {labels[target.port]}", f'to = "{target.to}"']
+    return "\n".join(lines) + "\n"
+
+
+def client_settings(desired: Desired) -> tuple[tuple[str, str], ...]:
+    """Return the sysctl settings that set-up gives TPUs if the fleet has a router."""
+    if not router_pools(desired):
+        return ()
+    settings = ends()
+    return tuple((".".join(PurePath(each.path).relative_to("/proc/sys").parts), each.value) for each in settings)
 
 
 async def configure_routers(
     routes: Routes, hosts: list[Host], told: Told = lambda host, step, what: None
 ) -> dict[int, str]:
-    """Apply the rules on these hosts, and tune them; what each port leads to. What holds already is left alone.
+    """Apply the rules on these hosts, skip what holds already, and return each port's worker.
 
-    Raises InputError where no TPU is ready, and what a host did not do.
+    Raise InputError if no TPU is ready, and the error of a host that failed.
     """
-    seen, cache = routes.snapshot(), cache_folder("machines")
-    file, ports = router_file(seen.document.desired, seen.listing.machines)
-    ours = wheel(cache)
-    steps = router(router_toml(file, ports), ours.name, versions())
+    snapshot, cache = routes.snapshot(), cache_folder("machines")
+    file, ports = router_file(snapshot.document.desired, snapshot.listing.machines)
+    package = wheel(cache)
+    steps = router(router_toml(file, ports), package.name, versions())
 
     async def send(connections: Connections, host: Host, step: Step) -> str:
         if step.id == "router-python":
             await put(connections, host, await asyncio.to_thread(bundle, PYTHON, cache), BUNDLE)
             return "uv and Python"
-        await put(connections, host, ours, f"{FOLDER}/{ours.name}")
-        return ours.name
+        await put(connections, host, package, f"{FOLDER}/{package.name}")
+        return package.name
 
     async with Connections(routes.key) as connections:
         outcome = await set_up(connections, dict.fromkeys(hosts, steps), told, send=send)
@@ -57,40 +115,39 @@ async def configure_routers(
 
 
 class RouterUpdater:
-    """Beside a keeper that leads: leads the routers to machines that have come since they were told last."""
+    """Adds new machines to the routers, beside a keeper that leads. A machine that has gone stays: it may come back."""
 
-    def __init__(self, make: Callable[[], Routes], tell: Callable[[str], None]):
-        self._make, self._tell = make, tell
+    def __init__(self, make_routes: Callable[[], Routes], log: Callable[[str], None]):
+        self._make_routes, self._log = make_routes, log
         self._thread: threading.Thread | None = None
-        self._told: frozenset[tuple[str, str]] = frozenset()
-        """What the routers know of: what is behind them, and themselves."""
+        self._configured: frozenset[tuple[str, str]] = frozenset()
+        """The targets and routers of the last update."""
         self._not_before = 0.0
 
-    def look(self, desired: Desired, listing: Listing) -> None:
-        """The keeper has looked, and leads. What has only gone stays in the rules, as it may come back."""
+    def update(self, desired: Desired, listing: Listing) -> None:
         names = router_pools(desired)
         if not names or desired.down is not None or self._thread is not None or time.monotonic() < self._not_before:
             return
-        ready = [each for each in listing.machines if each.fleet == desired.fleet and each.state == "ready"]
-        selves = {(each.name, str(each.created)) for each in ready if each.pool in names}
+        ready = [machine for machine in listing.machines if machine.fleet == desired.fleet and machine.state == "ready"]
+        routers = {(machine.name, str(machine.created)) for machine in ready if machine.pool in names}
         try:
             file, ports = router_file(desired, ready)
-        except InputError:
-            return  # there is no TPU to lead to
-        behind = zip(ports.values(), (each.to for each in file.targets), strict=True)
-        there = frozenset({*selves, *behind})
-        if len(selves) < len(names) or there <= self._told:
+        except InputError:  # no TPU is ready
             return
-        self._thread = threading.Thread(target=self._run, args=(there,), name="routing", daemon=True)
+        targets = zip(ports.values(), (target.to for target in file.targets), strict=True)
+        wanted = frozenset({*routers, *targets})
+        if len(routers) < len(names) or wanted <= self._configured:
+            return
+        self._thread = threading.Thread(target=self._run, args=(wanted,), name="routers", daemon=True)
         self._thread.start()
 
-    def _run(self, there: frozenset[tuple[str, str]]) -> None:
+    def _run(self, wanted: frozenset[tuple[str, str]]) -> None:
         try:
-            routes = self._make()
+            routes = self._make_routes()
             asyncio.run(configure_routers(routes, router_hosts(routes)))
-            self._told = there
+            self._configured = wanted
         except (CloudError, TpuswarmError) as error:
-            self._tell(f"the routers: {error}; tried again")
+            self._log(f"the routers: {error}; trying again")
             self._not_before = time.monotonic() + RETRY_S
         finally:
             self._thread = None

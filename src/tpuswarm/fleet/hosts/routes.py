@@ -1,9 +1,9 @@
-"""The way to the hosts that a person means by WHERE: address, host keys, our key."""
+"""Find how to reach the hosts that a user names: address, SSH host keys, this computer's key."""
 
 import json
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,165 +33,156 @@ from tpuswarm.remote.openssh import openssh
 from tpuswarm.train.process.atomic import write_atomically
 
 HOST_KEYS_PATH = "hostkeys/"
-"""Where a machine writes down its SSH host keys."""
+"""Guest attributes in which a machine publishes its SSH host keys."""
 PRODUCT_NAME_FILE = Path("/sys/class/dmi/id/product_name")
-"""Says `Google Compute Engine` on a computer that is one."""
 METADATA_TIMEOUT_S = 60.0
-"""Seconds in which a machine's metadata should have changed."""
 MAX_THREADS = 16
 
 
 class ReachableHosts(NamedTuple):
-    """The way to what a word means."""
-
     hosts: list[Host]
     away: tuple[str, ...]
+    """Why other machines and zones cannot be reached."""
     group: bool
+    """Whether a pool or `all` was named."""
     machines: Mapping[str, Machine]
-    """Of each host, by its label."""
+    """By the hosts' labels."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A fleet as it was looked at once."""
-
     document: Document
     listing: Listing
 
 
 class AdmittedMachines:
-    """Which machines know this computer's key, where it came to the fleet later: a file of this computer."""
+    """Remembers which older machines know this computer's key, if the key joined the fleet later."""
 
     def __init__(self, file: Path):
         self._file = file
 
     def begin(self) -> None:
-        """From now on new machines know it, and all others have to be told."""
+        """Note that from now on new machines know the key, and existing ones do not."""
         self._write(time.time(), [])
 
     def lacks(self, machine: Machine) -> bool:
-        """Whether it was made before the key came, and not told since."""
-        since, told = self._read()
-        return machine.created < since + METADATA_TIMEOUT_S and _id(machine) not in told
+        """Whether the machine existed before the key and has not received it."""
+        since, admitted = self._read()
+        return machine.created < since + METADATA_TIMEOUT_S and _machine_id(machine) not in admitted
 
     def add(self, machines: Iterable[Machine]) -> None:
-        """They were told."""
-        since, told = self._read()
-        self._write(since, [*told, *map(_id, machines)])
+        since, admitted = self._read()
+        self._write(since, [*admitted, *map(_machine_id, machines)])
 
     def _read(self) -> tuple[float, list[str]]:
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
+            stored = json.loads(self._file.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
-            return -METADATA_TIMEOUT_S, []  # the key has been there as long as the fleet
-        return found["since"], found["told"]
+            return -METADATA_TIMEOUT_S, []  # the key is as old as the fleet
+        return stored["since"], stored["told"]
 
-    def _write(self, since: float, told: list[str]) -> None:
+    def _write(self, since: float, admitted: list[str]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file, json.dumps({"since": since, "told": told}))
+        write_atomically(self._file, json.dumps({"since": since, "told": admitted}))
 
 
-def _id(machine: Machine) -> str:
+def _machine_id(machine: Machine) -> str:
     return f"{machine.name}.{machine.zone}.{machine.created * 1000:.0f}"
 
 
 class Routes:
-    """The way to the machines of one fleet, from this computer."""
+    """Routes from this computer to the machines of one fleet."""
 
     def __init__(self, fleet: Fleet, cloud: Provider, store: Store):
         self.fleet, self._cloud, self._store = fleet, cloud, store
         self.known = Known(fleet.folder / "known_hosts")
-        self._inside = fleet.provider_name == "rehearsal" or _is_google_vm()
+        self._in_network = fleet.provider_name == "rehearsal" or _is_google_vm()
 
     @property
     def key(self) -> Path:
-        """The file of this computer's private key."""
+        """This computer's private key."""
         return key_file()
 
     def snapshot(self) -> Snapshot:
-        """The fleet now. Raises InputError where there is none."""
+        """Load the document, list the machines and admit this computer's key. Raise InputError without a fleet."""
         document = self._store.load()
         if document is None:
             raise InputError(
                 f"there is no fleet {self.fleet.name} in project {self._cloud.project}: `tpuswarm up` makes it"
             )
         listing = self._cloud.machines(document.zones)
-        seen = Snapshot(self._admit(document, listing), listing)
-        self.follow(seen)
-        return seen
+        snapshot = Snapshot(self._admit_key(document, listing), listing)
+        self.refresh_ssh_config(snapshot)
+        return snapshot
 
-    def follow(self, seen: Snapshot) -> None:
-        """Tell OpenSSH which hosts there are, where it is told at all."""
-        if not seen.listing.unreachable:
-            refresh_config(self.fleet, self.key, self.users(seen))
+    def refresh_ssh_config(self, snapshot: Snapshot) -> None:
+        """Update the OpenSSH configuration of this fleet, if the user has one."""
+        if not snapshot.listing.unreachable:
+            refresh_config(self.fleet, self.key, self.users(snapshot))
 
-    def users(self, seen: Snapshot) -> dict[str, str]:
-        """All hosts that can be reached by what they are called, and as which user."""
-        pools = {each.name: each for each in seen.document.desired.pools}
-        ours = (each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet)
+    def users(self, snapshot: Snapshot) -> dict[str, str]:
+        """Return the login user of each reachable host, by label."""
+        pools = {pool.name: pool for pool in snapshot.document.desired.pools}
         return {
-            target.label: login_user(pool)
-            for machine in sorted(ours, key=lambda each: by_number(each.name))
-            if unreachable_reason(machine, pools) is None and (pool := pools.get(machine.pool or "")) is not None
+            target.label: login_user(pools[machine.pool or ""])
+            for machine in sorted(_own(snapshot), key=lambda machine: by_number(machine.name))
+            if unreachable_reason(machine, pools) is None
             for target in list_workers(machine)
         }
 
     def hosts(self, where: str) -> tuple[list[Host], tuple[str, ...]]:
-        """Those that `where` means, now; and which machines are meant too and away."""
+        """Find the hosts that `where` means, and why others cannot be reached."""
         return self.find(where)[:2]
 
     def find(self, where: str) -> ReachableHosts:
-        """The same, and whether `where` means a group."""
-        seen = self.snapshot()
-        found = find_targets(where, seen.document.desired, seen.listing)
-        reached = self._reached(seen, found)
-        if not reached.hosts:
-            raise InputError(reached.away[len(found.away)])
-        return reached
+        """Find the hosts that `where` means. Raise InputError if none can be reached."""
+        snapshot = self.snapshot()
+        selection = find_targets(where, snapshot.document.desired, snapshot.listing)
+        found = self._reachable(snapshot, selection)
+        if not found.hosts:
+            raise InputError(found.away[len(selection.away)])
+        return found
 
-    def find_listed(self, where: str, seen: Snapshot) -> ReachableHosts:
-        """The same of what was looked at, where nothing of it need be reached, or be there still."""
-        once = {each.machine for each in seen.document.events} - {""}
-        return self._reached(seen, select_targets(where, seen.document.desired, seen.listing, once))
+    def find_listed(self, where: str, snapshot: Snapshot) -> ReachableHosts:
+        """Find the hosts in a snapshot; they need not be reachable, or exist any more."""
+        past_names = {event.machine for event in snapshot.document.events} - {""}
+        selection = select_targets(where, snapshot.document.desired, snapshot.listing, past_names)
+        return self._reachable(snapshot, selection)
 
-    def _reached(self, seen: Snapshot, found: Selection) -> ReachableHosts:
-        hosts, keyless = self._ways(seen, found.targets)
-        machines = {each.label: each.machine for each in found.targets}
-        return ReachableHosts(hosts, (*found.away, *map(_no_keys, keyless)), found.group, machines)
+    def _reachable(self, snapshot: Snapshot, selection: Selection) -> ReachableHosts:
+        hosts, without_keys = self._route_to(snapshot, selection.targets)
+        machines = {target.label: target.machine for target in selection.targets}
+        return ReachableHosts(hosts, (*selection.away, *map(_no_host_key, without_keys)), selection.group, machines)
 
-    def route_to(self, seen: Snapshot, targets: Iterable[Target]) -> list[Host]:
-        """The way to each. Raises InputError for a machine of no pool, or that has not written down its host keys."""
-        hosts, keyless = self._ways(seen, targets)
-        if keyless:
-            raise InputError(_no_keys(keyless[0]))
+    def route_to(self, snapshot: Snapshot, targets: Sequence[Target]) -> list[Host]:
+        """Return the hosts. Raise InputError if a machine has no pool, or has not published its host keys."""
+        hosts, without_keys = self._route_to(snapshot, targets)
+        if without_keys:
+            raise InputError(_no_host_key(without_keys[0]))
         return hosts
 
-    def _ways(self, seen: Snapshot, targets: Iterable[Target]) -> tuple[list[Host], list[Target]]:
-        """The way to each that has written down its host keys; and those that have not."""
-        targets = list(targets)
-        desired = seen.document.desired
-        pools = {each.name: each for each in desired.pools}
-        jump = None if self._inside else self._jump(seen, targets)
-        keys = self._host_keys(seen, targets)
+    def _route_to(self, snapshot: Snapshot, targets: Sequence[Target]) -> tuple[list[Host], list[Target]]:
+        """Return the hosts that have published their host keys, and the targets that have not."""
+        pools = {pool.name: pool for pool in snapshot.document.desired.pools}
+        jump = None if self._in_network else self._find_jump_host(snapshot, targets)
+        keys = self._host_keys(snapshot, targets)
         hosts = []
         for target in targets:
             if target.alias not in keys:
                 continue
             pool = pools.get(target.machine.pool or "")
             if pool is None:
-                raise InputError(f"{target.machine.name} is of no pool of the fleet any more")
+                raise InputError(f"the fleet has no pool for {target.machine.name} now")
             worker = target.machine.workers[target.worker]
-            outside = None if self._inside else worker.external
-            proxy = None
-            if not self._inside and outside is None:
-                proxy = self._proxy(target, jump)
+            external = None if self._in_network else worker.external
+            proxy = None if self._in_network or external else self._proxy_command(target, jump)
             hosts.append(
                 Host(
-                    target.label, outside or worker.internal or "", self._port, login_user(pool), target.alias,
-                    keys[target.alias], self.known.path, proxy, machine_exports(seen.document, target.machine),
+                    target.label, external or worker.internal or "", self._port, login_user(pool), target.alias,
+                    keys[target.alias], self.known.path, proxy, machine_exports(snapshot.document, target.machine),
                 )
             )  # fmt: skip
-        return hosts, [each for each in targets if each.alias not in keys]
+        return hosts, [target for target in targets if target.alias not in keys]
 
     @property
     def _port(self) -> int:
@@ -204,40 +195,40 @@ class Routes:
     # Keys.
 
     def accepts_own_key(self, document: Document) -> bool:
-        """Whether this computer's key may log in on all machines; `look` sees to it."""
-        mine = public_key()
-        return mine is not None and all(add_ssh_key(each, mine) is each for each in document.desired.pools)
+        """Whether this computer's key may log in on all machines; `snapshot` admits it."""
+        key = public_key()
+        return key is not None and all(add_ssh_key(pool, key) is pool for pool in document.desired.pools)
 
-    def _admit(self, document: Document, listing: Listing) -> Document:
-        """See to it that this computer's key may log in on all machines, now and later.
+    def _admit_key(self, document: Document, listing: Listing) -> Document:
+        """Let this computer's key log in on all machines, now and later.
 
-        Which were told is noted: what was cut short goes on with the next command, and what was being created is told
-        when it is ready.
+        Admitted machines are recorded: an interrupted command continues the next time, and a machine that was being
+        created receives the key when it is ready.
         """
         make_key()
-        mine = public_key()
-        assert mine is not None
+        key = public_key()
+        assert key is not None
 
-        def add(found: Document | None) -> Document:
+        def add_key(found: Document | None) -> Document:
             if found is None:
-                raise InputError(f"{self._store.where} is gone: somebody has deleted it")
-            pools = tuple(add_ssh_key(each, mine) for each in found.desired.pools)
+                raise InputError(f"{self._store.where} was deleted")
+            pools = tuple(add_ssh_key(pool, key) for pool in found.desired.pools)
             return replace(found, desired=replace(found.desired, pools=pools))
 
         admitted = AdmittedMachines(self.fleet.folder / "admitted.json")
         if not self.accepts_own_key(document):
             admitted.begin()
-            document = self._store.change(add)
-        lines = {each.name: each.spec.metadata[SSH_KEYS] for each in document.desired.pools}
-        ours = [each for each in listing.machines if each.fleet == document.desired.fleet and each.state == "ready"]
-        if untold := [each for each in ours if admitted.lacks(each)]:
-            with ThreadPoolExecutor(MAX_THREADS) as pool:
-                done = list(pool.map(lambda each: self._tell(each, lines.get(each.pool or "")), untold))
-            admitted.add(each for each, told in zip(untold, done, strict=True) if told)
+            document = self._store.change(add_key)
+        keys = {pool.name: pool.spec.metadata[SSH_KEYS] for pool in document.desired.pools}
+        ready = [machine for machine in _own(Snapshot(document, listing)) if machine.state == "ready"]
+        if lacking := [machine for machine in ready if admitted.lacks(machine)]:
+            with ThreadPoolExecutor(MAX_THREADS) as threads:
+                results = threads.map(lambda machine: self._add_key(machine, keys.get(machine.pool or "")), lacking)
+                admitted.add([machine for machine, added in zip(lacking, results, strict=True) if added])
         return document
 
-    def _tell(self, machine: Machine, keys: str | None) -> bool:
-        """Whether it was told. One that was not refuses our key, and that is said of it; the others are reached."""
+    def _add_key(self, machine: Machine, keys: str | None) -> bool:
+        """Return whether the machine took the keys; otherwise its login fails and says so."""
         if keys is None:
             return True
         try:
@@ -247,53 +238,49 @@ class Routes:
         return True
 
     def set_metadata(self, machine: Machine, metadata: Mapping[str, str]) -> None:
-        """Set keys of a machine's metadata, and wait until they are. Raises CloudError, RunFailed."""
+        """Set metadata of a machine and wait until it is set. Raise CloudError or RunFailed."""
         operation = self._cloud.set_metadata(machine, metadata)
-        end = time.monotonic() + METADATA_TIMEOUT_S
+        deadline = time.monotonic() + METADATA_TIMEOUT_S
         while not (outcome := self._cloud.outcome(operation)).done:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise RunFailed(f"the metadata of {machine.name} has not changed after {METADATA_TIMEOUT_S:g} s")
             time.sleep(0.2)
         if outcome.error is not None:
             raise outcome.error
 
-    def _host_keys(self, seen: Snapshot, targets: Iterable[Target]) -> Mapping[str, tuple[str, ...]]:
-        """The host keys by alias: those that are known, else those that a machine has written down, if it has."""
-        targets = list(targets)
+    def _host_keys(self, snapshot: Snapshot, targets: Sequence[Target]) -> Mapping[str, tuple[str, ...]]:
+        """Return host keys by alias; read unknown ones from the machines' guest attributes."""
         known = self.known.keys()
-        new = [each for each in targets if each.alias not in known]
+        new = [target for target in targets if target.alias not in known]
         if not new:
             return known
-        with ThreadPoolExecutor(MAX_THREADS) as pool:
-            read = list(
-                pool.map(lambda each: self._cloud.guest_attributes(each.machine, each.worker, HOST_KEYS_PATH), new)
+        with ThreadPoolExecutor(MAX_THREADS) as threads:
+            published = list(
+                threads.map(lambda to: self._cloud.guest_attributes(to.machine, to.worker, HOST_KEYS_PATH), new)
             )
-        lines = {
-            target.alias: [f"{kind} {value}" for kind, value in found.items()]
-            for target, found in zip(new, read, strict=True)
-            if found
+        keys = {
+            target.alias: [f"{kind} {value}" for kind, value in attributes.items()]
+            for target, attributes in zip(new, published, strict=True)
+            if attributes
         }
-        ours = (each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet)
-        keep = None if seen.listing.unreachable else {to.alias for each in ours for to in list_workers(each)}
-        return self.known.add(lines, keep)
+        listed = {target.alias for machine in _own(snapshot) for target in list_workers(machine)}
+        return self.known.add(keys, None if snapshot.listing.unreachable else listed)
 
-    # From outside of the machines' network.
+    # From outside the machines' network.
 
-    def _jump(self, seen: Snapshot, targets: Iterable[Target]) -> Host | None:
-        """A VM of the fleet by which machines without an external address are reached, if one is needed and there."""
-        if all(each.machine.workers[each.worker].external for each in targets):
+    def _find_jump_host(self, snapshot: Snapshot, targets: Sequence[Target]) -> Host | None:
+        """Return a VM of the fleet that leads to machines without an external address, if one is needed."""
+        if all(target.machine.workers[target.worker].external for target in targets):
             return None
-        vms = {each.name for each in seen.document.desired.pools if isinstance(each.spec, VmSpec)}
-        for each in seen.listing.machines:
-            fits = (
-                each.fleet == seen.document.desired.fleet and each.pool in vms and unreachable_reason(each, vms) is None
-            )
-            if fits and each.workers[0].external:
-                return self.route_to(seen, [Target(each, 0)])[0]
+        vms = {pool.name for pool in snapshot.document.desired.pools if isinstance(pool.spec, VmSpec)}
+        for machine in _own(snapshot):
+            is_reachable = machine.pool in vms and unreachable_reason(machine, vms) is None
+            if is_reachable and machine.workers[0].external:
+                return self.route_to(snapshot, [Target(machine, 0)])[0]
         return None
 
-    def _proxy(self, target: Target, jump: Host | None) -> str:
-        """The command that leads to a machine without an external address: through a VM of the fleet, else IAP."""
+    def _proxy_command(self, target: Target, jump: Host | None) -> str:
+        """Return the command that connects to a machine without an external address."""
         machine = target.machine
         if jump is not None:
             return shlex.join([*openssh(jump, self.key), "-W", "%h:%p", f"{jump.user}@{jump.address}"])
@@ -303,20 +290,25 @@ class Routes:
                  machine.zone, "--project", self._cloud.project]
             )  # fmt: skip
         raise InputError(
-            f"{machine.name} has no external address, and the fleet no [[vm]] or [head] with one by which it could be "
-            "reached: add one, or give the command on such a machine"
+            f"{machine.name} has no external address, and no [[vm]] or [head] of the fleet has one to reach it "
+            "through: add one, or run the command on such a machine"
         )
 
 
-def _no_keys(target: Target) -> str:
+def _own(snapshot: Snapshot) -> list[Machine]:
+    fleet = snapshot.document.desired.fleet
+    return [machine for machine in snapshot.listing.machines if machine.fleet == fleet]
+
+
+def _no_host_key(target: Target) -> str:
     return (
-        f"{target.label} has not written down its SSH host key yet, and without it nobody knows whether it is that "
-        "machine: a new one needs a minute; enable-guest-attributes in its metadata must stay TRUE"
+        f"{target.label} has not published its SSH host key yet, so its identity cannot be checked: a new machine "
+        "needs a minute; enable-guest-attributes in its metadata must stay TRUE"
     )
 
 
 def open_routes(fleet: Fleet) -> Routes:
-    """The way to a fleet's machines; asks nobody yet."""
+    """Open the routes to a fleet; contacts nothing yet."""
     cloud = fleet.provider()
     return Routes(fleet, cloud, fleet.store(cloud))
 

@@ -1,4 +1,4 @@
-"""The file by which OpenSSH and all that uses it know every machine, and which follows machines that come and go."""
+"""Write the OpenSSH configuration that names every machine, and update it as machines come and go."""
 
 import sys
 from collections.abc import Mapping
@@ -9,22 +9,22 @@ from tpuswarm.train.process.atomic import write_atomically
 
 
 def config_file(fleet: Fleet) -> Path:
-    """Where it lies: one line of the person's own configuration includes all of that folder."""
+    """The user's own configuration includes all files of this folder."""
     return Path.home() / ".ssh" / "tpuswarm.d" / f"{fleet.name}.config"
 
 
 def host_alias(host: str) -> str:
-    """What programs call a host that take a slash before a colon for a folder: node-1.0 for node-1/0."""
+    """Return a name without a slash, which some programs take for a folder: node-1.0 for node-1/0."""
     return host.replace("/", ".")
 
 
 def known_hosts_file(fleet: Fleet, label: str) -> Path:
-    """The file with the keys of one host, written again at each connection."""
+    """The keys of one host, written anew for each connection."""
     return fleet.folder / "known" / host_alias(label)
 
 
 def render_config(fleet: Fleet, key: Path, users: Mapping[str, str]) -> str:
-    """All hosts by their names, `users` by these; addresses and host keys are asked for at each connection."""
+    """Return the configuration of all hosts (`users` by label); a proxy finds the address at each connection."""
     program = f'"{sys.executable}" -m tpuswarm.fleet.hosts.ssh_proxy "{fleet.folder}"'
     lines = [f"# Hosts of {fleet.name}, written by `tpuswarm ssh-config`, and again when machines come and go."]
     for label, user in users.items():
@@ -48,7 +48,7 @@ def render_config(fleet: Fleet, key: Path, users: Mapping[str, str]) -> str:
 
 
 def refresh_config(fleet: Fleet, key: Path, users: Mapping[str, str]) -> None:
-    """Write it again, where it is used and has other hosts."""
+    """Rewrite an existing configuration whose hosts have changed."""
     file = config_file(fleet)
     if file.exists() and (text := render_config(fleet, key, users)) != file.read_text(encoding="utf-8"):
         write_atomically(file, text)

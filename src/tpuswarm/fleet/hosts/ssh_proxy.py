@@ -1,4 +1,4 @@
-"""The ProxyCommand of `tpuswarm ssh-config`: finds where a host is now, says what its keys are, and is the way to it.
+"""The ProxyCommand of `tpuswarm ssh-config`: find a host's current address, store its host keys, and connect.
 
 python -m tpuswarm.fleet.hosts.ssh_proxy FLEET-FOLDER NAME/WORKER
 """
@@ -21,7 +21,6 @@ CHUNK_BYTES = 1 << 16
 
 
 def main() -> None:
-    """Be the way, until either end has had enough."""
     folder, label = sys.argv[1:]
     try:
         fleet = Fleet(**json.loads((Path(folder) / "fleet.json").read_text(encoding="utf-8")))
@@ -30,24 +29,25 @@ def main() -> None:
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, "".join(f"{host_alias(label)} {key}\n" for key in host.keys))
         if host.proxy:
-            way = host.proxy.replace("%h", host.address).replace("%p", str(host.port))
-            os.execvp("sh", ["sh", "-c", f"exec {way}"])
-        _join(socket.create_connection((host.address, host.port), CONNECT_TIMEOUT_S))
+            command = host.proxy.replace("%h", host.address).replace("%p", str(host.port))
+            os.execvp("sh", ["sh", "-c", f"exec {command}"])
+        _forward(socket.create_connection((host.address, host.port), CONNECT_TIMEOUT_S))
     except (TpuswarmError, OSError) as error:
         sys.stderr.write(f"tpuswarm: {label}: {error}\n")
         sys.exit(255)
 
 
-def _join(far: socket.socket) -> None:
-    far.settimeout(None)
+def _forward(connection: socket.socket) -> None:
+    """Copy bytes between stdin/stdout and the connection."""
+    connection.settimeout(None)
 
     def send() -> None:
         while data := os.read(0, CHUNK_BYTES):
-            far.sendall(data)
-        far.shutdown(socket.SHUT_WR)
+            connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
 
     threading.Thread(target=send, daemon=True).start()
-    while data := far.recv(CHUNK_BYTES):
+    while data := connection.recv(CHUNK_BYTES):
         os.write(1, data)
 
 

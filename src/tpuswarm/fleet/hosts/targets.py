@@ -1,4 +1,4 @@
-"""Which workers of a fleet a person means by WHERE: values in, values out."""
+"""Find the workers that a user means by WHERE."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -17,116 +17,119 @@ class Target(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What people call it."""
         return f"{self.machine.name}/{self.worker}"
 
     @property
     def internal(self) -> str:
-        """Its address within the network; it has one once it can be reached."""
+        """The address within the network."""
         return self.machine.workers[self.worker].internal or ""
 
     @property
     def alias(self) -> str:
-        """Its name in `known_hosts`: made again, it has another one."""
+        """The name in `known_hosts`; a machine that is created again gets another one."""
         return f"{self.machine.name}.{self.worker}.{self.machine.zone}.{self.machine.created * 1000:.0f}"
 
 
 class Selection(NamedTuple):
-    """What a word means."""
-
     targets: tuple[Target, ...]
     away: tuple[str, ...]
-    """Machines that are meant too and cannot be reached now, and zones that do not answer: NAME and why."""
+    """NAME and why: machines that cannot be reached, and zones that do not answer."""
     group: bool = False
-    """Whether it means however many machines there are: a pool, or all."""
+    """Whether a pool or `all` was named."""
 
 
 def find_targets(text: str, desired: Desired, listing: Listing) -> Selection:
-    """As `find_meant`. Raises InputError too where nothing of it can be reached."""
-    found = select_targets(text, desired, listing)
-    if found.targets:
-        return found
-    there = "; ".join(found.away[:6]) or "there is none"
-    if not found.group:
-        keeper = "`tpuswarm up`, or a keeper, replaces what is lost and deletes what is of no pool"
-        raise InputError(f"{there}: `tpuswarm list` shows it; {keeper}")
-    raise InputError(f"no machine of {'the fleet' if text == ALL else f'pool {text}'} can be reached: {there}")
+    """Select targets as `select_targets` does. Raise InputError if none can be reached."""
+    selection = select_targets(text, desired, listing)
+    if selection.targets:
+        return selection
+    why = "; ".join(selection.away[:6]) or "there is none"
+    if not selection.group:
+        keeper = "`tpuswarm up`, or a keeper, replaces lost machines and deletes those without a pool"
+        raise InputError(f"{why}: `tpuswarm list` shows it; {keeper}")
+    raise InputError(f"no machine of {'the fleet' if text == ALL else f'pool {text}'} can be reached: {why}")
 
 
-def select_targets(text: str, desired: Desired, listing: Listing, gone: Collection[str] = ()) -> Selection:
-    """The workers that NAME, NAME/2, POOL or `all` means; a machine also by its number or a beginning.
+def select_targets(text: str, desired: Desired, listing: Listing, past_names: Collection[str] = ()) -> Selection:
+    """Select workers by NAME, NAME/2, POOL or `all`; a machine also by its number or a unique beginning.
 
-    gone: names of machines that were there once. Raises InputError for what there never was, with the nearest name.
+    `past_names`: machines that existed once. Raise InputError for an unknown name, and suggest the nearest.
     """
-    ours = {each.name: each for each in listing.machines if each.fleet == desired.fleet}
-    pools = {each.name: each for each in desired.pools}
-    if text == ALL or (text in pools and text not in ours):
-        zones = desired.zones if text == ALL else pools[text].zones
-        meant = sorted(ours.values(), key=lambda each: by_number(each.name))
-        meant = [each for each in meant if text in (ALL, each.pool)]
-        away = [f"{each.name} {why}" for each in meant if (why := unreachable_reason(each, pools))]
-        away += [
-            f"{zone} does not answer: which machines are there nobody knows"
-            for zone in zones if zone in listing.unreachable
-        ]  # fmt: skip
-        ready = (each for each in meant if unreachable_reason(each, pools) is None)
-        return Selection(tuple(target for each in ready for target in list_workers(each)), tuple(away), group=True)
+    own = {machine.name: machine for machine in listing.machines if machine.fleet == desired.fleet}
+    pools = {pool.name: pool for pool in desired.pools}
+    if text == ALL or (text in pools and text not in own):
+        return _select_group(text, desired, listing)
     name, slash, number = text.partition("/")
-    if slash and name in (ALL, *pools) and name not in ours:
-        of = ", ".join(sorted((each for each in ours if name in (ALL, ours[each].pool)), key=by_number)[:6])
+    if slash and name in (ALL, *pools) and name not in own:
+        examples = ", ".join(sorted((each for each in own if name in (ALL, own[each].pool)), key=by_number)[:6])
         what = "means all machines" if name == ALL else "is a pool"
-        raise InputError(f"{name} {what}, and a worker is one of a machine: name one" + (f" of {of}" if of else ""))
+        one_of = f" of {examples}" if examples else ""
+        raise InputError(f"{name} {what}, but a worker belongs to one machine: name one{one_of}")
     try:
-        machine = ours[resolve_name(name, ours, () if slash else (*pools, ALL))]
+        machine = own[resolve_name(name, own, () if slash else (*pools, ALL))]
     except InputError:
-        if why := _lost(name, desired, listing, gone):
+        if why := _reason_unlisted(name, desired, listing, past_names):
             return Selection((), (why,))
-        if other := next((each for each in listing.machines if each.name == name), None):
-            raise InputError(_strange(other)) from None
+        if other := next((machine for machine in listing.machines if machine.name == name), None):
+            raise InputError(_describe_foreign(other)) from None
         raise
-    if why := unreachable_reason(machine, pools):
-        return Selection((), (f"{machine.name} {why}",))
-    found = list_workers(machine)
+    if reason := unreachable_reason(machine, pools):
+        return Selection((), (f"{machine.name} {reason}",))
+    targets = list_workers(machine)
     if not slash:
-        return Selection(found, ())
-    if not number.isdecimal() or int(number) >= len(found):
-        known = f"{machine.name}/0" + (f" to {machine.name}/{len(found) - 1}" if len(found) > 1 else "")
-        raise InputError(f"{machine.name} has no worker {number!r}: it has {len(found)}, {known}")
-    return Selection((found[int(number)],), ())
+        return Selection(targets, ())
+    if not number.isdecimal() or int(number) >= len(targets):
+        names = f"{machine.name}/0" + (f" to {machine.name}/{len(targets) - 1}" if len(targets) > 1 else "")
+        raise InputError(f"{machine.name} has no worker {number!r}: it has {len(targets)}, {names}")
+    return Selection((targets[int(number)],), ())
+
+
+def _select_group(text: str, desired: Desired, listing: Listing) -> Selection:
+    pools = {pool.name: pool for pool in desired.pools}
+    zones = desired.zones if text == ALL else pools[text].zones
+    own = [each for each in listing.machines if each.fleet == desired.fleet and text in (ALL, each.pool)]
+    targets: list[Target] = []
+    away = []
+    for machine in sorted(own, key=lambda machine: by_number(machine.name)):
+        if reason := unreachable_reason(machine, pools):
+            away.append(f"{machine.name} {reason}")
+        else:
+            targets += list_workers(machine)
+    unknown = [f"{zone} does not answer: its machines are unknown" for zone in zones if zone in listing.unreachable]
+    return Selection(tuple(targets), (*away, *unknown), group=True)
 
 
 def list_workers(machine: Machine) -> tuple[Target, ...]:
-    """All of them."""
     return tuple(Target(machine, number) for number in range(len(machine.workers)))
 
 
 def unreachable_reason(machine: Machine, pools: Collection[str]) -> str | None:
-    """Why a machine cannot be reached; None: it can. pools: those that are wanted."""
+    """Return why a machine cannot be reached, as `is creating, not ready`; None if it can."""
     if machine.state != "ready":
         return f"is {machine.said.lower()}, not ready"
-    if not machine.workers or any(not each.internal for each in machine.workers):
+    if not machine.workers or any(not worker.internal for worker in machine.workers):
         return "has no address yet"
     if machine.pool not in pools:
-        return "is of no pool of the fleet any more"
+        return "has no pool in the fleet now"
     return None
 
 
-def _strange(machine: Machine) -> str:
-    """Of a machine that is not of the fleet: whose it is, and the way to it."""
+def _describe_foreign(machine: Machine) -> str:
+    """Say who owns a machine outside the fleet, and how to reach it."""
     if machine.fleet is None:
-        return f"{machine.name} in {machine.zone} was made by hand, and is of no fleet: gcloud leads to it"
+        return f"{machine.name} in {machine.zone} was made by hand and belongs to no fleet: use gcloud"
     return (
-        f"{machine.name} is of another fleet, {machine.fleet}: give the command beside the swarm.toml of that one; if "
-        f"it is lost, `tpuswarm down --orphans {machine.fleet}` deletes its machines"
+        f"{machine.name} belongs to another fleet, {machine.fleet}: run the command beside that fleet's swarm.toml; if "
+        f"the file is lost, `tpuswarm down --orphans {machine.fleet}` deletes its machines"
     )
 
 
-def _lost(name: str, desired: Desired, listing: Listing, gone: Collection[str]) -> str | None:
-    """Of a machine that is not listed: its name, and why; None: there never was one."""
+def _reason_unlisted(name: str, desired: Desired, listing: Listing, past_names: Collection[str]) -> str | None:
+    """Return why a machine is not listed; None if there never was one."""
     for zone in desired.zones:
         if zone in listing.unreachable and short_zone(zone) in name.split("-"):
-            return f"{name} is not seen: {zone} does not answer"
+            return f"{name} is unknown: {zone} does not answer"
     try:
-        return f"{resolve_name(name, gone)} is gone: the cloud does not list it any more"
+        return f"{resolve_name(name, past_names)} is gone: the cloud does not list it now"
     except InputError:
         return None

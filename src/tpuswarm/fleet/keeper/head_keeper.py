@@ -1,4 +1,4 @@
-"""The keeper on the fleet's own head: put there from this computer, started, and seen to lead."""
+"""Install a keeper on the fleet's own head, start it, and hand the lease over."""
 
 import asyncio
 import json
@@ -31,13 +31,11 @@ from tpuswarm.remote.setup.wheel import versions, wheel
 from tpuswarm.train.process.platform import cache_folder
 
 SETUP_FILES = ("setup.json", "versions.json", "secrets.json")
-"""What set-up keeps of a fleet in files of this computer."""
 LEAD_TIMEOUT_S = 90.0
-"""Seconds in which a keeper that was started should lead."""
 
 
 async def install_head_keeper(routes: Routes, told: Told = lambda host, step, what: None) -> Host:
-    """Put the keeper on the head, with what this computer knows, and start it there: what holds already is left."""
+    """Install and start the keeper on the head, with this computer's knowledge of the fleet; skip what is done."""
     (host,), _ = await asyncio.to_thread(routes.hosts, HEAD)
     fleet, cache = routes.fleet, cache_folder("machines")
     package, tree = wheel(cache), fleet.tree.load()
@@ -46,7 +44,7 @@ async def install_head_keeper(routes: Routes, told: Told = lambda host, step, wh
         user=host.user,
         fleet=fleet.name,
         state=f".local/state/tpuswarm/fleets/{fleet.project}/{fleet.name}",
-        files=_known(fleet),
+        files=_fleet_files(fleet),
         tree=tree.digest if tree else None,
         wheel=package.name,
         versions=versions(),
@@ -62,7 +60,7 @@ async def install_head_keeper(routes: Routes, told: Told = lambda host, step, wh
                 with tarfile.open(packed, "w") as tar:
                     tar.add(fleet.folder / "tree", ".")
                 await put(connections, host, packed, TREE)
-            return "what was synced last"
+            return "the synced folder"
         await put(connections, host, package, f"{FOLDER}/{package.name}")
         return package.name
 
@@ -73,71 +71,71 @@ async def install_head_keeper(routes: Routes, told: Told = lambda host, step, wh
     return host
 
 
-def _known(fleet: Fleet) -> dict[str, str]:
-    found = {"fleet.json": json.dumps(asdict(fleet))}
+def _fleet_files(fleet: Fleet) -> dict[str, str]:
+    files = {"fleet.json": json.dumps(asdict(fleet))}
     for name in SETUP_FILES:
         file = fleet.folder / name
         if file.exists():
-            found[name] = file.read_text(encoding="utf-8")
-    return found
+            files[name] = file.read_text(encoding="utf-8")
+    return files
 
 
 async def wait_for_head_keeper(routes: Routes, store: Store, host: Host) -> None:
-    """Wait until the keeper on the head leads. RunFailed with the end of its log where it does not."""
-    home, until = host.label.partition("/")[0], time.monotonic() + LEAD_TIMEOUT_S
-    while time.monotonic() < until:
+    """Wait until the head's keeper leads. Raise RunFailed with the end of its log if it does not."""
+    machine, deadline = host.label.partition("/")[0], time.monotonic() + LEAD_TIMEOUT_S
+    while time.monotonic() < deadline:
         document = await asyncio.to_thread(store.load)
-        if document and document.lease and document.lease.host == home:
+        if document and document.lease and document.lease.host == machine:
             return
         await asyncio.sleep(0.5)
-    said: list[bytes] = []
-    log = f"~/.local/state/tpuswarm/fleets/{reach.fleet.project}/{reach.fleet.name}/keeper.log"
+    output: list[bytes] = []
+    log = f"~/.local/state/tpuswarm/fleets/{routes.fleet.project}/{routes.fleet.name}/keeper.log"
     async with Connections(routes.key) as connections:
-        await Attended(connections, host, f"tail -n 1 {log}").run(lambda data, is_error: said.append(data))
-    words = b"".join(said).decode(errors="replace").strip() or "it said nothing"
+        await Attended(connections, host, f"tail -n 1 {log}").run(lambda data, is_error: output.append(data))
+    words = b"".join(output).decode(errors="replace").strip() or "its log is empty"
     raise RunFailed(
-        f"the keeper on {home} does not lead after {LEAD_TIMEOUT_S:.0f} s: {words}; "
+        f"the keeper on {machine} does not lead after {LEAD_TIMEOUT_S:.0f} s: {words}; "
         "`tpuswarm keep` keeps the fleet from here"
     )
 
 
 class HeadKeeper:
-    """Beside a keeper elsewhere that leads: sees to it that one lives on the head, and then leaves the lease to it."""
+    """Installs a keeper on the head beside a keeper that leads elsewhere, and then leaves the lease to it."""
 
-    def __init__(self, keeping: Keeper, make: Callable[[], Routes], tell: Callable[[str], None]):
-        self._keeping, self._make, self._tell = keeping, make, tell
+    def __init__(self, keeper: Keeper, make_routes: Callable[[], Routes], log: Callable[[str], None]):
+        self._keeper, self._make_routes, self._log = keeper, make_routes, log
         self._thread: threading.Thread | None = None
-        self._over = self._done = False
+        self._installed = False
         self._not_before = 0.0
 
-    def look(self, tick: Tick, here: str | None) -> None:
-        """The keeper has looked, and leads. `here`: the machine of the fleet that it lives on itself, if any."""
+    def update(self, tick: Tick, here: str | None) -> None:
+        """Begin or finish the installation after a tick. `here`: the fleet's machine that runs this keeper, if any."""
         desired = tick.document.desired
         name = desired.keeper_machine
-        if self._done:
-            self._done = False
-            self._tell(f"the keeper on {name} goes on; this one watches")
-            self._keeping.stand_back()
+        if self._installed:
+            self._installed = False
+            self._log(f"the keeper on {name} takes over; this one watches")
+            self._keeper.stand_back()
             return
         ready = any(
-            each.name == name and each.fleet == desired.fleet and each.state == "ready"
-            for each in tick.observed.machines
+            machine.name == name and machine.fleet == desired.fleet and machine.state == "ready"
+            for machine in tick.observed.machines
         )
         if name in (None, here) or not ready or desired.down is not None or self._thread is not None:
             return
         if time.monotonic() > self._not_before:
-            self._thread = threading.Thread(target=self._run, name="seating", daemon=True)
+            self._thread = threading.Thread(target=self._install, name="head keeper", daemon=True)
             self._thread.start()
 
-    def _run(self) -> None:
+    def _install(self) -> None:
         try:
-            routes = self._make()
+            routes = self._make_routes()
             for error in asyncio.run(prepare_machine(routes, HEAD)).failed.values():
                 raise error
             asyncio.run(install_head_keeper(routes))
-            self._done = True
+            self._installed = True
         except (CloudError, TpuswarmError) as error:
-            self._tell(f"the keeper on the head: {error}; tried again")
+            self._log(f"the keeper on the head: {error}; trying again")
         finally:
             self._not_before = time.monotonic() + RETRY_S
             self._thread = None

@@ -1,16 +1,20 @@
-"""Looks at a fleet, decides and acts, again and again, until it is killed or nothing is left.
+"""Keep a fleet: observe, decide and act, until it is killed or nothing is left.
 
-Nothing it knows is only in its memory that must not be lost: it may be killed at any point and begun again anywhere.
-Whoever holds the lease acts; all others watch, and take over when it stands still.
+A keeper may be killed at any point and started again on any computer: what must not be lost is in the document. The
+holder of the lease acts; all other keepers watch, and take over when the lease is not renewed.
 """
 
 import os
 import secrets
+import shutil
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from tpuswarm.cloud.errors import Changed, CloudError
@@ -32,8 +36,7 @@ from tpuswarm.fleet.decide.observe import observe
 from tpuswarm.fleet.decide.plan import list_remaining, make_plan
 from tpuswarm.fleet.decide.spending import charge
 from tpuswarm.fleet.decide.state import FleetState, Observed
-from tpuswarm.fleet.keeper.clock import Clock
-from tpuswarm.fleet.keeper.idle import IdleTimer
+from tpuswarm.fleet.keeper.clock import Clock, IdleTimer
 from tpuswarm.fleet.keeper.traffic_meter import TrafficMeter
 from tpuswarm.fleet.store.document import MAX_EVENTS, Document, KeeperLease, is_holder_alive, with_events
 from tpuswarm.fleet.store.fleets import Store
@@ -42,133 +45,140 @@ from tpuswarm.fleet.store.machine_flags import add_flag_metadata
 from tpuswarm.train.process.computer import this_computer
 
 IDLE_INTERVAL_S, BUSY_INTERVAL_S = 3.0, 1.0
-"""Seconds between two looks, the second while something is under way."""
-PERSON_RETRY_S = 300.0
-"""Seconds until something is asked again that a person has to mend."""
+"""Between two ticks."""
+MAX_BACKOFF_S, PERSON_RETRY_S = 60.0, 300.0
+"""After the cloud failed to answer; the second if a person has to fix the cause."""
 LEASE_S, RENEW_INTERVAL_S, EVENT_SAVE_INTERVAL_S = 60.0, 15.0, 5.0
-"""Seconds after which a lease that stands still has ended, after which its holder renews it, and after which it does so
-where something has happened."""
+"""A lease ends after LEASE_S without renewal; new events are saved with an earlier renewal."""
 SAFE_LEASE_S = 40.0
-"""Seconds after its last renewal in which a holder may act: nobody can have taken over by then."""
+"""How long after a renewal the holder may act: nobody else can have taken over by then."""
 MACHINE_VARIABLE = "TPUSWARM_KEEPER_ON"
-"""The variable that tells a keeper on a machine of its own fleet what that is called."""
+"""Names the fleet's machine on which this keeper runs."""
+MAX_STATE_AGE_S = 600.0
 MAX_POLLED = 20
-"""Operations asked after in one look."""
+"""Operations to poll in one tick."""
 MAX_THREADS = 8
+MAX_LOG_BYTES = 10_000_000
 
 
 @dataclass(frozen=True)
 class Tick:
-    """What came of one look."""
+    """The result of one pass of the loop."""
 
     document: Document
     observed: Observed
     plan: Plan
     events: tuple[Event, ...]
     leads: bool
-    """Whether this keeper acts; else it watches."""
+    """Whether this keeper acts; otherwise it watches."""
     now: float
 
     @property
-    def left(self) -> list[str]:
-        """What there still is of a fleet that comes down."""
+    def remaining(self) -> list[str]:
+        """What still exists of a fleet that comes down."""
         return list_remaining(self.document.desired, self.observed)
 
     @property
     def done(self) -> bool:
         """Whether a fleet that comes down is gone."""
-        return self.document.desired.down is not None and not self.left
+        return self.document.desired.down is not None and not self.remaining
 
     @property
     def converged(self) -> bool:
-        """Whether everything that is wanted is there, ready, and nothing else."""
+        """Whether exactly the desired machines exist, and all are ready."""
         down = self.document.desired.down is not None
         return not self.plan.actions and not self.observed.state.requests and (self.done if down else self._complete)
 
     @property
     def _complete(self) -> bool:
         desired = self.document.desired
-        ours = [each for each in self.observed.machines if each.fleet == desired.fleet]
-        settled = sum(each.state == ("stopped" if each.name in desired.paused else "ready") for each in ours)
-        there = {each.name for each in ours}
-        wanted = sum(each.count for each in desired.pools) - sum(each not in there for each in desired.paused)
-        return settled == len(ours) == wanted
+        own = [machine for machine in self.observed.machines if machine.fleet == desired.fleet]
+        settled = sum(each.state == ("stopped" if each.name in desired.paused else "ready") for each in own)
+        names = {machine.name for machine in own}
+        wanted = sum(pool.count for pool in desired.pools) - sum(name not in names for name in desired.paused)
+        return settled == len(own) == wanted
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether an action, a creation or a machine is in progress."""
+        if self.plan.actions or self.observed.state.requests:
+            return True
+        machines, fleet = self.observed.listing.machines, self.document.desired.fleet
+        return any(each.fleet == fleet and each.state not in ("ready", "stopped", "waiting") for each in machines)
 
 
 Role = Literal["leads", "holds", "watches"]
-"""Of a keeper in one look: it acts; it has the lease, or nobody has, and cannot act now; somebody else leads."""
+"""`holds`: this keeper may hold the lease, but cannot act now."""
 
 
 class DocumentGone(RunFailed):
-    """There is no document any more."""
+    """The document was deleted."""
 
 
 class Keeper:
-    """Of one fleet, in one process."""
+    """A keeper of one fleet."""
 
     def __init__(
         self, provider: Provider, store: Store, history: History, clock: Clock | None = None, threads: int = MAX_THREADS
     ):
         self._provider, self._store, self._history = provider, store, history
         self._clock, self._threads = clock or Clock(), threads
-        self._me, self._pid = secrets.token_hex(6), os.getpid()
+        self._id, self._pid = secrets.token_hex(6), os.getpid()
         self._host = os.environ.get(MACHINE_VARIABLE) or socket.gethostname()
         self._computer = this_computer()
-        self._idle, self._carried = IdleTimer(), TrafficMeter(provider)
+        self._idle_timer, self._traffic_meter = IdleTimer(), TrafficMeter(provider)
         self._answers: list[CloudAnswer] = []
-        self._memory: FleetState | None = None
-        self._seen_beat: tuple[str, int] | None = None
-        self._still_since = 0.0
-        self._renewed: float | None = None
-        """When the lease was written last, by the even clock; None: it is not ours."""
-        self._stood_back: float | None = None
-        """When it was left to the keeper on the fleet's own machine, by the even clock."""
-        self._news: list[Event] = []
-        """What is not in the document yet."""
-        self._jumped = 0.0
-        """By how many seconds the clock has jumped since the document was written last by this keeper."""
-        self._told: frozenset[Event] | None = None
-        """What the document has told."""
+        self._state: FleetState | None = None
+        self._observed_beat: tuple[str, int] | None = None
+        self._observed_beat_at = 0.0
+        self._renewed_at: float | None = None
+        """Steady seconds of the last renewal; None: the lease is not ours."""
+        self._stood_back_at: float | None = None
+        """When the lease was left to the keeper on the fleet's own machine."""
+        self._unsaved_events: list[Event] = []
+        self._unsaved_jump = 0.0
+        """Clock jumps since this keeper last saved the document."""
+        self._reported: frozenset[Event] | None = None
 
     def tick(self) -> Tick:
-        """Look once, and do what is due. Raises CloudError where the cloud cannot be asked."""
-        now, steady, jumped = self._clock.look()
-        self._jumped += jumped
-        self._memory = self._kept(now) if self._memory is None else self._memory.moved(jumped)
+        """Observe once, and do what is due. Raise CloudError if the cloud does not answer."""
+        now, steady, jump = self._clock.read()
+        self._unsaved_jump += jump
+        self._state = self._load_state(now) if self._state is None else self._state.shifted(jump)
         document = self._load()
-        told = document.events
-        answers = [*self._answers, *self._outcomes()]
+        stored_events = document.events
+        answers = [*self._answers, *self._poll_operations()]
         listing = self._provider.machines(dict.fromkeys((*document.desired.zones, *document.zones)))
-        memory, events = observe(self._memory, document.desired, listing, answers, now)
-        self._memory, self._answers = memory, []
-        if jumped:
-            events = (Event(now, "", "", "clock", f"the clock has jumped by {jumped:+.0f} s"), *events)
-        ledger = replace(document.spending, at=document.spending.at + self._jumped)
-        there = Observed(listing, memory)
-        ledger = charge(ledger, document.desired, there, now)
-        traffic = self._carried.look(document, there.machines, now, steady)
-        work = self._idle.look(document.work, document.jobs, now, steady)
-        work = replace(work, done=work.done and all(each.is_over for each in document.jobs))
-        observed = Observed(listing, memory, ledger.dollars, work, traffic, busy_machines(document.jobs))
-        self._news = [*self._news, *events][-MAX_EVENTS:]
-        document = with_events(replace(document, spending=ledger, traffic=traffic), self._news)
-        found = make_plan(document.desired, observed, now)
-        part = self._lead(document, listing, found, steady, now)
-        if part == "watches":  # whoever leads knows better what happened
-            self._news, self._jumped = [], 0.0
-            return Tick(document, observed, found, self._heard(told), False, now)
-        self._history.keep(memory, events, now)
-        if part == "leads" and found.end:
-            document = replace(document, desired=replace(document.desired, down=found.end))
-            found = make_plan(document.desired, observed, now)
-        if part == "leads":
-            self._answers = self._act(_with_flags(each, document) for each in found.actions)
-        return Tick(document, observed, found, events, part == "leads", now)
+        state, events = observe(self._state, document.desired, listing, answers, now)
+        self._state, self._answers = state, []
+        if jump:
+            events = (Event(now, "", "", "clock", f"the clock has jumped by {jump:+.0f} s"), *events)
+        seen = Observed(listing, state)
+        spending = replace(document.spending, at=document.spending.at + self._unsaved_jump)
+        spending = charge(spending, document.desired, seen, now)
+        traffic = self._traffic_meter.update(document, seen.machines, now, steady)
+        work = self._idle_timer.update(document.work, document.jobs, now, steady)
+        work = replace(work, done=work.done and all(job.is_over for job in document.jobs))
+        observed = Observed(listing, state, spending.dollars, work, traffic, busy_machines(document.jobs))
+        self._unsaved_events = [*self._unsaved_events, *events][-MAX_EVENTS:]
+        document = with_events(replace(document, spending=spending, traffic=traffic), self._unsaved_events)
+        plan = make_plan(document.desired, observed, now)
+        role = self._take_role(document, listing, plan, steady, now)
+        if role == "watches":  # the leader reports the events
+            self._unsaved_events, self._unsaved_jump = [], 0.0
+            return Tick(document, observed, plan, self._new_events(stored_events), False, now)
+        self._history.save(state, events, now)
+        if role == "leads" and plan.end:
+            document = replace(document, desired=replace(document.desired, down=plan.end))
+            plan = make_plan(document.desired, observed, now)
+        if role == "leads":
+            self._answers = self._act([_with_flags(action, document) for action in plan.actions])
+        return Tick(document, observed, plan, events, role == "leads", now)
 
-    def _heard(self, told: tuple[Event, ...]) -> tuple[Event, ...]:
-        """What the document tells that it did not tell before."""
-        before, self._told = self._told, frozenset(told)
-        return () if before is None else tuple(each for each in told if each not in before)
+    def _new_events(self, stored: tuple[Event, ...]) -> tuple[Event, ...]:
+        """Return the document's events that this keeper has not reported yet."""
+        before, self._reported = self._reported, frozenset(stored)
+        return () if before is None else tuple(event for event in stored if event not in before)
 
     def run(
         self,
@@ -177,145 +187,140 @@ class Keeper:
         sleep: Callable[[float], None],
         patient: bool = False,
     ) -> Tick:
-        """Tick until `until`; what the cloud does not answer is said and asked again.
+        """Tick until `until` returns true; retry while the cloud does not answer.
 
-        patient: so is what a person has to mend, as nobody may be there to start another keeper; else it is raised.
+        `patient`: also retry errors that a person has to fix, as nobody may be there to start another keeper.
         """
         failures = 0
         while True:
             try:
                 tick = self.tick()
             except CloudError as error:
-                for_people = error.exit_code == 2
-                if for_people and not patient:
+                needs_person = error.exit_code == 2
+                if needs_person and not patient:
                     raise
                 failures += 1
-                pause = PERSON_RETRY_S if for_people else min(60.0, BUSY_INTERVAL_S * 2**failures)
-                self.say(f"{error}; asked again" + (f" in {pause / 60:.0f} min" if for_people else ""))
-                sleep(pause)
+                pause_s = PERSON_RETRY_S if needs_person else min(MAX_BACKOFF_S, BUSY_INTERVAL_S * 2**failures)
+                self.log(f"{error}; trying again" + (f" in {pause_s / 60:.0f} min" if needs_person else ""))
+                sleep(pause_s)
                 continue
             failures = 0
             show(tick)
             if until(tick):
                 return tick
-            moving = tick.plan.actions or self._answers or tick.observed.state.requests or self._under_way(tick)
-            sleep(BUSY_INTERVAL_S if moving else IDLE_INTERVAL_S)
+            sleep(BUSY_INTERVAL_S if tick.is_moving or self._answers else IDLE_INTERVAL_S)
 
-    def say(self, text: str) -> None:
-        """What there is to be said beside the ticks."""
-        self.told(f"{time.strftime('%H:%M:%S')} {text}")
+    def log(self, text: str) -> None:
+        self.log_line(f"{time.strftime('%H:%M:%S')} {text}")
 
-    told: Callable[[str], None] = staticmethod(lambda text: None)
-    """Takes what is said."""
+    log_line: Callable[[str], None] = staticmethod(lambda text: None)
 
     def release(self) -> None:
-        """Give the lease back, so that the next one need not wait for its end."""
-        if self._renewed is None:
+        """Give the lease back, so that the next keeper need not wait until it ends."""
+        if self._renewed_at is None:
             return
-        self._renewed = None
+        self._renewed_at = None
 
-        def give(document: Document | None) -> Document:
+        def release(document: Document | None) -> Document:
             if document is None:
                 raise DocumentGone(f"{self._store.where} is gone")
-            ours = document.lease is not None and document.lease.holder == self._me
-            return with_events(replace(document, lease=None), self._news) if ours else document
+            is_ours = document.lease is not None and document.lease.holder == self._id
+            return with_events(replace(document, lease=None), self._unsaved_events) if is_ours else document
 
-        self._store.change(give)
-        self._news.clear()
+        self._store.change(release)
+        self._unsaved_events.clear()
 
     def stand_back(self) -> None:
-        """Leave the lease to the keeper on the fleet's own machine, and watch: for as long as it takes it."""
+        """Leave the lease to the keeper on the fleet's own machine, and watch while it takes over."""
         self.release()
-        self._stood_back = self._clock.steady()
+        self._stood_back_at = self._clock.steady()
 
     def _load(self) -> Document:
         document = self._store.load()
         if document is None:
-            raise DocumentGone(f"{self._store.where} is gone: somebody has deleted it; `tpuswarm up` makes it again")
+            raise DocumentGone(f"{self._store.where} was deleted; `tpuswarm up` makes it again")
         return document
 
-    def _kept(self, now: float) -> FleetState:
-        """What the last keeper on this computer knew, if it is not old; its times are of the same clock, or nearly."""
-        kept = self._history.state()
-        if kept is None or not 0 <= now - kept[1] < 600:
+    def _load_state(self, now: float) -> FleetState:
+        """Return the recent state of the last keeper on this computer, if there was one."""
+        stored = self._history.state()
+        if stored is None or not 0 <= now - stored[1] < MAX_STATE_AGE_S:
             return FleetState()
-        return kept[0]
+        return stored[0]
 
-    def _outcomes(self) -> list[CreateResult]:
-        """What came of creations; of a few at a time, those first that are in no list."""
-        assert self._memory is not None
-        seen = self._memory.seen
-        asked = [(key, each.operation) for key, each in self._memory.requests.items() if each.operation]
-        ended = []
-        for key, operation in sorted(asked, key=lambda each: each[0] in seen)[:MAX_POLLED]:
+    def _poll_operations(self) -> list[CreateResult]:
+        """Poll open creations; first those that no listing shows."""
+        assert self._state is not None
+        seen = self._state.seen
+        operations = [(key, each.operation) for key, each in self._state.requests.items() if each.operation]
+        results = []
+        for key, operation in sorted(operations, key=lambda item: item[0] in seen)[:MAX_POLLED]:
             try:
                 outcome = self._provider.outcome(operation)
             except CloudError:
-                continue  # the next look asks again
+                continue
             if outcome.done:
-                ended.append(CreateResult(key, outcome.error))
-        return ended
+                results.append(CreateResult(key, outcome.error))
+        return results
 
     # The lease.
 
-    def _lead(self, document: Document, listing: Listing, found: Plan, steady: float, now: float) -> Role:
-        """What this keeper may do now; renews its lease, and stores first what is to end."""
+    def _take_role(self, document: Document, listing: Listing, plan: Plan, steady: float, now: float) -> Role:
+        """Renew or take the lease if it is ours to have; save first why the fleet is to end."""
         lease = document.lease
-        if lease is None or lease.holder != self._me:
-            self._renewed = None
-            if not self._may_take(lease, steady) and not _is_away(lease, document, listing):
+        if lease is None or lease.holder != self._id:
+            self._renewed_at = None
+            if not self._may_take(lease, steady) and not _holder_is_gone(lease, document, listing):
                 return "watches"
-        age = LEASE_S if self._renewed is None else steady - self._renewed
-        if age >= (EVENT_SAVE_INTERVAL_S if self._news else RENEW_INTERVAL_S) or found.end is not None:
-            beat = (lease.beat if lease and lease.holder == self._me else 0) + 1
-            desired = replace(document.desired, down=found.end) if found.end else document.desired
-            mine = KeeperLease(self._me, self._host, self._pid, beat, now, self._computer)
+        age_s = LEASE_S if self._renewed_at is None else steady - self._renewed_at
+        if age_s >= (EVENT_SAVE_INTERVAL_S if self._unsaved_events else RENEW_INTERVAL_S) or plan.end is not None:
+            beat = (lease.beat if lease and lease.holder == self._id else 0) + 1
+            desired = replace(document.desired, down=plan.end) if plan.end else document.desired
+            own_lease = KeeperLease(self._id, self._host, self._pid, beat, now, self._computer)
             zones = tuple(dict.fromkeys((*document.zones, *desired.zones)))
-            # Nobody has written since the document was loaded, or this fails: what was listed since then still holds,
-            # however long that took.
-            renewed = self._clock.steady()
+            # The save fails if anybody has written since the document was loaded, so the listing still holds.
+            saved_at = self._clock.steady()
             try:
-                self._store.save(replace(document, lease=mine, desired=desired, zones=zones))
+                self._store.save(replace(document, lease=own_lease, desired=desired, zones=zones))
             except Changed:
-                return "holds"  # somebody wrote meanwhile: the next look shows what
+                return "holds"  # somebody else wrote: the next tick shows what
             except CloudError as error:
-                self.say(f"the lease cannot be renewed: {error}")
-                if found.end:
+                self.log(f"the lease cannot be renewed: {error}")
+                if plan.end:
                     return "holds"
             else:
-                self._renewed = renewed
-                self._news, self._jumped = [], 0.0
-        return "leads" if self._sure() else "holds"
+                self._renewed_at = saved_at
+                self._unsaved_events, self._unsaved_jump = [], 0.0
+        return "leads" if self._lease_is_safe() else "holds"
 
-    def _sure(self) -> bool:
-        """Whether nobody can have taken the lease over by now, also where this computer has slept meanwhile."""
-        return self._renewed is not None and self._clock.steady() - self._renewed < SAFE_LEASE_S
+    def _lease_is_safe(self) -> bool:
+        """Whether nobody can have taken over, even if this computer has slept."""
+        return self._renewed_at is not None and self._clock.steady() - self._renewed_at < SAFE_LEASE_S
 
     def _may_take(self, lease: KeeperLease | None, steady: float) -> bool:
-        """Whether the lease is free: nobody has it, its process is dead, or it has stood still for long enough."""
+        """Whether the lease is free: nobody holds it, its process is dead, or it was not renewed in time."""
         if lease is None:
-            return self._stood_back is None or steady - self._stood_back >= LEASE_S
+            return self._stood_back_at is None or steady - self._stood_back_at >= LEASE_S
         if is_holder_alive(lease) is False:
             return True
         beat = (lease.holder, lease.beat)
-        if beat != self._seen_beat:
-            self._seen_beat, self._still_since = beat, steady
-        return steady - self._still_since >= LEASE_S
+        if beat != self._observed_beat:
+            self._observed_beat, self._observed_beat_at = beat, steady
+        return steady - self._observed_beat_at >= LEASE_S
 
     # Acting.
 
-    def _act(self, actions: Iterable[Action]) -> list[CloudAnswer]:
-        todo = list(actions)
-        if self._threads == 1 or len(todo) == 1:
-            answers = [self._do(each) for each in todo]
+    def _act(self, actions: list[Action]) -> list[CloudAnswer]:
+        if self._threads == 1 or len(actions) == 1:
+            results = [self._call(action) for action in actions]
         else:
             with ThreadPoolExecutor(self._threads) as pool:
-                answers = list(pool.map(self._do, todo))
-        return [each for each in answers if each is not None]
+                results = list(pool.map(self._call, actions))
+        return [result for result in results if result is not None]
 
-    def _do(self, action: Action) -> CloudAnswer | None:
-        """What came of it; None: it is too late for that, as another keeper may lead by now."""
-        if not self._sure():
+    def _call(self, action: Action) -> ActionResult | None:
+        """Carry out an action; return None if another keeper may lead by now."""
+        if not self._lease_is_safe():
             return None
         provider = self._provider
         try:
@@ -323,26 +328,35 @@ class Keeper:
                 return ActionResult(action, provider.create(action.spec), None)
             if isinstance(action, Delete):
                 return ActionResult(action, provider.delete(action.machine), None)
-            turn = provider.stop if isinstance(action, Stop) else provider.start
-            return ActionResult(action, turn(action.machine), None)
+            call = provider.stop if isinstance(action, Stop) else provider.start
+            return ActionResult(action, call(action.machine), None)
         except CloudError as error:
             return ActionResult(action, None, error)
-
-    def _under_way(self, tick: Tick) -> bool:
-        fleet = tick.document.desired.fleet
-        settled = ("ready", "stopped", "waiting")
-        return any(each.fleet == fleet and each.state not in settled for each in tick.observed.listing.machines)
 
 
 def _with_flags(action: Action, document: Document) -> Action:
     return action._replace(spec=add_flag_metadata(action.spec, document)) if isinstance(action, Create) else action
 
 
-def _is_away(lease: KeeperLease | None, document: Document, listing: Listing) -> bool:
-    """Whether who has the lease lived on a machine of the fleet that is not there, or does not run, any more."""
-    homes = (each.spec for each in document.desired.pools if each.name == document.desired.kept_on)
-    home = next(homes, None)
-    if home is None or lease is None or lease.host != home.name or home.zone in listing.unreachable:
+def _holder_is_gone(lease: KeeperLease | None, document: Document, listing: Listing) -> bool:
+    """Whether the lease's holder ran on a machine of the fleet that no longer runs."""
+    specs = (pool.spec for pool in document.desired.pools if pool.name == document.desired.kept_on)
+    spec = next(specs, None)
+    if spec is None or lease is None or lease.host != spec.name or spec.zone in listing.unreachable:
         return False
-    ours = (each for each in listing.machines if each.fleet == home.fleet and each.zone == home.zone)
-    return all(each.name != home.name or each.state in ("dead", "stopped", "creating") for each in ours)
+    in_zone = (m for m in listing.machines if m.fleet == spec.fleet and m.zone == spec.zone)
+    return all(m.name != spec.name or m.state in ("dead", "stopped", "creating") for m in in_zone)
+
+
+def rotate_log(log: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
+    """Move a long log to `log.1`, if it is this process's stdout; the open file stays the same."""
+    try:
+        file, stdout = log.stat(), os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError):  # no log, or no stdout
+        return
+    if (file.st_dev, file.st_ino) != (stdout.st_dev, stdout.st_ino) or file.st_size <= max_bytes:
+        return
+    with suppress(OSError):  # a full disk keeps the older log
+        sys.stdout.flush()
+        shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        os.truncate(log, 0)

@@ -1,4 +1,4 @@
-"""What the members of a fleet's training have carried, as its run says in the bucket."""
+"""Read from a run's bucket how many bytes its members have sent and received."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,46 +13,42 @@ from tpuswarm.swarm.views import status
 from tpuswarm.train.storage.record import read_file
 
 READ_INTERVAL_S = 60.0
-"""Seconds between two looks: each is a request."""
 
 
 class TrafficMeter:
-    """Of one keeper."""
-
     def __init__(self, provider: Provider):
         self._provider = provider
-        self._looked: float | None = None
-        """When, by the even clock."""
+        self._read_at: float | None = None
 
-    def look(self, document: Document, machines: Iterable[Machine], now: float, steady: float) -> Traffic:
-        """The document's traffic, with what came since, where its budget has a limit for it.
+    def update(self, document: Document, machines: Iterable[Machine], now: float, steady: float) -> Traffic:
+        """Return the document's traffic with what is new, if the budget limits traffic.
 
-        What the bucket does not say now, it says later: members count all that they have ever carried.
+        A reading that fails is made up for by the next, as members report totals.
         """
         url = find_run_url(document.jobs)
-        limited = document.desired.budget.traffic_per_day is not None
-        if url is None or not limited or (self._looked is not None and steady - self._looked < READ_INTERVAL_S):
+        is_due = self._read_at is None or steady - self._read_at >= READ_INTERVAL_S
+        if url is None or document.desired.budget.traffic_per_day is None or not is_due:
             return document.traffic
-        self._looked = steady
+        self._read_at = steady
         try:
-            carried = self._read(url)
-        except (CloudError, ValidationError):  # no answer, or half an answer: the next look asks again
+            carried = self._read_bytes(url)
+        except (CloudError, ValidationError):
             return document.traffic
-        zones = {f"j-{each.name}": each.zone for each in machines if each.fleet == document.desired.fleet}
-        head = next((seat.machine for job in document.jobs if is_head(job) for seat in job.assignments), None)
-        place = zones.get(f"j-{head}")
-        if place is None:
+        zones = {f"j-{machine.name}": machine.zone for machine in machines if machine.fleet == document.desired.fleet}
+        head = next((each.machine for job in document.jobs if is_head(job) for each in job.assignments), None)
+        head_zone = zones.get(f"j-{head}")
+        if head_zone is None:
             return document.traffic
-        return add_traffic(document.traffic, url, carried, zones, place, now)
+        return add_traffic(document.traffic, url, carried, zones, head_zone, now)
 
-    def _read(self, url: str) -> Mapping[str, int]:
-        bucket, _, folder = url.removeprefix("gs://").partition("/")
-        stored = self._provider.bucket(bucket)
+    def _read_bytes(self, url: str) -> Mapping[str, int]:
+        bucket_name, _, folder = url.removeprefix("gs://").partition("/")
+        bucket = self._provider.bucket(bucket_name)
 
         def read(name: str) -> bytes | None:
-            found = stored.read(f"{folder}/{name}")
-            return found.data if found else None
+            stored = bucket.read(f"{folder}/{name}")
+            return stored.data if stored else None
 
-        found = read_file(read, status.FILE)
-        members = () if found is None else status.parse_status(found).members
-        return {each.id: each.carried for each in members}
+        data = read_file(read, status.FILE)
+        members = () if data is None else status.parse_status(data).members
+        return {member.id: member.carried for member in members}

@@ -10,7 +10,7 @@ from tests.train import toy
 from tpuswarm import InputError, Weighted, supervised
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.recipe import Options
-from tpuswarm.train.supervised import inference_params
+from tpuswarm.train.supervised_program import inference_params
 
 RATE = 3e-3
 

@@ -12,7 +12,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Options
-from tpuswarm.train.supervised import inference_params, supervised
+from tpuswarm.train.supervised import supervised
+from tpuswarm.train.supervised_program import inference_params
 
 CLOCK = toy.clock(progress=0.25)
 BATCH = {name: array[:16] for name, array in toy.data().items()}

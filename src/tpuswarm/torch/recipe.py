@@ -18,7 +18,8 @@ from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import Loss
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.trees import load
-from tpuswarm.train.supervised import Supervised, SupervisedProgram, supervised
+from tpuswarm.train.supervised import Supervised, supervised
+from tpuswarm.train.supervised_program import SupervisedProgram
 
 CHECKED_ROWS = 4
 """Rows of the data that are compared with torch: not one of the traced sizes, so that formulas are checked too."""

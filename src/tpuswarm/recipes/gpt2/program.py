@@ -15,7 +15,7 @@ from tpuswarm.recipes.gpt2.loss import GPU_CHUNK_BYTES, mean_loss
 from tpuswarm.train.losses import in_precision
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Batch, Options
-from tpuswarm.train.supervised import SupervisedProgram
+from tpuswarm.train.supervised_program import SupervisedProgram
 
 
 def make_program(

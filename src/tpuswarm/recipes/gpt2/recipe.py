@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs
 
     from tpuswarm.recipes.gpt2.tokenizer import Tokenizer
     from tpuswarm.recipes.gpt2.tokens import Tokens
-    from tpuswarm.train.supervised import SupervisedProgram
+    from tpuswarm.train.supervised_program import SupervisedProgram
 
 PEAK_LR = {"tiny": 1e-3, "124m": 6e-4, "355m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}
 FAKE_VOCAB = 65
@@ -308,7 +308,7 @@ class GPT2(Recipe):
         if self.tokenizer is None:
             raise InputError("a model trained on fake data cannot generate text")
         from tpuswarm.recipes.gpt2.sample import generate
-        from tpuswarm.train.supervised import inference_params
+        from tpuswarm.train.supervised_program import inference_params
 
         start = self.tokenizer.encode(prompt or "\n").tolist()
         params = inference_params(state)
@@ -358,7 +358,7 @@ class GPT2(Recipe):
     def export(self, state: Any, folder: Path) -> None:
         """model.safetensors, config.json and the tokenizer, as transformers reads them."""
         from tpuswarm.recipes.gpt2 import export
-        from tpuswarm.train.supervised import inference_params
+        from tpuswarm.train.supervised_program import inference_params
 
         export.write(inference_params(state), self.config, self.tokenizer, folder)
 

@@ -14,7 +14,7 @@ from tpuswarm.train.process.platform import has_gpu, has_tpu
 from tpuswarm.train.program.contract import abstract_state, check_exchange, program_of
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Average, Options, Recipe
-from tpuswarm.train.supervised import SupervisedProgram
+from tpuswarm.train.supervised_program import SupervisedProgram
 
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """How the chips of one process lie; https://docs.jax.dev/en/latest/multi_process.html."""

@@ -24,7 +24,7 @@ from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.program.request import Request, default_batch, usual_request
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source
 from tpuswarm.train.run.loaded import initial_parameters
-from tpuswarm.train.supervised import SupervisedProgram
+from tpuswarm.train.supervised_program import SupervisedProgram
 
 LOWEST, HIGHEST = 1e-6, 1.0
 STEPS = 100

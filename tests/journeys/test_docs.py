@@ -80,3 +80,14 @@ def definitions(path: Path) -> set[str]:
 
     visit(ast.parse(path.read_text(encoding="utf-8")), "")
     return found
+
+
+def test_each_guarantee_names_tests_that_exist():
+    relied_on = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8").partition("## What you cannot rely on")[0]
+    guarantees = relied_on.split("\n- ")[1:]
+    assert len(guarantees) > 20
+    for guarantee in guarantees:
+        files = re.findall(r"`([\w/]+\.py)`", guarantee)
+        assert files, f"no test is named: {guarantee}"
+        for file in files:
+            assert definitions(ROOT / "tests" / file), f"{file} has no test: {guarantee}"

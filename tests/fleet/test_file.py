@@ -62,13 +62,13 @@ def test_correct_file_is_read_without_warnings(tmp_path):
         ('how = "on-demand"', 'disks = [{ name = "data" }]', 16, "data cannot be written by the 4 hosts of a v3-32"),
         ('["tpu"]', '["TPU"]', 13, "a network tag of small letters, digits and -, not 'TPU'"),
         ('owner = "me"', 'tpuswarm-fleet = "x"', 14, "a label such as owner, which does not begin with tpuswarm"),
-        ('name = "slice"', 'name = "small"', 17, "there are two of the name small"),
-        ('name = "slice"', 'name = "head"', 17, "head means something else where a name is given"),
-        ("2027-01-01", "2026-11-20", 28, "ended on 2026-11-20: take it out (each costs $1.35 an hour then), or"),
+        ('name = "slice"', 'name = "small"', 17, "there are two named small"),
+        ('name = "slice"', 'name = "head"', 17, "head means something else in commands"),
+        ("2027-01-01", "2026-11-20", 28, "ended on 2026-11-20: remove it (the price is then $1.35 an hour each), or"),
         ("2027-01-01", '"soon"', 28, "a date such as 2026-12-24, not 'soon'"),
         ('"n2-highmem-8"', '"big"', 31, "head.type: a machine type such as n2-highmem-8, not 'big'"),
         ("ip_forward = true", "ip_forward = false", 35, 'role = "router" needs ip_forward = true'),
-        ("hour = 40.0", "hour = 5.0", 43, "$5.00 an hour is less than one machine of pool slice costs, a v3-32: $32"),
+        ("hour = 40.0", "hour = 5.0", 43, "$5.00 an hour is less than a machine of pool slice costs: $32"),
         ("gs://my-bucket", "gs://My_Bucket/x", 47, "a bucket's name such as my-swarm"),
         ('"3.12"', '"2.7"', 50, "a version of Python such as 3.12, not '2.7'"),
         ('["HF_TOKEN"]', '["HF TOKEN"]', 52, "the name of an environment variable, not 'HF TOKEN'"),
@@ -100,7 +100,7 @@ def test_bucket_in_another_region_is_refused_with_its_price_unless_allowed(tmp_p
 
 def test_budget_with_an_unknown_price_is_refused(tmp_path):
     text = WHOLE.replace(TWO_ZONES, '["asia-east1-c"]').replace('"v2-8"\nzones', '"v6e-8"\nzones')
-    assert "nobody says what a v6e-8 costs in asia-east1-c, so no budget" in error(tmp_path, text)
+    assert "the price of a v6e-8 in asia-east1-c is unknown, so no budget" in error(tmp_path, text)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_budget_with_an_unknown_price_is_refused(tmp_path):
         ("tpu-ubuntu2204-base", "my-own-runtime", "pool small: runtime my-own-runtime is in no list we know"),
         ("tpu-ubuntu2204-base", "v2-alpha-tpuv6e", "v2-alpha-tpuv6e is for v6e; usual for v2-8: tpu-ubuntu2204-base"),
         ("tpu-ubuntu2204-base", "tpu-vm-tf-2.17.0-pjrt", None),
-        ("n2-highmem-8", "x9-huge-8", "head: nobody says what a x9-huge-8 costs in us-central1-f"),
+        ("n2-highmem-8", "x9-huge-8", "head: the price of a x9-huge-8 in us-central1-f is unknown"),
     ],
 )
 def test_unknown_runtime_or_machine_type_is_only_a_warning(tmp_path, old, new, warning):

@@ -75,7 +75,7 @@ def agree(
     for name in pods:
         say(f"{name} gets other flags, and its tpu-runtime begins anew: what runs on it ends")
     also()
-    if shown.changes or pods:
+    if shown.steps or pods:
         confirm(yes)
     fleets.store_desired(fleet, store, read, wanted, before)
     if before is None:

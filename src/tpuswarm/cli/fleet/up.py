@@ -136,14 +136,14 @@ def down(
     wanted = desired_from_file.without_machine(desired, listing, machine) if machine else replace(desired, down=BY_HAND)
     wanted = replace(wanted, revision=wanted.revision + 1)
     shown = apply.previewed(wanted, listing, cloud.project, document)
-    if desired.down is not None and machine is None and not shown.changes:
+    if desired.down is not None and machine is None and not shown.steps:
         say(f"{desired.fleet} is down already: {desired.down}")
     else:
         apply.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
     if dry_run:
         say("nothing was done")
         return
-    if shown.changes:
+    if shown.steps:
         confirm(yes)
     fleets.change_desired(store, wanted, desired)
     apply.work(fleet, cloud, store, lambda tick: tick.converged if machine else tick.done)
@@ -209,7 +209,7 @@ def _turn(text: str, where: str | None, yes: bool, pausing: bool) -> None:
     wanted = replace(wanted, paused=paused, revision=wanted.revision + 1)
     shown = apply.previewed(wanted, listing, cloud.project, document)
     apply.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
-    if shown.changes:
+    if shown.steps:
         confirm(yes)
     fleets.change_desired(store, wanted, document.desired)
     apply.work(fleet, cloud, store, lambda tick: tick.converged)

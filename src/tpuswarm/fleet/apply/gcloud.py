@@ -1,4 +1,4 @@
-"""The gcloud lines that do what a fleet does, for a person to read, and to type where tpuswarm is not at hand."""
+"""The gcloud commands that do what a fleet does, to read or to run without tpuswarm."""
 
 import shlex
 from collections.abc import Mapping
@@ -13,76 +13,63 @@ INSTANCES = ("gcloud", "compute", "instances")
 
 
 def create(spec: Spec, project: str) -> str:
-    """The line that creates it. Of its metadata the SSH keys are left out: gcloud brings its own."""
-    return _vm(spec, project) if isinstance(spec, VmSpec) else _tpu(spec, project)
+    """Return the command that creates a machine, without SSH keys: gcloud adds its own."""
+    return _create_vm(spec, project) if isinstance(spec, VmSpec) else _create_tpu(spec, project)
 
 
 def delete(machine: Machine, project: str) -> str:
-    """The line that deletes it, with its queued request."""
-    place = [machine.name, f"--project={project}", f"--zone={machine.zone}", "--quiet"]
+    """Return the command that deletes a machine, with its queued request."""
+    options = [f"--project={project}", f"--zone={machine.zone}", "--quiet"]
     if machine.kind == "vm":
-        return shlex.join([*INSTANCES, "delete", *place])
+        return shlex.join([*INSTANCES, "delete", machine.name, *options])
     if machine.request:
-        return shlex.join([*QUEUED, "delete", machine.request, *place[1:], "--force"])
-    return shlex.join([*TPU_VM, "delete", *place])
+        return shlex.join([*QUEUED, "delete", machine.request, *options, "--force"])
+    return shlex.join([*TPU_VM, "delete", machine.name, *options])
 
 
 def stop_or_start(machine: Machine, verb: str, project: str) -> str:
-    """The line that stops or starts it."""
     words = TPU_VM if machine.kind == "tpu" else INSTANCES
     return shlex.join([*words, verb, machine.name, f"--project={project}", f"--zone={machine.zone}"])
 
 
-def _tpu(spec: TpuSpec, project: str) -> str:
+def _create_tpu(spec: TpuSpec, project: str) -> str:
     queued = spec.how in ("queued", "reserved")
-    words = [*(QUEUED if queued else TPU_VM), "create", spec.name, *_place(spec, project)]
+    words = [*(QUEUED if queued else TPU_VM), "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
     words += [f"--node-id={spec.name}"] if queued else []
     words += [f"--accelerator-type={find(spec.type).api_name or spec.type}"]
     words += [f"--{'runtime-version' if queued else 'version'}={spec.runtime}"]
     words += ["--spot"] if spec.how == "spot" else []
     words += [f"--reservation={spec.reservation}", "--reserved"] if spec.reservation else []
     words += [f"--valid-until-duration={spec.wait_s:.0f}s"] if queued and spec.wait_s else []
-    words += _network(spec) + ([] if spec.external_ips else ["--internal-ips"])
-    words += [f"--labels={_pairs({**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool})}"]
-    words += _metadata(spec.metadata)
-    words += [f"--service-account={spec.service_account}"] if spec.service_account else []
+    words += _common_options(spec, "--internal-ips")
     for disk in spec.disks:
         source = f"projects/{project}/zones/{spec.zone}/disks/{disk.name}"
         words += [f"--data-disk=source={source},mode={'read-only' if disk.read_only else 'read-write'}"]
     return shlex.join(words)
 
 
-def _vm(spec: VmSpec, project: str) -> str:
+def _create_vm(spec: VmSpec, project: str) -> str:
     image_project, family = spec.image.split("/")
-    words = [*INSTANCES, "create", spec.name, *_place(spec, project), f"--machine-type={spec.type}"]
-    words += [f"--image-project={image_project}", f"--image-family={family}", f"--boot-disk-size={spec.disk_gib}GB"]
+    words = [*INSTANCES, "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
+    words += [f"--machine-type={spec.type}", f"--image-project={image_project}", f"--image-family={family}"]
+    words += [f"--boot-disk-size={spec.disk_gib}GB"]
     words += ["--provisioning-model=SPOT"] if spec.spot else []
     if spec.ends is not None:
         ends = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
         words += [f"--termination-time={ends}", "--instance-termination-action=DELETE"]
-    words += _network(spec) + ([] if spec.external_ips else ["--no-address"])
     words += ["--can-ip-forward"] if spec.ip_forward else []
-    words += [f"--labels={_pairs({**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool})}"]
-    words += _metadata(spec.metadata)
-    words += [f"--service-account={spec.service_account}"] if spec.service_account else []
+    words += _common_options(spec, "--no-address")
     return shlex.join([*words, "--scopes=cloud-platform"])
 
 
-def _place(spec: Spec, project: str) -> list[str]:
-    return [f"--project={project}", f"--zone={spec.zone}"]
-
-
-def _network(spec: Spec) -> list[str]:
+def _common_options(spec: Spec, no_external_ips: str) -> list[str]:
     words = [] if spec.network == "default" else [f"--network={spec.network}"]
     words += [f"--subnetwork={spec.subnetwork}"] if spec.subnetwork else []
-    return words + ([f"--tags={','.join(spec.tags)}"] if spec.tags else [])
-
-
-def _metadata(metadata: Mapping[str, str]) -> list[str]:
-    shown = {key: value for key, value in metadata.items() if key != "ssh-keys"}
-    # With another separator than the comma, which a value may hold: `gcloud topic escaping`.
-    return [f"--metadata=^~^{'~'.join(f'{key}={value}' for key, value in shown.items())}"] if shown else []
-
-
-def _pairs(labels: Mapping[str, str]) -> str:
-    return ",".join(f"{key}={value}" for key, value in labels.items())
+    words += [f"--tags={','.join(spec.tags)}"] if spec.tags else []
+    words += [] if spec.external_ips else [no_external_ips]
+    labels: Mapping[str, str] = {**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool}
+    words += [f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}"]
+    if metadata := [f"{key}={value}" for key, value in spec.metadata.items() if key != "ssh-keys"]:
+        # A value may contain a comma, so use another separator: `gcloud topic escaping`.
+        words += [f"--metadata=^~^{'~'.join(metadata)}"]
+    return words + ([f"--service-account={spec.service_account}"] if spec.service_account else [])

@@ -1,4 +1,4 @@
-"""The steps from nothing to a project that is ready for a fleet: decided here, shown, and done one by one."""
+"""The steps of `tpuswarm init`: list them, inspect the project, and run them one by one."""
 
 import shlex
 from collections import Counter
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from tpuswarm.cloud.google.project import Project
 
 NAME_LABEL = "tpuswarm"
-"""A label of what a fleet of some name has from its set-up on, before it has an id."""
+"""Labels what belongs to a fleet of this name before the fleet has an id."""
 
 
 @dataclass(frozen=True)
 class GrantText:
-    """TPUs that cost nothing, as a person types them."""
+    """TPUs that cost nothing, as the user typed them."""
 
     count: int
     type: str
@@ -39,8 +39,6 @@ class GrantText:
 
 @dataclass(frozen=True)
 class PoolText:
-    """Machines that are asked for."""
-
     type: str
     zones: tuple[str, ...]
     count: int
@@ -49,42 +47,39 @@ class PoolText:
 
 @dataclass(frozen=True)
 class InitPlan:
-    """What the project is to be made ready for."""
-
     name: str
     project: str
     network: str
     bucket: str
     region: str
-    """Of the bucket: that of most TPUs."""
+    """The bucket's region, near most TPUs."""
     file: Path
-    bucket_of: str | None = None
-    """The project of the bucket, where it is another one."""
+    bucket_project: str | None = None
+    """If it is another project."""
 
     @property
     def rules(self) -> tuple[firewall.Rule, firewall.Rule]:
-        """The two firewall rules."""
+        """The firewall rules: inside the fleet, and for SSH."""
         return firewall.wanted(self.network, firewall.tag_of(self.name), self.description)
 
-    def does(self, rule: firewall.Rule, there: Iterable[firewall.Rule]) -> bool:
-        """Whether rules that are there do what this one is for, whatever they are called."""
-        judge = firewall.joins if rule.source_tags else firewall.opens_ssh
-        return judge(there, self.network, [firewall.tag_of(self.name)])
+    def is_covered(self, rule: firewall.Rule, existing: Iterable[firewall.Rule]) -> bool:
+        """Whether existing rules, whatever their names, allow what a rule allows."""
+        allows = firewall.joins if rule.source_tags else firewall.opens_ssh
+        return allows(existing, self.network, [firewall.tag_of(self.name)])
 
     @property
     def description(self) -> str:
-        """Of what carries no labels."""
+        """Marks resources that cannot have labels."""
         return f"tpuswarm {self.name}"
 
 
 @dataclass(frozen=True)
 class ProjectState:
-    """What is there already."""
+    """What exists already."""
 
     apis: frozenset[str] = frozenset()
     billing: str | None = None
-    bucket: str | None = None
-    """The region that it lies in."""
+    bucket_region: str | None = None
     network: bool = False
     rules: tuple[firewall.Rule, ...] = ()
     key: bool = False
@@ -92,17 +87,15 @@ class ProjectState:
 
 
 class InitStep(NamedTuple):
-    """One thing that is there afterwards."""
-
     id: str
     says: str
     line: str
-    """The command that does the same; of the file, its text."""
+    """The command that does the same; for the file, its text."""
     there: bool
 
 
 def parse_grant(text: str) -> GrantText:
-    """`5 v3-8 europe-west4-a`, `100 v2-8 us-central1-f spot until 2027-01-31`. Raises InputError for anything else."""
+    """Parse `5 v3-8 europe-west4-a` or `100 v2-8 us-central1-f spot until 2027-01-31`. Raise InputError."""
     words = text.replace(",", " ").split()
     example = "a grant is typed like `100 v2-8 us-central1-f spot until 2027-01-31`: count, type, zone"
     if len(words) < 3 or not words[0].isdigit() or int(words[0]) < 1:
@@ -119,123 +112,106 @@ def parse_grant(text: str) -> GrantText:
     return GrantText(int(words[0]), type_, words[2], "spot" if spot else "on-demand", expires)
 
 
-def list_steps(plan: InitPlan, text: str, found: ProjectState) -> list[InitStep]:
-    """All of them in their order; those that are done are marked. `text`: the file's."""
-    of = f"--project={plan.project}"
-    rest = [api for api in APIS if api != BILLING_API]
-    missing = [api for api in rest if api not in found.apis] or rest
-    ready = found.apis.issuperset(rest)
+def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]:
+    """List all steps in order, also those that are done. `text`: of the file."""
+    project = f"--project={plan.project}"
+    apis = [api for api in APIS if api != BILLING_API]
+    missing = [api for api in apis if api not in state.apis] or apis
+    has_apis = state.apis.issuperset(apis)
+    api_names = f"{', '.join(APIS[api] for api in missing)}{'' if has_apis else ', which takes minutes'}"
     inside, ssh = plan.rules
-    bucket = f"gcloud storage buckets create gs://{plan.bucket} {of} --location={plan.region}"
-    network = ["gcloud", "compute", "networks", "create", plan.network, of, "--subnet-mode=auto"]
-    return [
-        InitStep(
-            "billing-api",
-            "turn on Cloud Billing, which says who pays",
-            f"gcloud services enable {BILLING_API} {of}",
-            BILLING_API in found.apis,
-        ),
-        InitStep(
-            "billing",
-            "see that a billing account is linked",
-            f"gcloud billing projects describe {plan.project}",
-            found.billing is not None,
-        ),
-        InitStep(
-            "apis",
-            f"turn on {', '.join(APIS[api] for api in missing)}{'' if ready else ', which takes minutes'}",
-            shlex.join(["gcloud", "services", "enable", *missing, of]),
-            ready,
-        ),
-        InitStep(
-            "bucket",
-            f"make the bucket {plan.bucket} in {plan.region}",
-            f"{bucket} --uniform-bucket-level-access --public-access-prevention --soft-delete-duration=0s",
-            found.bucket is not None,
-        ),
-        InitStep(
-            "network",
-            f"make the network {plan.network}, closed until a rule below opens it",
-            shlex.join([*network, f"--description={plan.description}"]),
-            found.network,
-        ),
-        InitStep(
-            "inside",
-            "let its machines reach each other on every TCP port",
-            inside.gcloud(plan.project),
-            plan.does(inside, found.rules),
-        ),
-        InitStep(
-            "ssh",
-            "let SSH reach them from anywhere; only the fleet's keys get in",
-            ssh.gcloud(plan.project),
-            plan.does(ssh, found.rules),
-        ),
-        InitStep(
-            "key",
-            "make an SSH key for this computer",
-            f"ssh-keygen -t ed25519 -N '' -f {_home(key_file())}",
-            found.key,
-        ),
-        InitStep("file", f"write {plan.file}", text.rstrip(), found.file),
-    ]
+    bucket = f"gcloud storage buckets create gs://{plan.bucket} {project} --location={plan.region}"
+    bucket += " --uniform-bucket-level-access --public-access-prevention --soft-delete-duration=0s"
+    network = ["gcloud", "compute", "networks", "create", plan.network, project, "--subnet-mode=auto"]
+    network.append(f"--description={plan.description}")
+    key_path = str(key_file()).replace(str(Path.home()), "~", 1)
+    steps = [
+        ("billing-api", "turn on Cloud Billing, which says who pays", f"gcloud services enable {BILLING_API} {project}",
+         BILLING_API in state.apis),
+        ("billing", "see that a billing account is linked", f"gcloud billing projects describe {plan.project}",
+         state.billing is not None),
+        ("apis", f"turn on {api_names}", shlex.join(["gcloud", "services", "enable", *missing, project]), has_apis),
+        ("bucket", f"make the bucket {plan.bucket} in {plan.region}", bucket, state.bucket_region is not None),
+        ("network", f"make the network {plan.network}, closed until a rule below opens it", shlex.join(network),
+         state.network),
+        ("inside", "let its machines reach each other on every TCP port", inside.gcloud(plan.project),
+         plan.is_covered(inside, state.rules)),
+        ("ssh", "let SSH reach them from anywhere; only the fleet's keys get in", ssh.gcloud(plan.project),
+         plan.is_covered(ssh, state.rules)),
+        ("key", "make an SSH key for this computer", f"ssh-keygen -t ed25519 -N '' -f {key_path}", state.key),
+        ("file", f"write {plan.file}", text.rstrip(), state.file),
+    ]  # fmt: skip
+    return [InitStep(*step) for step in steps]
 
 
 def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
-    """What is there already. Where nobody pays, or it cannot be asked yet who does, no more can be seen."""
-    found = ProjectState(project.apis(), key=public_key() is not None, file=plan.file.exists())
-    billing = project.billing() if BILLING_API in found.apis else None
+    """Return what exists. Without billing, the cloud shows no resources."""
+    state = ProjectState(project.apis(), key=public_key() is not None, file=plan.file.exists())
+    billing = project.billing() if BILLING_API in state.apis else None
     if billing is None:
-        return found
-    compute = "compute.googleapis.com" in found.apis
+        return state
+    has_compute, has_storage = ("compute.googleapis.com" in state.apis), ("storage.googleapis.com" in state.apis)
     return replace(
-        found,
+        state,
         billing=billing,
-        bucket=project.bucket_region(plan.bucket, plan.bucket_of) if "storage.googleapis.com" in found.apis else None,
-        network=project.has_network(plan.network) if compute else False,
-        rules=project.rules() if compute else (),
+        bucket_region=project.bucket_region(plan.bucket, plan.bucket_project) if has_storage else None,
+        network=project.has_network(plan.network) if has_compute else False,
+        rules=project.rules() if has_compute else (),
     )
 
 
 def run_step(
-    step: InitStep, project: "Project", plan: InitPlan, found: ProjectState, text: str, say: Callable[[str], None]
+    step: InitStep, project: "Project", plan: InitPlan, state: ProjectState, text: str, report: Callable[[str], None]
 ) -> None:
-    """Do one step. `text`: the file's; `say` is told what is waited for."""
-    inside, ssh = plan.rules
+    """Run one step. `text`: of the file; `report`: takes what it waits for."""
     if step.id == "billing-api":
         project.turn_on(BILLING_API)
     elif step.id == "billing":
-        _need_billing(project)
+        _require_billing(project)
     elif step.id == "apis":
-        missing = [api for api in APIS if api not in found.apis and api != BILLING_API]
+        missing = [api for api in APIS if api not in state.apis and api != BILLING_API]
         for number, api in enumerate(missing, 1):
-            say(f"turning on {APIS[api]} ({number} of {len(missing)})")
+            report(f"turning on {APIS[api]} ({number} of {len(missing)})")
             project.turn_on(api)
     elif step.id == "bucket":
-        if project.bucket_region(plan.bucket, plan.bucket_of) is None:  # or that of somebody else: Taken
+        if project.bucket_region(plan.bucket, plan.bucket_project) is None:
             project.make_bucket(plan.bucket, plan.region, {NAME_LABEL: plan.name})
     elif step.id == "key":
         make_key()
     elif step.id == "file":
         write_atomically(plan.file, text)
     elif step.id == "network":
-        with suppress(Taken):  # it could not be seen before the APIs were on
+        with suppress(Taken):  # it was invisible before the APIs were on
             project.make_network(plan.network, plan.description)
     else:
-        rule = inside if step.id == "inside" else ssh
-        try:
-            project.make_rule(rule)
-        except Taken:
-            if not plan.does(rule, project.rules()):
-                delete = f"gcloud compute firewall-rules delete {rule.name} --project={plan.project}"
-                raise Taken(
-                    f"there is a firewall rule {rule.name}, and it does not {step.says}: `{delete}` deletes it, and "
-                    "the same command makes the right one"
-                ) from None
+        _make_rule(step, project, plan)
+
+
+def _make_rule(step: InitStep, project: "Project", plan: InitPlan) -> None:
+    inside, ssh = plan.rules
+    rule = inside if step.id == "inside" else ssh
+    try:
+        project.make_rule(rule)
+    except Taken:
+        if not plan.is_covered(rule, project.rules()):
+            delete = f"gcloud compute firewall-rules delete {rule.name} --project={plan.project}"
+            raise Taken(
+                f"there is a firewall rule {rule.name}, and it does not {step.says}: delete it with `{delete}`, then "
+                "repeat this command, which makes the right one"
+            ) from None
+
+
+def _require_billing(project: "Project") -> None:
+    if project.billing() is None:
+        link = f"gcloud billing projects link {project.id} --billing-account=ACCOUNT"
+        raise Denied(
+            f"no billing account is linked to project {project.id}, so it cannot have machines, not even free ones: "
+            f"`gcloud billing accounts list` names yours, `{link}` links it; then repeat this command"
+        )
 
 
 def main_region(zones: Counter[str]) -> str:
-    """The region with the most machines, the first one named where several have as many."""
+    """Return the region with the most machines; of equal regions the first."""
     regions = Counter[str]()
     for zone, count in zones.items():
         regions[region_of(zone)] += count
@@ -245,16 +221,16 @@ def main_region(zones: Counter[str]) -> str:
 def swarm_toml(
     plan: InitPlan, provider: str, cross_region: bool, grants: list[GrantText], pools: list[PoolText]
 ) -> str:
-    """swarm.toml."""
+    """Return the text of swarm.toml."""
     lines = [f'name = "{plan.name}"', f'provider = "{provider}"', f'project = "{plan.project}"']
     lines += ["allow_cross_region = true"] if cross_region else []
     lines += ["", "[storage]", f'bucket = "{plan.bucket}"', f'region = "{plan.region}"']
     for grant in grants:
         lines += ["", "[[grant]]", f'type = "{grant.type}"', f'zone = "{grant.zone}"', f'how = "{grant.how}"']
         lines += [f"count = {grant.count}", *([f"expires = {grant.expires}"] if grant.expires else [])]
-    names = Counter(pool.type for pool in pools)
+    type_counts = Counter(pool.type for pool in pools)
     for pool in pools:
-        name = pool.type if names[pool.type] == 1 else f"{pool.type}-{pool.how}"
+        name = pool.type if type_counts[pool.type] == 1 else f"{pool.type}-{pool.how}"
         zones = ", ".join(f'"{zone}"' for zone in pool.zones)
         lines += ["", "[[pool]]", f'name = "{name}"', f'type = "{pool.type}"', f"zones = [{zones}]"]
         lines += [f"count = {pool.count}", f'how = "{pool.how}"', f'network = "{plan.network}"']
@@ -262,36 +238,24 @@ def swarm_toml(
 
 
 def pools_from_grants(grants: list[GrantText]) -> list[PoolText]:
-    """A pool for each type and kind that is granted, with all of its zones and machines."""
-    alike = dict.fromkeys((grant.type, grant.how) for grant in grants)
-    found = []
-    for type_, how in alike:
-        mine = [grant for grant in grants if (grant.type, grant.how) == (type_, how)]
-        zones = tuple(dict.fromkeys(grant.zone for grant in mine))
-        found.append(PoolText(type_, zones, sum(grant.count for grant in mine), how))
-    return found
+    """Return one pool for each granted type and kind, with all its zones and machines."""
+    pools = []
+    for type_, how in dict.fromkeys((grant.type, grant.how) for grant in grants):
+        same = [grant for grant in grants if (grant.type, grant.how) == (type_, how)]
+        zones = tuple(dict.fromkeys(grant.zone for grant in same))
+        pools.append(PoolText(type_, zones, sum(grant.count for grant in same), how))
+    return pools
 
 
 def plan_from_file(file: SwarmFile, path: Path, project: str) -> InitPlan:
-    """What a file that is there already needs. Raises InputError where it leaves out what the set-up is about."""
+    """Return the plan for an existing file. Raise InputError if it lacks what init sets up."""
     zones = Counter({zone: pool.count for pool in file.pool for zone in pool.zones})
     networks = {pool.network for pool in file.pool}
     if not zones or file.storage is None:
-        raise InputError(f"{path} has no [[pool]] or no [storage] bucket, so there is nothing to make ready")
+        raise InputError(
+            f"{path} needs a [[pool]] and a [storage] bucket; add them, or run `tpuswarm init` where there is no file"
+        )
     if len(networks) > 1:
-        raise InputError(f"{path} has pools in {len(networks)} networks; the set-up is for one: {', '.join(networks)}")
+        raise InputError(f"{path} has pools in {len(networks)} networks, and init sets up one: {', '.join(networks)}")
     region = file.storage.region or main_region(zones)
     return InitPlan(file.name, project, networks.pop(), file.storage.bucket, region, path, file.storage.project)
-
-
-def _need_billing(project: "Project") -> None:
-    if project.billing() is None:
-        link = f"gcloud billing projects link {project.id} --billing-account=ACCOUNT"
-        raise Denied(
-            f"no billing account is linked to project {project.id}, so it can have no machines, free ones included: "
-            f"`gcloud billing accounts list` names yours, `{link}` links it; then the same command goes on"
-        )
-
-
-def _home(path: Path) -> str:
-    return str(path).replace(str(Path.home()), "~", 1)

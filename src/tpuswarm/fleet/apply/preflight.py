@@ -1,275 +1,279 @@
-"""What must be right before the first machine is created. Facts in, checks out; `facts` asks for them."""
+"""Check everything that must be right before the first machine is created."""
 
 import ipaddress
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from tpuswarm.catalog import find, generations, machines, network
+from tpuswarm.catalog import find, generations, machines
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import firewall
 from tpuswarm.cloud.google.failures import SIGN_IN
-from tpuswarm.cloud.google.project import APIS, BILLING_API, Subnetwork
+from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.cloud.google.quotas import allowance, size
 from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.units import GIB
-from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts, machine_tables
+from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts
 from tpuswarm.fleet.decide import money
+from tpuswarm.fleet.spec.checks import read_price
 from tpuswarm.fleet.spec.desired_from_file import list_grants
-from tpuswarm.fleet.spec.file import MachineTable, Pool, SwarmFile
+from tpuswarm.fleet.spec.file import HeadTable, MachineTable, Pool, SwarmFile
 
 UNLIMITED_COUNT = 10**6
-"""Quota for so many machines is no limit."""
 OPTIONAL_APIS = (BILLING_API, "cloudquotas.googleapis.com")
-"""APIs without which there is a machine all the same: only what is asked of them stays unknown."""
+"""Machines can be created without these."""
 RESERVED_ADDRESSES = 4
-"""Addresses of a range that Google keeps for itself."""
+"""Google keeps these for itself in every range."""
 
 
 class Check(NamedTuple):
-    """One thing that must be right."""
-
     id: str
     ok: bool
     sentence: str
-    """What was found."""
     mend: str = ""
-    """The command, or the line of swarm.toml, that puts it right."""
+    """The command, or the line of swarm.toml, that fixes it."""
     known: bool = True
-    """Else nobody may ask the cloud about it: it is taken for right, and the first creation tells."""
+    """False if the user may not ask the cloud: assumed to be right, the first creation will tell."""
+
+
+Verdict = str | tuple[str, str]
+"""A sentence if the check passes, otherwise a sentence and a remedy."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _check(id_: str, optional: bool = False) -> Callable[[Callable[P, Verdict]], Callable[P, Check]]:
+    """Turn a verdict, or an error of the cloud, into a check.
+
+    `optional`: project members may lack the permission to ask, and create machines all the same.
+    """
+
+    def decorate(judge: Callable[P, Verdict]) -> Callable[P, Check]:
+        @wraps(judge)
+        def run(*args: P.args, **kwargs: P.kwargs) -> Check:
+            try:
+                verdict = judge(*args, **kwargs)
+            except CloudError as error:
+                if optional and isinstance(error, Denied):
+                    return Check(id_, True, f"could not be checked: {error}", known=False)
+                sentence, _, remedy = str(error).partition("; ")
+                return Check(id_, False, sentence, remedy)
+            return Check(id_, True, verdict) if isinstance(verdict, str) else Check(id_, False, *verdict)
+
+        return run
+
+    return decorate
+
+
+def _answer(answer: T | CloudError) -> T:
+    if isinstance(answer, CloudError):
+        raise answer
+    return answer
 
 
 def run_checks(
     file: SwarmFile, facts: ProjectFacts, now: float, paid: bool, head_bytes: float | None = None
 ) -> list[Check]:
-    """All of them, those that are right included. `now`: Unix seconds; `paid`: what no grant covers may cost money.
+    """Return all checks, also those that pass.
 
-    `head_bytes`: memory that the head needs for the model, as plan says; None: there is no model yet.
+    `now`: Unix seconds; `paid`: TPUs outside of grants may cost money; `head_bytes`: the head's memory for the model.
     """
-    first = _signed_in(facts)
-    if not all(each.ok for each in first):
-        return first
-    found = [*first, _billing(facts), _apis(facts)]
-    if not all(each.ok for each in found):
-        return found  # nothing else can be asked then
+    checks = list(_access(facts))
+    if not all(check.ok for check in checks):
+        return checks
+    checks += [_billing(facts), _apis(facts)]
+    if not all(check.ok for check in checks):
+        return checks  # nothing else can be asked
     for pool in file.pool:
-        found += [_quota(pool, facts), *_offers(pool, facts), *_runtimes(pool, facts)]
-    found += _bucket(file, facts)
-    found += _addresses(file, facts)
-    found += _firewall(file, facts)
-    found += [_account(facts), _policy(facts), *_price(file, now, paid), *_head(file, head_bytes)]
-    return found
+        checks.append(_quota(pool, facts))
+        checks += [_type(pool, zone, facts) for zone in pool.zones]
+        checks += dict.fromkeys(_runtime(pool, zone, facts) for zone in pool.zones)
+    checks += [_bucket(file, file.storage.bucket, facts)] if file.storage else []
+    checks += [_addresses(file, key, facts) for key in facts.subnetworks]
+    checks += _firewalls(file, facts)
+    checks += [_account(facts), _policy(facts), *_price(file, now, paid)]
+    checks += [_head(file.head, head_bytes)] if file.head and head_bytes is not None else []
+    return checks
 
 
-def _signed_in(facts: ProjectFacts) -> list[Check]:
+def _access(facts: ProjectFacts) -> Iterator[Check]:
     error = facts.apis if isinstance(facts.apis, CloudError) else None
     if isinstance(error, NotSignedIn):
-        return [Check("credentials", False, str(error), SIGN_IN.strip("`"))]
+        yield Check("credentials", False, str(error), SIGN_IN.strip("`"))
+        return
     if isinstance(error, Unreachable):
-        return [Check("credentials", False, str(error), "check the network of this computer and try again")]
-    signed = Check("credentials", True, "signed in to Google Cloud")
+        yield Check("credentials", False, str(error), "check the network of this computer and try again")
+        return
+    yield Check("credentials", True, "signed in to Google Cloud")
     if error is None or not facts.denies_all:
-        return [signed, Check("project", True, f"project {facts.project} can be reached")]
-    mend = f"gcloud projects describe {facts.project}"
-    if not isinstance(error, Denied):
-        mend = f"gcloud projects list names yours, gcloud projects create {facts.project} makes one"
-    return [signed, Check("project", False, str(error), mend)]
+        yield Check("project", True, f"project {facts.project} can be reached")
+    elif isinstance(error, Denied):
+        yield Check("project", False, str(error), f"gcloud projects describe {facts.project}")
+    else:
+        remedy = f"gcloud projects list names yours, gcloud projects create {facts.project} makes one"
+        yield Check("project", False, str(error), remedy)
 
 
-def _billing(facts: ProjectFacts) -> Check:
-    mend = f"gcloud billing projects link {facts.project} --billing-account=ACCOUNT"
-
-    def judge(account: str | None) -> Check:
-        if account:
-            return Check("billing", True, f"billing account {account} pays for project {facts.project}")
-        return Check("billing", False, f"no billing account is linked to project {facts.project}", mend)
-
-    return _unless_denied("billing", facts.billing, judge)
+@_check("billing", optional=True)
+def _billing(facts: ProjectFacts) -> Verdict:
+    if account := _answer(facts.billing):
+        return f"billing account {account} pays for project {facts.project}"
+    remedy = f"gcloud billing projects link {facts.project} --billing-account=ACCOUNT"
+    return f"no billing account is linked to project {facts.project}", remedy
 
 
-def _apis(facts: ProjectFacts) -> Check:
-    def judge(on: frozenset[str]) -> Check:
-        missing = [api for api in APIS if api not in on and api not in OPTIONAL_APIS]
-        if not missing:
-            return Check("apis", True, "the APIs that machines need are on")
-        named = ", ".join(APIS[api] for api in missing)
-        mend = shlex.join(["gcloud", "services", "enable", *missing, f"--project={facts.project}"])
-        return Check("apis", False, f"not on in project {facts.project}: {named}", mend)
+@_check("apis", optional=True)
+def _apis(facts: ProjectFacts) -> Verdict:
+    enabled = _answer(facts.apis)
+    missing = [api for api in APIS if api not in enabled and api not in OPTIONAL_APIS]
+    if not missing:
+        return "the APIs that machines need are on"
+    names = ", ".join(APIS[api] for api in missing)
+    remedy = shlex.join(["gcloud", "services", "enable", *missing, f"--project={facts.project}"])
+    return f"not on in project {facts.project}: {names}", remedy
 
-    return _unless_denied("apis", facts.apis, judge)
 
-
-def _quota(pool: Pool, facts: ProjectFacts) -> Check:
+@_check("quota", optional=True)
+def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
+    if pool.how == "reserved":
+        return "a reservation includes its quota"
     spot = pool.how == "spot"
-
-    def judge(quotas: Any) -> Check:
-        if pool.how == "reserved":
-            return Check("quota", True, "a reservation has its quota with it")
-        found = {zone: allowance(quotas, pool.type, spot, zone) for zone in pool.zones}
-        known = {zone: each for zone, each in found.items() if each}
-        fits = sum(each.limit // size(pool.type) for each in known.values())
-        if len(known) < len(found) or fits >= pool.count:
-            said = f"for {fits:,} of them" if fits < UNLIMITED_COUNT else "for any number of them"
-            told = f"{', '.join(known)} has quota {said}" if known else "what quota there is, Google does not tell"
-            return Check("quota", True, f"pool {pool.name} wants {pool.count} {pool.type}: {told}")
-        limits = "; ".join(f"{zone}: {each.limit} ({each.quota})" for zone, each in known.items())
-        kind = "spot " if spot else ""
-        return Check(
-            "quota",
-            False,
-            f"pool {pool.name} wants {pool.count} {kind}{pool.type}, each takes {size(pool.type)} of the quota; the "
-            f"project may have {limits}",
-            f"ask for more at https://console.cloud.google.com/iam-admin/quotas?project={facts.project}, take another "
-            f"zone{f', or set count = {fits}' if fits else ''}",
-        )
-
-    return _unless_denied("quota", facts.quotas, judge)
+    quotas = _answer(facts.quotas)
+    allowances = {zone: allowance(quotas, pool.type, spot, zone) for zone in pool.zones}
+    known = {zone: found for zone, found in allowances.items() if found}
+    fits = sum(found.limit // size(pool.type) for found in known.values())
+    if len(known) < len(allowances) or fits >= pool.count:
+        count = f"for {fits:,} of them" if fits < UNLIMITED_COUNT else "for any number of them"
+        quota = f"{', '.join(known)} has quota {count}" if known else "Google does not tell the quota"
+        return f"pool {pool.name} wants {pool.count} {pool.type}: {quota}"
+    limits = "; ".join(f"{zone}: {found.limit} ({found.quota})" for zone, found in known.items())
+    return (
+        f"pool {pool.name} wants {pool.count} {'spot ' if spot else ''}{pool.type}, each takes {size(pool.type)} of "
+        f"the quota; the project may have {limits}",
+        f"ask for more at https://console.cloud.google.com/iam-admin/quotas?project={facts.project}, take another "
+        f"zone{f', or set count = {fits}' if fits else ''}",
+    )
 
 
-def _offers(pool: Pool, facts: ProjectFacts) -> Iterator[Check]:
-    api_name = find(pool.type).api_name
-    for zone in pool.zones:
-
-        def judge(types: tuple[str, ...], zone: str = zone) -> Check:
-            if api_name in types:
-                return Check("type", True, f"{zone} offers {pool.type}")
-            others = [each for each in find(pool.type).zones() if each != zone]
-            mend = f"take one of the zones that have it: {', '.join(others)}" if others else "take another type"
-            return Check("type", False, f"{zone} offers no {pool.type} to project {facts.project}", mend)
-
-        yield _unless_unknown("type", facts.types[zone], judge)
+@_check("type")
+def _type(pool: Pool, zone: str, facts: ProjectFacts) -> Verdict:
+    tpu = find(pool.type)
+    if tpu.api_name in _answer(facts.types[zone]):
+        return f"{zone} offers {pool.type}"
+    others = [other for other in tpu.zones() if other != zone]
+    remedy = f"take one of the zones that have it: {', '.join(others)}" if others else "take another type"
+    return f"{zone} offers no {pool.type} to project {facts.project}", remedy
 
 
-def _runtimes(pool: Pool, facts: ProjectFacts) -> Iterator[Check]:
+@_check("runtime")
+def _runtime(pool: Pool, zone: str, facts: ProjectFacts) -> Verdict:
     usual = find(pool.type).generation.runtime or ""
     runtime = pool.runtime or usual
-    others = [each.name for each in generations() if each.runtime == runtime]
+    others = [generation.name for generation in generations() if generation.runtime == runtime]
     if runtime != usual and others:
-        said = f"runtime {runtime} is for {', '.join(others)}, and pool {pool.name} is of {pool.type}"
-        yield Check("runtime", False, said, f'runtime = "{usual}"')
-        return
-    for zone in pool.zones:
-
-        def judge(runtimes: tuple[str, ...], zone: str = zone) -> Check:
-            if runtime in runtimes:
-                return Check("runtime", True, f"{zone} has runtime {runtime}")
-            mend = f'runtime = "{usual if usual in runtimes else nearest_name(runtime, runtimes) or "…"}"'
-            return Check("runtime", False, f"{zone} has no runtime {runtime}", mend)
-
-        yield _unless_unknown("runtime", facts.runtimes[zone], judge)
+        sentence = f"runtime {runtime} is for {', '.join(others)}, and pool {pool.name} is of {pool.type}"
+        return sentence, f'runtime = "{usual}"'
+    offered = _answer(facts.runtimes[zone])
+    if runtime in offered:
+        return f"{zone} has runtime {runtime}"
+    suggestion = usual if usual in offered else nearest_name(runtime, offered) or "…"
+    return f"{zone} has no runtime {runtime}", f'runtime = "{suggestion}"'
 
 
-def _bucket(file: SwarmFile, facts: ProjectFacts) -> Iterator[Check]:
-    if file.storage is None:
-        return
-    name = file.storage.bucket
-    regions = Counter(region_of(zone) for pool in file.pool for zone in pool.zones)
-
-    def judge(region: str | None) -> Check:
-        if region is None:
-            where = next(iter(regions), "REGION")
-            mend = f"gcloud storage buckets create gs://{name} --project={facts.project} --location={where}"
-            return Check("bucket", False, f"there is no bucket {name}", mend)
-        far = [each for each in regions if each != region]
-        if not far or file.allow_cross_region:
-            return Check("bucket", True, f"bucket {name} lies in {region}")
-        price = _read(far[0], region)
-        said = f"bucket {name} lies in {region}, and TPUs in {', '.join(far)}: each GiB read there costs {price}"
-        mend = f"make a bucket in {far[0]} and name it in [storage], or write allow_cross_region = true"
-        return Check("bucket", False, said, mend)
-
-    yield _unless_denied("bucket", facts.bucket, judge)
+@_check("bucket", optional=True)
+def _bucket(file: SwarmFile, name: str, facts: ProjectFacts) -> Verdict:
+    regions = list(dict.fromkeys(region_of(zone) for pool in file.pool for zone in pool.zones))
+    region = _answer(facts.bucket)
+    if region is None:
+        location = regions[0] if regions else "REGION"
+        remedy = f"gcloud storage buckets create gs://{name} --project={facts.project} --location={location}"
+        return f"there is no bucket {name}", remedy
+    far = [other for other in regions if other != region]
+    if not far or file.allow_cross_region:
+        return f"bucket {name} lies in {region}"
+    price = read_price(far[0], region)
+    sentence = f"bucket {name} lies in {region}, and TPUs in {', '.join(far)}: each GiB read there costs {price}"
+    return sentence, f"make a bucket in {far[0]} and name it in [storage], or write allow_cross_region = true"
 
 
-def _read(region: str, bucket: str) -> str:
-    near = "-" in bucket and network.continent_of(region) == network.continent_of(bucket)
-    price = network.read_price("same continent" if near else "other continent")
-    return "what nobody says" if price is None else money.format_dollars(float(price.value))
+@_check("addresses")
+def _addresses(file: SwarmFile, key: NetworkKey, facts: ProjectFacts) -> Verdict:
+    tables = [
+        table
+        for _, table, zones in file.machine_tables
+        if any(key == NetworkKey(table.network, table.subnet, region_of(zone)) for zone in zones)
+    ]
+    hosts = sum(map(_host_count, tables))
+    where, name = f"network {key.network} in {key.region}", key.subnetwork or key.network
+    subnetwork, options = _answer(facts.subnetworks[key]), f"{name} --region={key.region}"
+    if subnetwork is None:
+        make = f"gcloud compute networks subnets create {name} --network={key.network} --region={key.region}"
+        remedy = f"{make} --range=10.200.0.0/20 --project={facts.project}"
+        return f"{where} has no subnetwork {name}, and so no addresses, or does not exist", remedy
+    if not subnetwork.reaches_google and not all(table.external_ips for table in tables):
+        sentence = f"{where} lets machines without an external address reach neither buckets nor the TPU service"
+        update = f"gcloud compute networks subnets update {options} --project={facts.project}"
+        return sentence, f"{update} --enable-private-ip-google-access"
+    room = ipaddress.ip_network(subnetwork.addresses).num_addresses - RESERVED_ADDRESSES
+    if room >= hosts:
+        return f"{where} has {room:,} addresses for {hosts:,} hosts"
+    remedy = f"gcloud compute networks subnets expand-ip-range {options} --prefix-length=20"
+    return f"{where} has {room:,} addresses ({subnetwork.addresses}) for {hosts:,} hosts", remedy
 
 
-def _addresses(file: SwarmFile, facts: ProjectFacts) -> Iterator[Check]:
-    for net, subnetwork in facts.subnetworks.items():
-        inside = [
-            table
-            for _, table, zones in machine_tables(file)
-            if net in {NetworkKey(table.network, table.subnet, region_of(zone)) for zone in zones}
-        ]
-        needed, hidden = sum(map(_hosts, inside)), not all(table.external_ips for table in inside)
-
-        def judge(
-            found: Subnetwork | None, net: NetworkKey = net, needed: int = needed, hidden: bool = hidden
-        ) -> Check:
-            where, name = f"network {net.network} in {net.region}", net.subnetwork or net.network
-            if found is None:
-                where += f" has no subnetwork {name}"
-                make = f"gcloud compute networks subnets create {name} --network={net.network}"
-                mend = f"{make} --region={net.region} --range=10.200.0.0/20 --project={facts.project}"
-                return Check("addresses", False, f"{where}, and so no addresses, or does not exist", mend)
-            if hidden and not found.reaches_google:
-                said = f"{where} lets machines without an external address reach neither buckets nor the TPU service"
-                mend = f"gcloud compute networks subnets update {name} --region={net.region} --project={facts.project}"
-                return Check("addresses", False, said, f"{mend} --enable-private-ip-google-access")
-            room = ipaddress.ip_network(found.addresses).num_addresses - RESERVED_ADDRESSES
-            if room >= needed:
-                return Check("addresses", True, f"{where} has {room:,} addresses for {needed:,} hosts")
-            mend = f"gcloud compute networks subnets expand-ip-range {name} --region={net.region} --prefix-length=20"
-            return Check(
-                "addresses", False, f"{where} has {room:,} addresses ({found.addresses}) for {needed:,} hosts", mend
-            )
-
-        yield _unless_unknown("addresses", subnetwork, judge)
-
-
-def _hosts(table: MachineTable) -> int:
+def _host_count(table: MachineTable) -> int:
     return table.count * find(table.type).hosts if isinstance(table, Pool) else 1
 
 
-def _firewall(file: SwarmFile, facts: ProjectFacts) -> Iterator[Check]:
-    own = firewall.tag_of(file.name)
-    if sum(_hosts(table) for _, table, _ in machine_tables(file)) == 1:
-        yield Check("firewall", True, "a machine alone speaks with no other")
-        return
-    for net in sorted({table.network for _, table, _ in machine_tables(file)}):
-
-        def judge(rules: Any, net: str = net) -> Check:
-            if strangers := firewall.lets_strangers_in(rules, net, [own]):
-                rule, sentence = strangers[0]
-                said = f"{sentence}: processes of Ray and JAX listen on all addresses and do what they are told"
-                delete = f"gcloud compute firewall-rules delete {rule.name} --project={facts.project}"
-                mend = f'{delete}, or network = "{own}", a network of the fleet\'s own that `tpuswarm init` makes'
-                return Check("firewall", False, said, mend)
-            if not firewall.joins(rules, net, [own]):
-                said = f"no firewall rule of network {net} lets the fleet's machines (tag {own}) reach each other"
-                rule = firewall.wanted(net, own, f"tpuswarm {file.name}")[0]
-                return Check("firewall", False, said, rule.gcloud(facts.project))
-            return Check("firewall", True, f"network {net} joins the fleet's machines and lets nobody else in")
-
-        yield _unless_unknown("firewall", facts.rules, judge)
+def _firewalls(file: SwarmFile, facts: ProjectFacts) -> list[Check]:
+    tables = [table for _, table, _ in file.machine_tables]
+    if sum(map(_host_count, tables)) == 1:
+        return [Check("firewall", True, "a single machine needs no firewall rule")]
+    return [_firewall(file, network, facts) for network in sorted({table.network for table in tables})]
 
 
-def _account(facts: ProjectFacts) -> Check:
-    def judge(account: str | None) -> Check:
-        if account:
-            return Check("account", True, f"machines use {account}, with the scope cloud-platform")
-        said = f"project {facts.project} has no default service account for its machines"
-        mend = (
-            f"gcloud iam service-accounts create tpuswarm --project={facts.project}, and service_account = its address"
+@_check("firewall")
+def _firewall(file: SwarmFile, network: str, facts: ProjectFacts) -> Verdict:
+    tag, rules = firewall.tag_of(file.name), _answer(facts.rules)
+    if strangers := firewall.lets_strangers_in(rules, network, [tag]):
+        rule, problem = strangers[0]
+        delete = f"gcloud compute firewall-rules delete {rule.name} --project={facts.project}"
+        return (
+            f"{problem}: processes of Ray and JAX listen on all addresses and obey anybody",
+            f'{delete}, or network = "{tag}", a network of the fleet\'s own that `tpuswarm init` makes',
         )
-        return Check("account", False, said, mend)
+    if not firewall.joins(rules, network, [tag]):
+        wanted = firewall.wanted(network, tag, f"tpuswarm {file.name}")[0]
+        sentence = f"no firewall rule of network {network} lets the fleet's machines (tag {tag}) reach each other"
+        return sentence, wanted.gcloud(facts.project)
+    return f"network {network} connects the fleet's machines and admits nobody else"
 
-    return _unless_denied("account", facts.account, judge)
+
+@_check("account", optional=True)
+def _account(facts: ProjectFacts) -> Verdict:
+    if account := _answer(facts.account):
+        return f"machines use {account}, with the scope cloud-platform"
+    create = f"gcloud iam service-accounts create tpuswarm --project={facts.project}"
+    return (
+        f"project {facts.project} has no default service account for its machines",
+        f"{create}, and service_account = its address",
+    )
 
 
-def _policy(facts: ProjectFacts) -> Check:
-    if facts.os_login is True:
-        said = f"an organisation's policy turns OS Login on for all machines of project {facts.project}"
-        mend = f"gcloud resource-manager org-policies disable-enforce compute.requireOsLogin --project={facts.project}"
-        return Check("policy", False, f"{said}, so none would take the fleet's SSH key; who sets it can lift it", mend)
-    if isinstance(facts.os_login, CloudError):  # few may ask, and few projects have an organisation: it is no news
-        return Check("policy", True, f"whether a policy turns OS Login on could not be asked: {facts.os_login}")
-    return Check("policy", True, "no policy turns OS Login on")
+@_check("policy")
+def _policy(facts: ProjectFacts) -> Verdict:
+    if isinstance(facts.os_login, CloudError):  # few users may ask, and few projects have an organisation
+        return f"whether a policy turns OS Login on could not be asked: {facts.os_login}"
+    if not facts.os_login:
+        return "no policy turns OS Login on"
+    return (
+        f"an organisation's policy turns OS Login on for all machines of project {facts.project}, so none would accept "
+        "the fleet's SSH key; whoever set the policy can lift it",
+        f"gcloud resource-manager org-policies disable-enforce compute.requireOsLogin --project={facts.project}",
+    )
 
 
 def _price(file: SwarmFile, now: float, paid: bool) -> Iterator[Check]:
@@ -279,57 +283,36 @@ def _price(file: SwarmFile, now: float, paid: bool) -> Iterator[Check]:
         for _ in range(pool.count):
             if not any(cover.claim(pool.type, zone, pool.how) for zone in pool.zones):
                 prices = [money.tpu_price(pool.type, zone, pool.how == "spot") for zone in pool.zones]
-                rate = rate.plus(max((each for each in prices if each is not None), default=None))
+                rate = rate.plus(max((price for price in prices if price is not None), default=None))
                 outside[f"{pool.type} of pool {pool.name}"] += 1
-    for vm in [*([file.head] if file.head else []), *file.vm]:
-        rate = rate.plus(money.vm_price(vm.type, vm.zone, getattr(vm, "spot", False), vm.disk_gib))
+    for _, table, _ in file.machine_tables:
+        if isinstance(table, HeadTable):
+            rate = rate.plus(money.vm_price(table.type, table.zone, getattr(table, "spot", False), table.disk_gib))
     if outside and grants and not paid:
-        named = ", ".join(f"{count} {what}" for what, count in outside.items())
-        yield Check("grants", False, f"no grant covers {named}: {rate.hour} an hour", "--paid, or a smaller count")
+        tpus = ", ".join(f"{count} {what}" for what, count in outside.items())
+        yield Check("grants", False, f"no grant covers {tpus}: {rate.hour} an hour", "--paid, or a smaller count")
     limit = file.budget.per_hour
     if limit is not None and rate.dollars > limit:
-        said = f"the file asks for {rate.hour} an hour, its budget is {money.format_dollars(limit)}"
-        yield Check("price", False, said, f"per_hour = {rate.dollars:.2f} in [budget], or fewer machines")
+        sentence = f"the file asks for {rate.hour} an hour, its budget is {money.format_dollars(limit)}"
+        yield Check("price", False, sentence, f"per_hour = {rate.dollars:.2f} in [budget], or fewer machines")
     else:
         yield Check("price", True, f"this costs {rate.hour} an hour, {rate.day} a day, while all of it runs")
 
 
-def _head(file: SwarmFile, needed: float | None) -> Iterator[Check]:
-    if file.head is None or needed is None:
-        return
-    known = {each.name: each for each in machines()}
-    memory = known[file.head.type].memory_gib * GIB if file.head.type in known else None
-    if memory is None:
-        yield Check("head", True, f"the head needs {needed / GIB:.0f} GiB; what a {file.head.type} has is not known")
-    elif memory >= needed:
-        yield Check(
-            "head", True, f"the head needs {needed / GIB:.0f} GiB, and a {file.head.type} has {memory / GIB:.0f}"
-        )
-    else:
-        large = [each for each in known.values() if each.memory_gib * GIB >= needed]
-        fits = min(large, key=_cost(file.head.zone), default=None)
-        said = f"the head needs {needed / GIB:.0f} GiB for this model, and a {file.head.type} has {memory / GIB:.0f}"
-        yield Check("head", False, said, f'type = "{fits.name}" in [head]' if fits else "train a smaller model")
+@_check("head")
+def _head(head: HeadTable, needed_bytes: float) -> Verdict:
+    known = {machine.name: machine for machine in machines()}
+    needed_gib = needed_bytes / GIB
+    if head.type not in known:
+        return f"the head needs {needed_gib:.0f} GiB; the memory of a {head.type} is unknown"
+    memory_gib = known[head.type].memory_gib
+    if memory_gib >= needed_gib:
+        return f"the head needs {needed_gib:.0f} GiB, and a {head.type} has {memory_gib:.0f}"
 
+    def price(machine: Any) -> float:
+        found = machine.price(head.zone)
+        return found.on_demand if found and found.on_demand else float("inf")
 
-def _cost(zone: str) -> Callable[[Any], float]:
-    def cost(machine: Any) -> float:
-        price = machine.price(zone)
-        return price.on_demand if price and price.on_demand else float("inf")
-
-    return cost
-
-
-def _unless_unknown(id_: str, answer: Any, judge: Callable[[Any], Check]) -> Check:
-    """What `judge` makes of an answer; where the cloud gave none, its sentence, which says the way out."""
-    if not isinstance(answer, CloudError):
-        return judge(answer)
-    said, _, way = str(answer).partition("; ")
-    return Check(id_, False, said, way)
-
-
-def _unless_denied(id_: str, answer: Any, judge: Callable[[Any], Check]) -> Check:
-    """The same of what many a member of a project may not ask, and may create machines all the same."""
-    if isinstance(answer, Denied):
-        return Check(id_, True, f"could not be checked: {answer}", known=False)
-    return _unless_unknown(id_, answer, judge)
+    larger = min((each for each in known.values() if each.memory_gib >= needed_gib), key=price, default=None)
+    sentence = f"the head needs {needed_gib:.0f} GiB for this model, and a {head.type} has {memory_gib:.0f}"
+    return sentence, f'type = "{larger.name}" in [head]' if larger else "train a smaller model"

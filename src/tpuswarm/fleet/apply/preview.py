@@ -1,7 +1,7 @@
-"""What is about to be done, as numbered steps with what they cost and the gcloud lines that do the same."""
+"""Preview a plan: numbered steps with their costs and equivalent gcloud commands."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,144 +15,120 @@ from tpuswarm.fleet.decide.names import by_number
 
 
 class PreviewStep(NamedTuple):
-    """One line of a preview."""
-
     says: str
     costs: str
-    """What it costs an hour; empty where it costs nothing more."""
+    """Per hour; empty if the step costs nothing more."""
     line: str
-    """The gcloud line that does the same."""
+    """The gcloud command that does the same."""
 
 
-@dataclass(frozen=True)
-class Preview:
-    """All of it."""
-
+class Preview(NamedTuple):
     steps: tuple[PreviewStep, ...]
     waits: tuple[Wait, ...]
     free: int
-    """TPUs that grants pay for, afterwards."""
+    """Machines under grants, afterwards."""
     paid: int
-    """Machines that nobody else pays for, afterwards."""
     rate: Rate
-    """What those cost an hour."""
-
-    @property
-    def changes(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self.steps)
+    """Of the paid machines."""
 
 
 def make_preview(desired: Desired, listing: Listing, plan: Plan, project: str, now: float) -> Preview:
-    """Of a plan that was made from this listing."""
-    steps: list[PreviewStep] = []
-    ours = [each for each in listing.machines if each.fleet == desired.fleet]
-    gone = {_key(each.machine) for each in plan.actions if isinstance(each, Delete)}
-    stay = [each for each in listing.machines if is_billable(each) and _key(each) not in gone]
-    _, cover = covered_machines(stay, desired.grants, now)
-    actions = (*plan.actions, *_successors(desired, ours, plan))
-    for _, group in groupby(actions, key=_alike):
-        steps += _steps(list(group), project, cover)
-    created = [each.spec for each in actions if isinstance(each, Create)]
-    free, paid, rate = _bill(desired, [each for each in stay if each in ours], stay, created, now)
+    """Preview a plan made from this listing."""
+    own = [machine for machine in listing.machines if machine.fleet == desired.fleet]
+    deleted = {_key(action.machine) for action in plan.actions if isinstance(action, Delete)}
+    staying = [machine for machine in listing.machines if is_billable(machine) and _key(machine) not in deleted]
+    _, cover = covered_machines(staying, desired.grants, now)
+    actions = (*plan.actions, *_successors(desired, own, plan))
+    steps = [step for _, group in groupby(actions, key=_step_key) for step in _steps(list(group), project, cover)]
+
+    free_keys, cover = covered_machines(staying, desired.grants, now)
+    vm_prices = {pool.name: spec_price(pool.spec) for pool in desired.pools if not isinstance(pool.spec, TpuSpec)}
+    free, paid, rate = 0, 0, Rate()
+    for machine in staying:
+        if machine.fleet == desired.fleet:
+            is_free = _key(machine) in free_keys
+            free, paid = free + is_free, paid + (not is_free)
+            rate = rate if is_free else rate.plus(vm_prices.get(machine.pool or "", machine_price(machine)))
+    for spec in (action.spec for action in actions if isinstance(action, Create)):
+        is_free = isinstance(spec, TpuSpec) and cover.claim(spec.type, spec.zone, spec.how)
+        free, paid = free + is_free, paid + (not is_free)
+        rate = rate if is_free else rate.plus(spec_price(spec))
     return Preview(tuple(steps), plan.waits, free, paid, rate)
 
 
-def _successors(desired: Desired, ours: Sequence[Machine], plan: Plan) -> Iterable[Create]:
-    """What the plans after this one create in the place of machines that are deleted now."""
-    deleted = [each.machine for each in plan.actions if isinstance(each, Delete)]
-    gone = {_key(each) for each in deleted}
+def _successors(desired: Desired, own: Sequence[Machine], plan: Plan) -> Iterable[Create]:
+    """Yield the creations of later plans that replace machines being deleted now."""
+    deleted = [action.machine for action in plan.actions if isinstance(action, Delete)]
+    keys = {_key(machine) for machine in deleted}
     for pool in desired.pools if desired.down is None else ():
-        stay = [each for each in ours if each.pool == pool.name and each.state != "dead" and _key(each) not in gone]
-        created = sum(isinstance(each, Create) and each.spec.pool == pool.name for each in plan.actions)
-        paused = sum(
-            of == pool.name and name not in {each.name for each in stay} for name, of in desired.paused.items()
-        )
-        waits = sum(each.missing for each in plan.waits if each.pool == pool.name)
-        missing = max(0, pool.count - len(stay) - created - paused - waits)
-        for each in [each for each in deleted if each.pool == pool.name][:missing]:
-            yield Create(replace(pool.spec, name=each.name, zone=each.zone), "it comes when what was there is gone")
+        staying = [each for each in own if each.pool == pool.name and each.state != "dead" and _key(each) not in keys]
+        names = {machine.name for machine in staying}
+        created = sum(isinstance(action, Create) and action.spec.pool == pool.name for action in plan.actions)
+        paused = sum(of == pool.name and name not in names for name, of in desired.paused.items())
+        waiting = sum(wait.missing for wait in plan.waits if wait.pool == pool.name)
+        missing = max(0, pool.count - len(staying) - created - paused - waiting)
+        for machine in [machine for machine in deleted if machine.pool == pool.name][:missing]:
+            spec = replace(pool.spec, name=machine.name, zone=machine.zone)
+            yield Create(spec, "after the old machine is deleted")
 
 
 def _key(machine: Machine) -> tuple[str, str]:
     return machine.zone, machine.name
 
 
-def _alike(action: Action) -> tuple[object, ...]:
-    """What is said in one step."""
+def _step_key(action: Action) -> tuple[object, ...]:
+    """Actions with the same key share a step."""
     if isinstance(action, Create):
         return "create", action.spec.pool, action.spec.zone
     return type(action).__name__, action.machine.pool, action.machine.zone, action.why
 
 
 def _steps(group: Sequence[Action], project: str, cover: GrantCover) -> Iterable[PreviewStep]:
-    if isinstance(group[0], Create):
-        specs = [each.spec for each in group if isinstance(each, Create)]
-        taken = [isinstance(each, TpuSpec) and cover.claim(each.type, each.zone, each.how) for each in specs]
-        for free in (True, False):
-            if some := [spec for spec, is_free in zip(specs, taken, strict=True) if is_free == free]:
-                yield _creation(some, free, project)
+    specs = [action.spec for action in group if isinstance(action, Create)]
+    covered = [isinstance(spec, TpuSpec) and cover.claim(spec.type, spec.zone, spec.how) for spec in specs]
+    for is_free in (True, False):
+        if same := [spec for spec, free in zip(specs, covered, strict=True) if free == is_free]:
+            yield _creation(same, is_free, project)
+    machines = [action.machine for action in group if not isinstance(action, Create)]
+    if not machines:
         return
-    machines = [each.machine for each in group if not isinstance(each, Create)]
-    verb = {Delete: "delete", Stop: "stop", Start: "start"}[type(group[0])]
-    one = machines[0]
-    lines = gcloud.delete(one, project) if verb == "delete" else gcloud.stop_or_start(one, verb, project)
-    yield PreviewStep(
-        f"{verb} {_count(len(machines))}{one.type} in {one.zone}: {_names([each.name for each in machines])}; "
-        f"{group[0].why}",
-        "",
-        _repeated(lines, [each.name for each in machines]),
-    )
+    first = group[0]
+    assert not isinstance(first, Create)
+    machine = first.machine
+    verb = {Delete: "delete", Stop: "stop", Start: "start"}[type(first)]
+    is_deletion = isinstance(first, Delete)
+    command = gcloud.delete(machine, project) if is_deletion else gcloud.stop_or_start(machine, verb, project)
+    names = [machine.name for machine in machines]
+    says = f"{verb} {_times(len(machines))}{machine.type} in {machine.zone}: {_name_range(names)}; {first.why}"
+    yield PreviewStep(says, "", _repeat(command, names))
 
 
 def _creation(specs: list[Spec], free: bool, project: str) -> PreviewStep:
-    spec, names = specs[0], [each.name for each in specs]
+    spec, names = specs[0], [spec.name for spec in specs]
     kind = "VM " if not isinstance(spec, TpuSpec) else ""
-    says = f"create {_count(len(specs))}{kind}{spec.type} ({spec.how}) in {spec.zone}: {_names(names)}"
+    says = f"create {_times(len(specs))}{kind}{spec.type} ({spec.how}) in {spec.zone}: {_name_range(names)}"
     rate = Rate()
     for each in specs:
         rate = rate.plus(spec_price(each))
-    said = "nothing: a grant covers " + ("it" if len(specs) == 1 else "them") if free else f"{rate.hour} an hour"
-    return PreviewStep(says, said, _repeated(gcloud.create(spec, project), names))
+    costs = "nothing: a grant covers " + ("it" if len(specs) == 1 else "them") if free else f"{rate.hour} an hour"
+    return PreviewStep(says, costs, _repeat(gcloud.create(spec, project), names))
 
 
-def _count(number: int) -> str:
+def _times(number: int) -> str:
     return "" if number == 1 else f"{number:,} × "
 
 
-def _names(names: Sequence[str]) -> str:
+def _name_range(names: Sequence[str]) -> str:
     ordered = sorted(names, key=by_number)
     return ", ".join(ordered) if len(ordered) <= 3 else f"{ordered[0]} … {ordered[-1]}"
 
 
-def _repeated(line: str, names: Sequence[str]) -> str:
-    """For several machines whose names differ by their numbers: a loop of the shell."""
+def _repeat(command: str, names: Sequence[str]) -> str:
+    """Return a shell loop over machines whose names differ by number."""
     if len(names) == 1:
-        return line
+        return command
     stem = names[0].rpartition("-")[0]
-    numbers = sorted(int(each.rpartition("-")[2]) for each in names)
-    row = numbers == list(range(numbers[0], numbers[-1] + 1))
-    which = f"{{{numbers[0]}..{numbers[-1]}}}" if row else " ".join(map(str, numbers))
-    return f"for n in {which}; do {line.replace(names[0], f'{stem}-$n')}; done"
-
-
-def _bill(
-    desired: Desired, ours: list[Machine], everything: list[Machine], created: list[Spec], now: float
-) -> tuple[int, int, Rate]:
-    """Free TPUs, paid machines, and what those cost, when all of it is there."""
-    free, cover = covered_machines(everything, desired.grants, now)
-    disks = {pool.name: spec_price(pool.spec) for pool in desired.pools if not isinstance(pool.spec, TpuSpec)}
-    count_free, count_paid, rate = 0, 0, Rate()
-    for machine in ours:
-        if _key(machine) in free:
-            count_free += 1
-        else:
-            count_paid += 1
-            rate = rate.plus(disks.get(machine.pool or "", machine_price(machine)))
-    for spec in created:
-        if isinstance(spec, TpuSpec) and cover.claim(spec.type, spec.zone, spec.how):
-            count_free += 1
-        else:
-            count_paid += 1
-            rate = rate.plus(spec_price(spec))
-    return count_free, count_paid, rate
+    numbers = sorted(int(name.rpartition("-")[2]) for name in names)
+    is_range = numbers == list(range(numbers[0], numbers[-1] + 1))
+    items = f"{{{numbers[0]}..{numbers[-1]}}}" if is_range else " ".join(map(str, numbers))
+    return f"for n in {items}; do {command.replace(names[0], f'{stem}-$n')}; done"

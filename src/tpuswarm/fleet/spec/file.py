@@ -1,4 +1,4 @@
-"""swarm.toml: the machines of a fleet, what they may cost, what covers them, and what is set up on them."""
+"""The tables of swarm.toml: machines, budget, grants, set-up and training."""
 
 import tomllib
 from collections.abc import Callable
@@ -15,31 +15,32 @@ from tpuswarm.config.toml_file import Name, StrictTable, match_pattern, read_tom
 from tpuswarm.config.train_table import Train
 from tpuswarm.config.units import parse_seconds
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.decide.desired import DownWhen
 from tpuswarm.fleet.decide.names import ALL, ZONE_PATTERN
 from tpuswarm.plan.flags import NAME
 from tpuswarm.remote.setup.table import Setup
 
 DEFAULT_FILE = Path("swarm.toml")
 MAX_MACHINES = 1_000
-"""Machines of a pool: a thousand is ten times the largest fleet we know of, ten thousand is a slip of the finger."""
+"""Per pool; more is a typing mistake."""
 HEAD = "head"
 LABEL_PREFIX = FLEET_LABEL.partition("-")[0]
 
 
-def _said(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A parser whose InputError is the sentence of a field."""
+def _validated(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Turn a parser's InputError into the ValueError that pydantic expects."""
 
-    def check(value: Any) -> Any:
+    def validate(value: Any) -> Any:
         try:
             return parse(value)
         except InputError as error:
             raise ValueError(str(error)) from error
 
-    return check
+    return validate
 
 
-def _moment(value: Any) -> float:
-    """Unix seconds of a date (its first moment in UTC), or of a date and time."""
+def _unix_seconds(value: Any) -> float:
+    """Parse a date (midnight in UTC), or a date and time."""
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value)
@@ -59,76 +60,84 @@ def _machine_count(count: int) -> int:
     return count
 
 
+def _generation(name: str) -> str:
+    known = [ALL, *(generation.name for generation in generations())]
+    if name not in known:
+        raise ValueError(f"there is no generation {name!r}; {did_you_mean(name, known)}")
+    return name
+
+
+def _flag_value(value: Any) -> Any:
+    """Accept numbers and true or false without quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
+
+
+def _down_when(value: Any) -> Any:
+    if value == "done":
+        return DownWhen(done=True)
+    if isinstance(value, str) and value.startswith("idle"):
+        return DownWhen(idle_s=_validated(lambda text: parse_seconds(text, "the time after idle"))(value[4:]))
+    try:
+        return DownWhen(at=_unix_seconds(value))
+    except ValueError:
+        raise ValueError(f'"done", "idle 30m" or a date such as 2026-12-24, not {value!r}') from None
+
+
 Zone = Annotated[str, match_pattern(ZONE_PATTERN.pattern, "a zone such as us-central1-f")]
 Tag = Annotated[str, match_pattern(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a network tag of small letters, digits and -")]
-Label = Annotated[str, match_pattern(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
-Key = Annotated[
+LabelValue = Annotated[str, match_pattern(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
+LabelKey = Annotated[
     str,
     match_pattern(
         rf"(?!{LABEL_PREFIX})[a-z][a-z0-9_-]{{0,62}}",
         f"a label such as owner, which does not begin with {LABEL_PREFIX}",
     ),
 ]
-TpuType = Annotated[str, AfterValidator(_said(lambda text: find(text).name))]
+TpuType = Annotated[str, AfterValidator(_validated(lambda text: find(text).name))]
 MachineType = Annotated[str, match_pattern(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
 Image = Annotated[
     str, match_pattern(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
 ]
 ProjectId = Annotated[str, match_pattern(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")]
-Moment = Annotated[float, BeforeValidator(_moment)]
-Seconds = Annotated[float, BeforeValidator(_said(lambda value: parse_seconds(value, "it")))]
+UnixSeconds = Annotated[float, BeforeValidator(_unix_seconds)]
+Seconds = Annotated[float, BeforeValidator(_validated(lambda value: parse_seconds(value, "it")))]
 MachineCount = Annotated[int, Field(strict=True), AfterValidator(_machine_count)]
-
-
-def _generation(name: str) -> str:
-    known = [ALL, *(each.name for each in generations())]
-    if name not in known:
-        raise ValueError(f"there is no generation {name!r}; {did_you_mean(name, known)}")
-    return name
-
-
-def _value(value: Any) -> Any:
-    """As a flag has it: TOML's true and numbers are written without quotes."""
-    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
-
-
 FlagName = Annotated[
     str, match_pattern(NAME, "the name of a flag without dashes, such as xla_tpu_scoped_vmem_limit_kib")
 ]
-Flags = dict[FlagName, Annotated[str, BeforeValidator(_value)]]
-"""Flags of XLA and libtpu by name."""
+Flags = dict[FlagName, Annotated[str, BeforeValidator(_flag_value)]]
 
 
 class DiskTable(StrictTable):
-    """A data disk that exists already."""
+    """An existing data disk."""
 
     name: Name
     read_only: bool = False
 
 
 class MachineTable(StrictTable):
-    """What TPUs and VMs have in common."""
+    """The settings that TPUs and VMs share."""
 
     network: str = "default"
     subnetwork: str | None = None
     external_ips: bool = True
     tags: tuple[Tag, ...] = ()
-    labels: dict[Key, Label] = Field(default_factory=dict)
+    labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
     metadata: dict[str, str] = Field(default_factory=dict)
     service_account: str | None = None
 
     @property
     def subnet(self) -> str | None:
-        """The subnetwork that it is in; None: the one called `default`.
+        """The subnetwork to request; None: the one called `default`.
 
-        The TPU API takes `default` in whatever network, where none is named. A network with one in each region, as
-        `tpuswarm init` makes it, calls them like itself.
+        Without a name, the TPU API uses `default` in any network. A network with automatic subnetworks, such as
+        `tpuswarm init` makes, names them like itself.
         """
         return self.subnetwork or (None if self.network == "default" else self.network)
 
 
 class Pool(MachineTable):
-    """[[pool]]: machines that are alike."""
+    """[[pool]]: equal machines."""
 
     name: Name
     type: TpuType
@@ -137,28 +146,27 @@ class Pool(MachineTable):
     count: MachineCount
     how: How = "spot"
     runtime: str | None = None
-    """None: the one of its generation."""
+    """None: the usual one of the generation."""
     disks: tuple[DiskTable, ...] = ()
     reservation: str | None = None
     wait: Seconds | None = None
-    """How long a queued request may wait before the next zone is asked; None: for ever in the last zone, else 4 h."""
+    """How long a queued request waits before the next zone is tried; None: 4 h, in the last zone without limit."""
     flags: Flags = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _fits(self) -> "Pool":
+    def _check(self) -> "Pool":
         if len(set(self.zones)) < len(self.zones):
             raise ValueError("zones has the same zone twice")
         if (self.how == "reserved") != (self.reservation is not None):
             raise ValueError('how = "reserved" and a reservation go together: give both or neither')
         if self.wait is not None and self.how != "queued":
-            raise ValueError(
-                f'wait is for how = "queued", and this pool is {self.how}: a machine comes at once or fails'
-            )
-        if writable := [each.name for each in self.disks if not each.read_only]:
+            raise ValueError(f'wait is for how = "queued", and this pool is {self.how}: a creation succeeds or fails')
+        if writable := [disk.name for disk in self.disks if not disk.read_only]:
+            type_hosts = find(self.type).hosts
             machines = f"{self.count} machines" if self.count > 1 else ""
-            hosts = f"the {find(self.type).hosts} hosts of a {self.type}" if find(self.type).hosts > 1 else ""
-            if several := machines or hosts:
-                raise ValueError(f"disk {writable[0]} cannot be written by {several}: set read_only = true")
+            hosts = f"the {type_hosts} hosts of a {self.type}" if type_hosts > 1 else ""
+            if machines or hosts:
+                raise ValueError(f"disk {writable[0]} cannot be written by {machines or hosts}: set read_only = true")
         return self
 
 
@@ -169,12 +177,11 @@ class Grant(StrictTable):
     zone: Zone
     how: Literal["spot", "on-demand"]
     count: Annotated[int, Field(strict=True, ge=1)]
-    expires: Moment | None = None
-    """Unix seconds; from then on they are paid for."""
+    expires: UnixSeconds | None = None
 
 
 class HeadTable(MachineTable):
-    """[head]: the VM of a swarm's coordinator, and of the keeper; never spot."""
+    """[head]: the VM of the swarm's coordinator and of the keeper; never spot."""
 
     type: MachineType
     zone: Zone
@@ -183,7 +190,7 @@ class HeadTable(MachineTable):
 
 
 class Vm(HeadTable):
-    """[[vm]]: a plain VM."""
+    """[[vm]]: a VM without TPU."""
 
     name: Name
     ip_forward: bool = False
@@ -191,14 +198,14 @@ class Vm(HeadTable):
     role: Literal["router"] | None = None
 
     @model_validator(mode="after")
-    def _forwards(self) -> "Vm":
+    def _check(self) -> "Vm":
         if self.role == "router" and not self.ip_forward:
-            raise ValueError('role = "router" needs ip_forward = true: Google drops what a VM passes on for others')
+            raise ValueError('role = "router" needs ip_forward = true: Google drops packets that a VM forwards')
         return self
 
 
 class BudgetTable(StrictTable):
-    """[budget]: dollars."""
+    """[budget]: limits in dollars."""
 
     per_hour: PositiveFloat | None = None
     total: PositiveFloat | None = None
@@ -214,45 +221,16 @@ class Storage(StrictTable):
         match_pattern(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
     ]
     region: str | None = None
-    """Where it lies: us-central1, or us for one in several regions."""
+    """us-central1, or us for several regions."""
     project: ProjectId | None = None
-    """What it is of, where that is another project than the machines are of."""
-
-
-class DownWhen(StrictTable):
-    """When a fleet comes down by itself: exactly one is set."""
-
-    done: bool = False
-    idle_s: float | None = None
-    at: float | None = None
-    """Unix seconds."""
-
-    @property
-    def text(self) -> str:
-        """As a person writes it."""
-        if self.at is not None:
-            return f"{datetime.fromtimestamp(self.at, UTC):%Y-%m-%d %H:%M} UTC"
-        return "done" if self.done else f"idle {self.idle_s / 60:g}m"  # type: ignore[operator]  # one is set
-
-
-def _down_when(value: Any) -> Any:
-    if value == "done":
-        return DownWhen(done=True)
-    if isinstance(value, str) and value.startswith("idle"):
-        return DownWhen(idle_s=_said(lambda text: parse_seconds(text, "the time after idle"))(value[4:]))
-    try:
-        return DownWhen(at=_moment(value))
-    except ValueError:
-        raise ValueError(f'"done", "idle 30m" or a date such as 2026-12-24, not {value!r}') from None
+    """The bucket's project, if it is not the machines' project."""
 
 
 class SwarmFile(StrictTable):
-    """The whole file."""
-
     name: Name
     provider: Literal["google", "rehearsal"] = "google"
     project: ProjectId | None = None
-    """None: of the environment or gcloud's configuration."""
+    """None: from the environment or gcloud's configuration."""
     down_when: Annotated[DownWhen | None, BeforeValidator(_down_when)] = None
     allow_cross_region: bool = False
     pool: tuple[Pool, ...] = ()
@@ -265,20 +243,23 @@ class SwarmFile(StrictTable):
     storage: Storage | None = None
     setup: Setup | None = None
     train: Train | None = None
-    """What is trained on its pools."""
 
     @model_validator(mode="after")
-    def _something(self) -> "SwarmFile":
+    def _check(self) -> "SwarmFile":
         if not (self.pool or self.vm or self.head):
             raise ValueError("there is neither a [[pool]] nor a [[vm]] nor a [head], so it asks for no machine")
         return self
 
+    @property
+    def machine_tables(self) -> list[tuple[str, MachineTable, tuple[str, ...]]]:
+        """All tables that request machines, head and VMs first: name, table and zones."""
+        vms: list[tuple[str, HeadTable]] = [(HEAD, self.head)] if self.head else []
+        vms += [(vm.name, vm) for vm in self.vm]
+        return [*((name, vm, (vm.zone,)) for name, vm in vms), *((pool.name, pool, pool.zones) for pool in self.pool)]
+
 
 def read_swarm(path: Path) -> SwarmFile:
-    """The file; InputError, a sentence that names the line, for anything that is not right in it.
-
-    Whether its tables go together, and with today's date, is for `checks.problem`.
-    """
+    """Read the file. Raise InputError with the line of a mistake; `checks.check_file` compares the tables."""
     if not path.exists() and path == DEFAULT_FILE:
         raise InputError("there is no swarm.toml here: `tpuswarm init` writes one, or name the file")
     return read_toml(path, SwarmFile)

@@ -1,4 +1,4 @@
-"""The way from `provider` and `project` in swarm.toml to a cloud."""
+"""Open the cloud that `provider` and `project` in swarm.toml name."""
 
 import os
 import tomllib
@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     from tpuswarm.cloud.google.access import Access
 
 PROVIDERS = ("google", "rehearsal")
+REHEARSAL_PROJECT = "rehearsal"
+"""The local cloud's default project."""
 
 
 def check_provider(name: str) -> None:
-    """Raise InputError for one that there is not."""
     if name not in PROVIDERS:
         raise InputError(f"there is no provider {name!r}; {did_you_mean(name, PROVIDERS)}")
 
 
 def open_access(provider: str, project: str | None) -> "Access":
-    """Access to a project at Google, or at the local cloud, which is started if it does not run.
+    """Open a project at Google (by default gcloud's), or at the local cloud, which is started if necessary.
 
-    At Google nothing is read and nobody asked before the first call; without a project, it is the one of gcloud.
+    Contacts Google only at the first call.
     """
     from tpuswarm.cloud.google.access import Access
 
@@ -32,10 +33,6 @@ def open_access(provider: str, project: str | None) -> "Access":
     from tpuswarm.cloud.rehearsal.connect import connect
 
     return Access(project or REHEARSAL_PROJECT, connect())
-
-
-REHEARSAL_PROJECT = "rehearsal"
-"""The local cloud's, where none is named."""
 
 
 def use_rehearsed_buckets(file: Path = Path("swarm.toml")) -> None:

@@ -52,7 +52,7 @@ def test_non_finite_parameters_behind_a_finite_loss_are_not_saved(tmp_path):
         return jnp.sqrt(jnp.square(params["w"]).sum()) + 0 * batch["x"].sum() + params["good"].sum()
 
     recipe = supervised(init, loss, optax.sgd(0.1), {"x": np.ones((8, 1))})
-    with pytest.raises(RunFailed, match=r"step 1 \(loss 2.0, gradient norm nan; parameters not finite: w\)"):
+    with pytest.raises(RunFailed, match=r"step 1 \(loss 2.0, gradient norm nan; parameters not finite: w\).*no update"):
         fit(recipe, tmp_path / "run")
     assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
 

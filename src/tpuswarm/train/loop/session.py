@@ -189,7 +189,10 @@ def resolve(
         scheduled = getattr(program, "scheduled", True)  # a program that does not say may use the clock's progress
         if may_grow and not scheduled and (fixed["steps"] or 0) > stored["steps"]:
             fixed["steps"] = None
+        digest = fixed.pop("data")
         changed = found + differences(stored, fixed)
+        if digest is not None and digest != stored.get("data"):
+            changed.append("the data has changed")
     usual["precision"] = default_precision(platform)
     settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}

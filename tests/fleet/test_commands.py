@@ -106,7 +106,7 @@ def test_fleet_from_up_to_down(cli, golden):
     assert cli.cloud.names() == ["theirs"] and "`tpuswarm up` brings it back" in out
     assert "nothing that carries the id gpt2-abc234 is left in project model, as its lists show" in out
     listed = cli.run("list")
-    assert "it is down: requested by `tpuswarm down`; it has cost $" in listed and "keep" not in listed
+    assert "the fleet is down: requested by `tpuswarm down`; it has cost $" in listed and "keep" not in listed
     assert cli.run("down --yes").startswith("gpt2-abc234 is down already: requested by `tpuswarm down`")
     cli.run("up --yes")
     assert len(cli.ready) == 7
@@ -287,9 +287,9 @@ def test_setup_removed_from_the_file_is_forgotten(cli):
     [
         ('"gpt2-tiny"', '"gpt2-tny"', "gpt2-tiny"),
         ('"gpt2-tiny"', '"gpt2-tiny"\noptions = { layer = 2 }', "has no option layer"),
-        ('pip = ["tpuswarm[gcloud,tpu]"]', 'pip = ["numpy"]', "[setup] must bring tpuswarm to the machines"),
+        ('pip = ["tpuswarm[gcloud,tpu]"]', 'pip = ["numpy"]', "the machines need tpuswarm"),
         (STORAGE, "", "has no [storage]"),
-        ("steps = 100", 'steps = 100\nrun = "runs/all"', "a folder of one machine, and machines come and go"),
+        ("steps = 100", 'steps = 100\nrun = "runs/all"', "a folder on one machine, but machines come and go"),
     ],
 )
 def test_invalid_training_is_refused_before_anything_is_created(cli, old, new, message):

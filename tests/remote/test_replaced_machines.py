@@ -47,7 +47,7 @@ def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_know
     ask(fleet.place, "preempt", name=SLICE, ending="gone")
     try:
         until(lambda: doctor(fleet, "all").keys() == {ONE, "slice"})  # before, their notices are found
-        missing = ("reach", "1 v5e-16 not there: asked for in us-central1-a")
+        missing = ("reach", "1 v5e-16 missing: requested in us-central1-a")
         assert doctor(fleet, "all") == {ONE: preempted, "slice": missing}
         assert doctor(fleet, ONE) == {ONE: preempted}
         assert doctor(fleet, SLICE) == {SLICE: ("reach", "is gone: the cloud does not list it now")}

@@ -6,10 +6,10 @@ from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.check import Wrong
 from tpuswarm.fleet.activity import list_missing
-from tpuswarm.fleet.decide.money import Rate, machine_price
+from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.decide.names import ALL
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.fleet.view import STALE_LEASE_S, machine_rows
+from tpuswarm.fleet.view import STALE_LEASE_S, machine_rows, running_rate
 
 WAITS_S = 24 * 3600.0
 """Seconds after which a queued request has waited long."""
@@ -35,10 +35,7 @@ def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple
     cost = [each for each in ours if each.state not in UNSET]
     lease = document.lease
     if cost and (lease is None or now - lease.at > 2 * STALE_LEASE_S):
-        rate = Rate()
-        for row in machine_rows(desired, listing, (), now):
-            if row.state not in UNSET:
-                rate = rate.plus(row.hourly)
+        rate = running_rate(machine_rows(desired, listing, (), now))
         since = "" if lease is None else f": the last one, on {lease.host}, was seen {format_age(now - lease.at)} ago"
         machines = f"{len(cost)} machine{'s' * (len(cost) > 1)}"
         what = f"{machines} cost {rate.hour} an hour, and no keeper runs{since}"

@@ -1,4 +1,4 @@
-"""One model over a whole fleet: which job runs where, and what its hosts are told in secret."""
+"""Train one model over a whole fleet: the jobs to run, and the token that members join with."""
 
 import secrets
 import shlex
@@ -16,42 +16,36 @@ from tpuswarm.remote.places import OURS
 from tpuswarm.train.storage.folders import is_url
 
 TOKEN_FILE = f"{OURS}/swarm-token"
-"""Where the secret of all who join lies on a machine, from the home: for its owner alone."""
+"""The token's file on each machine, relative to the home and readable by its owner only."""
 TOKEN_TIMEOUT_S = 10.0
-"""Seconds for a host to take the secret: a new head does not wait for one that is on its way out."""
+"""A new head does not wait longer for a host that may be going."""
 HEAD_PORTS, MEMBER_PORTS = "${TPUSWARM_HEAD_PORTS:-20000-20999}", "${TPUSWARM_MEMBER_PORTS:-21000-21999}"
-"""On which Ray listens, for a shell: a head and a member may share a machine. Those of the local cloud share one
-computer, and each is told ports of its own."""
+"""Ray's ports, as a shell expands them; a head and a member may share a machine."""
 ACCEPT_CODE = " --accept-code"
 HEAD_ENDS = "; code=$?; [ $code = 130 ] && exit 0; exit $code"
-"""After the head's command: who stops it with Ctrl-C, or `tpuswarm stop`, wants its end; SIGTERM is its machine's."""
+"""Follows the head's command: Ctrl-C and `tpuswarm stop` end the job, SIGTERM ends only the machine."""
 WANDB_KEY = "WANDB_API_KEY"
 NOT_PASSED = ("recipe", "options", "run", "members", "devices_per_member", "ray_address", "profile")
-"""Of [train]: what the head's command says in another way, or not at all."""
-
-
+"""Keys of [train] that the head's command expresses in another way, or not at all."""
 SINGLE_PROCESS_OPTIONS = ("keep_best", "overfit_batches", "fast_dev_run", "profile")
-"""Of [train]: what only a run without members has."""
 
 
 class TrainJob(NamedTuple):
-    """A job of the training."""
-
     name: str
     where: str
-    """A pool; of a pool of TPUs the head has the first host alone."""
+    """A pool; in a pool of TPUs, the head uses only the first host."""
     line: str
-    """Of a shell."""
+    """A shell command."""
     says: str
-    """For people."""
+    """A description for the user."""
 
 
 def run_url(file: SwarmFile) -> str:
-    """The URL of its run. Raises InputError where there is no bucket for it."""
+    """Return the run's URL. Raise InputError if there is no bucket for it."""
     if file.train is not None and file.train.run is not None:
         if not is_url(file.train.run):
             raise InputError(
-                f"train.run is {file.train.run}, a folder of one machine, and machines come and go: leave it out, or "
+                f"train.run is {file.train.run}, a folder on one machine, but machines come and go: leave it out, or "
                 "use gs://BUCKET/FOLDER"
             )
         return file.train.run
@@ -61,34 +55,19 @@ def run_url(file: SwarmFile) -> str:
 
 
 def train_jobs(file: SwarmFile, accept_code: bool = False) -> tuple[TrainJob, ...]:
-    """The head and, for each pool, its members. Raises InputError for a fleet that cannot train.
+    """Return the jobs of the head and of each pool's members. Raise InputError for a fleet that cannot train.
 
-    accept_code: the head goes on with a run although code or settings have changed.
+    `accept_code`: the head resumes the run although code or settings have changed.
     """
-    assert file.train is not None
-    if not file.pool:
-        raise InputError("the file has no [[pool]], so there is nothing that could train")
-    if alone := [name for name in SINGLE_PROCESS_OPTIONS if getattr(file.train, name)]:
-        raise InputError(f"train.{alone[0]} is for a run of one process, not for members: leave it out")
-    if file.train.wandb is not None and (file.setup is None or WANDB_KEY not in file.setup.secrets):
-        raise InputError(f'train.wandb needs a key on the head: add secrets = ["{WANDB_KEY}"] to [setup]')
-    if file.provider == "google" and not _brings(file, "tpuswarm"):
-        raise InputError(
-            "[setup] must bring tpuswarm to the machines: name it in pip or requirements, such as "
-            'pip = ["tpuswarm[gcloud,tpu]"]'
-        )
-    if file.provider == "google" and file.train.wandb is not None and not _brings(file, "wandb"):
-        raise InputError(
-            "train.wandb needs the package of W&B on the head: name it in pip or requirements of [setup], such as "
-            'pip = ["tpuswarm[gcloud,tpu,wandb]"]'
-        )
-    url = run_url(file)
-    stays = _head_pool(file)
-    on = HEAD if stays is None else f"the first host of pool {stays.name}"
-    batches = pool_batches(file)
-    train = file.train.model_copy(update={"batch": max(batches.values())}) if batches else file.train
-    line = head_command(train, url, sum(each.count for each in file.pool)) + ACCEPT_CODE * accept_code + HEAD_ENDS
-    jobs = [TrainJob(HEAD, HEAD if stays is None else stays.name, line, f"the head runs on {on}")]
+    train = file.train
+    assert train is not None
+    _check_train(file, train)
+    url, head_pool, batches = run_url(file), _head_pool(file), pool_batches(file)
+    where = HEAD if head_pool is None else f"the first host of pool {head_pool.name}"
+    if batches:
+        train = train.model_copy(update={"batch": max(batches.values())})
+    line = head_command(train, url, sum(pool.count for pool in file.pool)) + ACCEPT_CODE * accept_code + HEAD_ENDS
+    jobs = [TrainJob(HEAD, HEAD if head_pool is None else head_pool.name, line, f"the head runs on {where}")]
     for pool in file.pool:
         line = f"exec python -m tpuswarm join {shlex.quote(url)} --of-machine --token-file ~/{TOKEN_FILE}"
         line += f" --ports {MEMBER_PORTS}"
@@ -100,66 +79,69 @@ def train_jobs(file: SwarmFile, accept_code: bool = False) -> tuple[TrainJob, ..
     return tuple(jobs)
 
 
-def pool_batches(file: SwarmFile) -> dict[str, int]:
-    """The batch of each pool, where [train] has a table of them. Raises InputError for one that cannot train together.
+def _check_train(file: SwarmFile, train: Train) -> None:
+    if not file.pool:
+        raise InputError("the file has no [[pool]], so there is nothing to train on")
+    if unsupported := [name for name in SINGLE_PROCESS_OPTIONS if getattr(train, name)]:
+        raise InputError(f"train.{unsupported[0]} is for a run of one process, not for members: leave it out")
+    if train.wandb is not None and (file.setup is None or WANDB_KEY not in file.setup.secrets):
+        raise InputError(f'train.wandb needs a key on the head: add secrets = ["{WANDB_KEY}"] to [setup]')
+    if file.provider != "google":
+        return
+    packages = file.setup.whole().pip if file.setup else ()
+    example = 'name it in pip or requirements of [setup], such as pip = ["tpuswarm[gcloud,tpu'
+    if not any("tpuswarm" in package for package in packages):
+        raise InputError(f'the machines need tpuswarm: {example}]"]')
+    if train.wandb is not None and not any("wandb" in package for package in packages):
+        raise InputError(f'train.wandb needs the package of W&B on the head: {example},wandb]"]')
 
-    The run's batch, in which steps count and rows are leased, is the largest: the others have to divide it.
+
+def pool_batches(file: SwarmFile) -> dict[str, int]:
+    """Return the batch of each pool if [train] has a table of them. Raise InputError for batches that do not fit.
+
+    Steps count, and rows are leased, in the largest batch, so the others must divide it.
     """
     assert file.train is not None
-    given = file.train.batch
-    if not isinstance(given, dict):
+    batches = file.train.batch
+    if not isinstance(batches, dict):
         return {}
-    pools = [each.name for each in file.pool]
-    if strange := [name for name in given if name not in pools]:
-        raise InputError(f"train.batch names {strange[0]}, and the pools are {', '.join(pools)}")
-    if missing := [name for name in pools if name not in given]:
-        raise InputError(f"train.batch has no number for pool {missing[0]}: it names all pools, or is one number")
-    largest = max(given.values())
-    if odd := [name for name, each in given.items() if largest % each]:
+    pools = [pool.name for pool in file.pool]
+    if unknown := [name for name in batches if name not in pools]:
+        raise InputError(f"train.batch names {unknown[0]}, and the pools are {', '.join(pools)}")
+    if missing := [name for name in pools if name not in batches]:
+        raise InputError(f"train.batch has no number for pool {missing[0]}: name all pools, or give one number")
+    largest = max(batches.values())
+    if odd := [name for name, batch in batches.items() if largest % batch]:
         raise InputError(
-            f"train.batch of {odd[0]} is {given[odd[0]]}, which does not divide the largest, {largest}: rows are "
-            "handed out in the largest batch"
+            f"train.batch of {odd[0]} is {batches[odd[0]]}, which does not divide the largest, {largest}: rows are "
+            "leased in the largest batch"
         )
-    return given
+    return batches
 
 
 def _head_pool(file: SwarmFile) -> Pool | None:
-    """Where the head runs for want of a machine of its own; None: it has one."""
+    """Return the pool that runs the head; None if the head has its own machine."""
     if file.head is not None:
         return None
-    stays = next((each for each in file.pool if each.how in ("on-demand", "reserved")), None)
-    if stays is None:
-        raise InputError("no machine of the file stays, for all pools can be preempted: add a [head]")
-    return stays
+    pool = next((pool for pool in file.pool if pool.how in ("on-demand", "reserved")), None)
+    if pool is None:
+        raise InputError("all pools are spot or queued, so nothing would survive a preemption: add a [head]")
+    return pool
 
 
-def _brings(file: SwarmFile, package: str) -> bool:
-    lines = file.setup.whole().pip if file.setup else ()
-    return any(package in line for line in lines)
-
-
-def is_same_command(line: str, there: str) -> bool:
-    """Whether a job that is there is the one that is asked for; what it was once let to accept is no difference."""
-    return line == there or line == there.replace(ACCEPT_CODE, "")
+def is_same_command(line: str, existing: str) -> bool:
+    """Whether an existing job runs this command; whether it accepts changed code makes no difference."""
+    return line == existing or line == existing.replace(ACCEPT_CODE, "")
 
 
 def head_command(train: Train, url: str, members: int) -> str:
-    """The command of the head of so many members."""
     words = [train.recipe]
     for name, value in train.model_dump(exclude_unset=True, exclude=set(NOT_PASSED)).items():
         words += _option(name, value)
     for name, value in train.options.items():
         words += _option(name, value)
-    said = (
-        f"python -m tpuswarm train {shlex.join(words)} --members 0 --run {shlex.quote(url)} --token-file ~/{TOKEN_FILE}"
-    )
-    return f"{said} --expect {members} --ports {HEAD_PORTS}"
-
-
-def find_run_url(jobs: Iterable[Job]) -> str | None:
-    """The URL of the run whose head is among the jobs; None: none is."""
-    words = next((shlex.split(each.line) for each in jobs if is_head(each)), [])
-    return words[words.index("--run") + 1] if "--run" in words else None
+    command = f"python -m tpuswarm train {shlex.join(words)} --members 0 --run {shlex.quote(url)}"
+    return f"{command} --token-file ~/{TOKEN_FILE} --expect {members} --ports {HEAD_PORTS}"
 
 
 def _option(name: str, value: object) -> list[str]:
@@ -171,45 +153,49 @@ def _option(name: str, value: object) -> list[str]:
     return [] if value is None else [flag, str(value)]
 
 
+def find_run_url(jobs: Iterable[Job]) -> str | None:
+    """Return the URL of the run whose head is among the jobs."""
+    words = next((shlex.split(job.line) for job in jobs if is_head(job)), [])
+    return words[words.index("--run") + 1] if "--run" in words else None
+
+
 def is_head(job: Job) -> bool:
-    """Whether a job is the head of a training, and not a program of somebody's that is called so."""
+    """Whether a job is a training's head, and not a user's job of that name."""
     return job.name == HEAD and TOKEN_FILE in job.line
 
 
 def is_member(job: Job) -> bool:
-    """Whether a job is a training's members of a pool."""
     return TOKEN_FILE in job.line and job.name != HEAD
 
 
 async def share_token(
     connections: Connections, job: Job, host: Host, jobs: Iterable[Job], hosts: Mapping[tuple[str, int], Host]
 ) -> None:
-    """Give a host on which a job is about to begin what members join with, where the job is one of the training.
+    """Give the token to a host on which a job of the training is about to start.
 
-    A head that begins draws it anew, for itself and for all that are reached; whoever is not, and whatever machine
-    comes later, gets the head's when a job begins there. It passes through connections, and stays on the machines.
-    hosts: by machine and worker. Raises what goes wrong with this host.
+    A head draws a new token and gives it to all hosts; a member's host that did not receive it, or came later, gets
+    it from the head. `hosts`: by machine and worker. Raise this host's error.
     """
     if is_head(job):
-        secret = secrets.token_hex(32)
-        await give_token(connections, host, secret)
-        others = [each for each in hosts.values() if each.label != host.label]
-        await fan_out(others, lambda each: give_token(connections, each, secret), time_out_s=TOKEN_TIMEOUT_S)
+        token = secrets.token_hex(32)
+        await give_token(connections, host, token)
+        others = [other for other in hosts.values() if other.label != host.label]
+        await fan_out(others, lambda other: give_token(connections, other, token), time_out_s=TOKEN_TIMEOUT_S)
     elif is_member(job):
-        head = next((seat.machine for each in jobs if is_head(each) for seat in each.assignments), None)
-        if head and (at := hosts.get((head, 0))) and (found := await read_token(connections, at)):
-            await give_token(connections, host, found)
+        heads = (each.machine for other in jobs if is_head(other) for each in other.assignments)
+        head_host = hosts.get((next(heads, None) or "", 0))
+        if head_host and (token := await read_token(connections, head_host) or ""):
+            await give_token(connections, host, token)
 
 
-async def give_token(connections: Connections, host: Host, secret: str) -> None:
-    """Write the secret to a host, through the connection and in no command line."""
+async def give_token(connections: Connections, host: Host, token: str) -> None:
+    """Write the token through the connection, so that no command line shows it."""
     line = f"umask 077 && mkdir -p ~/{OURS} && cat >~/{TOKEN_FILE}.part && mv ~/{TOKEN_FILE}.part ~/{TOKEN_FILE}"
     connection = await connections.to(host)
-    await on_host(host, lambda: connection.run(line, input=secret, check=True))
+    await on_host(host, lambda: connection.run(line, input=token, check=True))
 
 
 async def read_token(connections: Connections, host: Host) -> str | None:
-    """The secret that a host has from before; None: none."""
     connection = await connections.to(host)
-    done = await on_host(host, lambda: connection.run(f"cat ~/{TOKEN_FILE}", check=False))
-    return str(done.stdout).strip() or None
+    result = await on_host(host, lambda: connection.run(f"cat ~/{TOKEN_FILE}", check=False))
+    return str(result.stdout).strip() or None

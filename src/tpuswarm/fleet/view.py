@@ -1,11 +1,12 @@
-"""A fleet as people look at it: its machines, its grants, what it costs."""
+"""Show a fleet: its machines, grants, costs and keeper."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuswarm.cloud.protocol import Listing, Machine
+from tpuswarm.catalog import find
+from tpuswarm.cloud.protocol import Listing
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.actions import Event
@@ -25,14 +26,13 @@ if TYPE_CHECKING:
     from tpuswarm.fleet.activity import MachineActivity
 
 ACTIVITY_COLORS = {"training": "green", "joining": "yellow", "not ready": "yellow", "missing": "red", "lost": "red"}
-"""Colours of what machines of a training do."""
 STATE_COLORS = {"ready": "green", "dead": "red", "deleting": "red", "stopped": "dim"}
+STALE_LEASE_S = 60.0
+"""A keeper that does not renew its lease for this long has lost the fleet."""
 
 
 @dataclass(frozen=True)
 class MachineRow:
-    """A machine."""
-
     name: str
     pool: str
     type: str
@@ -47,179 +47,162 @@ class MachineRow:
     hourly: float | None
     """Dollars; 0 under a grant; None: unknown."""
     cost: float | None
-    """Dollars since it was created."""
+    """Dollars since its creation."""
     workers: tuple[tuple[str | None, str | None], ...]
 
 
 def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], now: float) -> list[MachineRow]:
-    """A fleet's machines, by pool and name."""
-    there = [each for each in listing.machines if is_billable(each)]
-    free, _ = covered_machines(there, desired.grants, now)
-    lost = Counter(each.machine for each in events if each.kind in ("preempted", "lost"))
-    ours = [each for each in listing.machines if each.fleet == desired.fleet]
-    return [
-        _row(each, free, lost[each.name], now) for each in sorted(ours, key=lambda one: (one.pool, by_number(one.name)))
-    ]
+    """Return the fleet's machines by pool and name."""
+    free, _ = covered_machines([each for each in listing.machines if is_billable(each)], desired.grants, now)
+    lost = Counter(event.machine for event in events if event.kind in ("preempted", "lost"))
+    own = [machine for machine in listing.machines if machine.fleet == desired.fleet]
+    rows = []
+    for machine in sorted(own, key=lambda machine: (machine.pool, by_number(machine.name))):
+        age_s = now - machine.created if machine.created else None
+        hourly = 0.0 if (machine.zone, machine.name) in free else machine_price(machine)
+        cost = None if hourly is None or age_s is None else hourly * age_s / HOUR_S
+        rows.append(MachineRow(
+            machine.name, machine.pool or "", machine.type, machine.zone, machine.how, machine.state, machine.said,
+            machine.healthy, machine.why, age_s, lost[machine.name], hourly, cost,
+            tuple((worker.internal, worker.external) for worker in machine.workers),
+        ))  # fmt: skip
+    return rows
 
 
-def _row(machine: Machine, free: set[tuple[str, str]], preemptions: int, now: float) -> MachineRow:
-    age_s = now - machine.created if machine.created else None
-    hourly = 0.0 if (machine.zone, machine.name) in free else machine_price(machine)
-    cost = None if hourly is None or age_s is None else hourly * age_s / HOUR_S
-    return MachineRow(
-        machine.name, machine.pool or "", machine.type, machine.zone, machine.how, machine.state, machine.said,
-        machine.healthy, machine.why, age_s, preemptions, hourly, cost,
-        tuple((each.internal, each.external) for each in machine.workers),
-    )  # fmt: skip
+def running_rate(rows: Iterable[MachineRow]) -> Rate:
+    """Return what the machines that cost money now cost per hour."""
+    rate = Rate()
+    for row in rows:
+        if row.state not in ("dead", "deleting", "waiting", "stopped"):
+            rate = rate.plus(row.hourly)
+    return rate
 
 
 @dataclass(frozen=True)
 class GrantUse:
-    """How much of a grant is used."""
-
     type: str
     zone: str
     how: str
     count: int
     used: float
-    """In machines of its type."""
+    """In machines of this type."""
     days_left: float | None
 
 
 def grant_uses(desired: Desired, listing: Listing, now: float) -> list[GrantUse]:
-    """What is used of each grant, by anybody."""
-    from tpuswarm.catalog import find
-
-    found = []
+    """Return how much of each grant all machines of the project use."""
+    billable = [machine for machine in listing.machines if machine.kind == "tpu" and is_billable(machine)]
+    uses = []
     for grant in desired.grants:
-        mine = quota_key(grant.type, grant.zone, grant.spot)
-        alike = (each for each in listing.machines if each.kind == "tpu" and is_billable(each))
-        chips = sum(find(each.type).chips for each in alike if machine_quota(each) == mine)
-        days = None if grant.expires is None else (grant.expires - now) / DAY_S
-        how = "spot" if grant.spot else "on-demand"
+        quota = quota_key(grant.type, grant.zone, grant.spot)
+        chips = sum(find(machine.type).chips for machine in billable if machine_quota(machine) == quota)
         used = min(grant.count, chips / find(grant.type).chips)
-        found.append(GrantUse(grant.type, grant.zone, how, grant.count, used, days))
-    return found
+        days_left = None if grant.expires is None else (grant.expires - now) / DAY_S
+        how = "spot" if grant.spot else "on-demand"
+        uses.append(GrantUse(grant.type, grant.zone, how, grant.count, used, days_left))
+    return uses
 
 
-def machines_table(shown: Sequence[MachineRow], width: int) -> "Table":
-    """In so many columns; what names a machine is not cut."""
+def machines_table(rows: Sequence[MachineRow], width: int) -> "Table":
     from tpuswarm.train.look.live import Column, table
 
     columns = [
-        Column("machine"),
-        Column("type", rank=1),
-        Column("zone", rank=2),
-        Column("state", wraps=9),
-        Column("age", right=True),
-        Column("lost", right=True, rank=3),
-        Column("$/h", right=True),
+        Column("machine"), Column("type", rank=1), Column("zone", rank=2), Column("state", wraps=9),
+        Column("age", right=True), Column("lost", right=True, rank=3), Column("$/h", right=True),
         Column("cost, $", right=True),
-    ]
+    ]  # fmt: skip
     lines = [
         (
-            each.name, each.type, each.zone, each.said.lower() if each.healthy is not False else "unhealthy",
-            "–" if each.age_s is None else format_age(each.age_s), str(each.preemptions or ""),
-            _amount(each.hourly), _amount(each.cost),
+            row.name, row.type, row.zone, row.said.lower() if row.healthy is not False else "unhealthy",
+            "–" if row.age_s is None else format_age(row.age_s), str(row.preemptions or ""),
+            _amount(row.hourly), _amount(row.cost),
         )
-        for each in shown
+        for row in rows
     ]  # fmt: skip
-    colors = ["red" if each.healthy is False else STATE_COLORS.get(each.state, "yellow") for each in shown]
+    colors = ["red" if row.healthy is False else STATE_COLORS.get(row.state, "yellow") for row in rows]
     return table(columns, lines, width, colors)
 
 
 def activities_table(
-    found: Sequence["MachineActivity"], unit: str, width: int, room: int | None
+    activities: Sequence["MachineActivity"], unit: str, width: int, height: int | None
 ) -> list["RenderableType"]:
-    """A row for each machine that trains or should; where there is not room for so many, the rest in a line."""
-    count = len(found) if room is None else min(len(found), room)
+    """Return a table of the machines that train or should, with a line for those that do not fit the height."""
+    count = len(activities) if height is None else min(len(activities), height)
     while True:
-        parts = _doings_rows(found, count, unit, width)
-        if room is None or count <= 1 or count_lines(parts, width) <= room:
+        parts = _activity_rows(activities, count, unit, width)
+        if height is None or count <= 1 or count_lines(parts, width) <= height:
             return parts
         count -= 1
 
 
 def count_lines(parts: Sequence["RenderableType"], width: int) -> int:
-    """Of a terminal so wide."""
+    """Count the lines on a terminal of this width."""
     from rich.console import Console
 
     console = Console(width=width)
     return sum(len(console.render_lines(part)) for part in parts)
 
 
-def _doings_rows(found: Sequence["MachineActivity"], count: int, unit: str, width: int) -> list["RenderableType"]:
+def _activity_rows(
+    activities: Sequence["MachineActivity"], count: int, unit: str, width: int
+) -> list["RenderableType"]:
     from rich.text import Text
 
     from tpuswarm.fleet.activity import count_activities
     from tpuswarm.train.look.live import Column, table
 
-    shown = found[:count]
     columns = [
-        Column("machine"),
-        Column("pool", rank=1),
-        Column("state", width=len("not ready")),
-        Column(f"{unit}/s", right=True, width=9),
-        Column("loss", right=True, width=len("0.01234")),
-        Column("commit", right=True, rank=2),
-        Column("what and why", wraps=24),
-    ]
-    rows = []
-    for each in shown:
-        one = each.member
-        speed = "" if one is None or one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}"
-        loss = "" if one is None or one.loss is None else format_figure(one.loss)
-        base = "" if one is None or one.base is None else f"{one.base}"
-        rows.append((each.machine or "–", each.pool, each.kind, speed, loss, base, each.why))
-    colors = [ACTIVITY_COLORS.get(each.kind, "") for each in shown]
-    parts: list[RenderableType] = [table(columns, rows, width, colors)]
-    if len(shown) < len(found):
-        parts.append(
-            Text(f"and {len(found) - len(shown):,} more: {count_activities(found[len(shown) :])}", style="dim")
-        )
+        Column("machine"), Column("pool", rank=1), Column("state", width=len("not ready")),
+        Column(f"{unit}/s", right=True, width=9), Column("loss", right=True, width=len("0.01234")),
+        Column("commit", right=True, rank=2), Column("what and why", wraps=24),
+    ]  # fmt: skip
+    lines = []
+    for activity in activities[:count]:
+        member = activity.member
+        speed = "" if member is None or member.tokens_per_s is None else f"{member.tokens_per_s:,.0f}"
+        loss = "" if member is None or member.loss is None else format_figure(member.loss)
+        base = "" if member is None or member.base is None else f"{member.base}"
+        lines.append((activity.machine or "–", activity.pool, activity.kind, speed, loss, base, activity.why))
+    colors = [ACTIVITY_COLORS.get(activity.kind, "") for activity in activities[:count]]
+    parts: list[RenderableType] = [table(columns, lines, width, colors)]
+    if rest := activities[count:]:
+        parts.append(Text(f"and {len(rest):,} more: {count_activities(rest)}", style="dim"))
     return parts
 
 
 def costs_line(document: Document, listing: Listing, now: float, left: float | None, carried: int) -> str:
-    """What a training has cost and will cost. left: seconds until it is finished; carried: bytes so far."""
-    rate = Rate()
-    for row in machine_rows(document.desired, listing, (), now):
-        if row.state not in ("dead", "deleting", "waiting", "stopped"):
-            rate = rate.plus(row.hourly)
+    """Say what a training has cost and will cost. `left`: seconds until its end; `carried`: bytes so far."""
+    rate = running_rate(machine_rows(document.desired, listing, (), now))
     budget = document.desired.budget.total
-    so_far = format_dollars(total_spending(document, listing, now).dollars) + (
-        f" of {format_dollars(budget)}" if budget is not None else ""
-    )
+    spent = format_dollars(total_spending(document, listing, now).dollars)
+    limit = f" of {format_dollars(budget)}" if budget is not None else ""
     ahead = ""
     if left is not None:
         ahead = f"; {left / HOUR_S:,.1f} hours left, {format_dollars(rate.dollars * left / HOUR_S)} at this pace"
-    return f"{so_far} so far, {rate.hour} an hour{ahead}; {carried / GIB:,.2f} GiB carried between members and head"
+    carried_gib = f"{carried / GIB:,.2f} GiB carried between members and head"
+    return f"{spent}{limit} so far, {rate.hour} an hour{ahead}; {carried_gib}"
 
 
 def summary_lines(document: Document, listing: Listing, now: float) -> list[str]:
-    """What there is beside the machines: keeper, grants, costs, limits."""
+    """Describe the keeper, grants, costs and limits."""
     desired, lease = document.desired, document.lease
-    ours = machine_rows(desired, listing, (), now)
-    so_far = format_dollars(total_spending(document, listing, now).dollars)
-    if desired.down is not None and not ours and not listing.unreachable:
-        return [f"it is down: {desired.down}; it has cost {so_far}; `tpuswarm up` brings it back"]
-    if lease is None and desired.down is not None:
-        lines = ["nobody brings it down: `tpuswarm down` goes on"]
-    elif lease is None:
-        lines = ["no keeper runs, so nothing lost is replaced and no limit is enforced: `tpuswarm keep`"]
+    rows = machine_rows(desired, listing, (), now)
+    spent = format_dollars(total_spending(document, listing, now).dollars)
+    if desired.down is not None and not rows and not listing.unreachable:
+        return [f"the fleet is down: {desired.down}; it has cost {spent}; `tpuswarm up` brings it back"]
+    if lease is not None:
+        age_s = max(0.0, now - lease.at)
+        stale = ", so it may be gone: `tpuswarm keep` takes over" if age_s > 2 * STALE_LEASE_S else ""
+        lines = [f"kept by {lease.host}, process {lease.pid}, last seen {format_age(age_s)} ago{stale}"]
+    elif desired.down is not None:
+        lines = ["no keeper brings it down: `tpuswarm down` continues"]
     else:
-        still = max(0.0, now - lease.at)
-        gone = ": it may be gone, and `tpuswarm keep` takes over" if still > 2 * STALE_LEASE_S else ""
-        lines = [f"kept by {lease.host}, process {lease.pid}, which was seen {format_age(still)} ago{gone}"]
-    for each in grant_uses(desired, listing, now):
-        left = "" if each.days_left is None else f", {each.days_left:.0f} days left"
-        lines.append(f"grant of {each.type} {each.how} in {each.zone}: {each.used:g} of {each.count} used{left}")
-    rate = Rate()
-    for row in ours:
-        if row.state not in ("dead", "deleting", "waiting", "stopped"):
-            rate = rate.plus(row.hourly)
+        lines = ["no keeper runs, so nothing lost is replaced and no limit is enforced: `tpuswarm keep`"]
+    for use in grant_uses(desired, listing, now):
+        left = "" if use.days_left is None else f", {use.days_left:.0f} days left"
+        lines.append(f"grant of {use.type} {use.how} in {use.zone}: {use.used:g} of {use.count} used{left}")
     total = f" of {format_dollars(desired.budget.total)}" if desired.budget.total is not None else ""
-    lines.append(f"{rate.hour} an hour; {so_far}{total} so far")
+    lines.append(f"{running_rate(rows).hour} an hour; {spent}{total} so far")
     if (limit := desired.budget.traffic_per_day) is not None:
         paid = format_dollars(document.traffic.last_day(now))
         lines.append(f"traffic of the last 24 hours: {paid} of {format_dollars(limit)} a day")
@@ -229,35 +212,29 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
 
 
 def total_spending(document: Document, listing: Listing, now: float) -> Spending:
-    """What it has cost up to now: what its keeper has counted, and what is there since then."""
-    memory, _ = observe(FleetState(), document.desired, listing, (), now)
-    return charge(document.spending, document.desired, Observed(listing, memory), now)
+    """Return the fleet's cost until now: what the keeper has counted, and the time since."""
+    state, _ = observe(FleetState(), document.desired, listing, (), now)
+    return charge(document.spending, document.desired, Observed(listing, state), now)
 
 
 def list_strangers(desired: Desired, listing: Listing) -> list[str]:
-    """Machines of other fleets in the project, whose documents are elsewhere or lost."""
-    others: dict[str, list[str]] = {}
-    for each in listing.machines:
-        if each.fleet and each.fleet != desired.fleet:
-            others.setdefault(each.fleet, []).append(each.name)
+    """List the machines of other fleets in the project."""
+    fleets: dict[str, list[str]] = {}
+    for machine in listing.machines:
+        if machine.fleet and machine.fleet != desired.fleet:
+            fleets.setdefault(machine.fleet, []).append(machine.name)
     return [
         f"{len(names)} of fleet {fleet}: {', '.join(names[:4])}{' …' * (len(names) > 4)}"
-        for fleet, names in others.items()
+        for fleet, names in fleets.items()
     ]
 
 
-STALE_LEASE_S = 60.0
-"""Seconds after which a keeper that is not seen has lost the fleet."""
-
-
-def _amount(value: float | None) -> str:
-    return "?" if value is None else "free" if value == 0 else f"{value:,.2f}"
+def _amount(dollars: float | None) -> str:
+    return "?" if dollars is None else "free" if dollars == 0 else f"{dollars:,.2f}"
 
 
 def fleet_object(document: Document, listing: Listing, events: Iterable[Event], now: float) -> dict[str, Any]:
-    """For JSON."""
-    from dataclasses import asdict
-
+    """Return the fleet for JSON output."""
     desired = document.desired
     return {
         "name": document.name,
@@ -267,10 +244,10 @@ def fleet_object(document: Document, listing: Listing, events: Iterable[Event], 
         "down": desired.down,
         "keeper": asdict(document.lease) if document.lease else None,
         "pools": [
-            {"name": each.name, "type": each.type, "how": each.how, "count": each.count} for each in desired.pools
+            {"name": pool.name, "type": pool.type, "how": pool.how, "count": pool.count} for pool in desired.pools
         ],
-        "machines": [asdict(each) for each in machine_rows(desired, listing, events, now)],
-        "grants": [asdict(each) for each in grant_uses(desired, listing, now)],
+        "machines": [asdict(row) for row in machine_rows(desired, listing, events, now)],
+        "grants": [asdict(use) for use in grant_uses(desired, listing, now)],
         "dollars": total_spending(document, listing, now).dollars,
         "unreachable": sorted(listing.unreachable),
     }

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tpuswarm.fleet.decide.money import Rate
-from tpuswarm.fleet.view import machine_rows, total_spending
+from tpuswarm.fleet.view import machine_rows, running_rate, total_spending
 from tpuswarm.swarm.views.status import Look
 from tpuswarm.train.run.listing import Status
 from tpuswarm.watch.state import Machines, State
@@ -108,12 +107,10 @@ def _fleet(machines: Machines, at: float) -> Iterator[Metric]:
     for (name, state), count in sorted(Counter((each.pool, each.state) for each in shown).items()):
         there.add_metric([name, state], count)
     lost = CounterMetricFamily("tpuswarm_machine_preemptions", "Times that it was lost.", labels=["machine"])
-    rate = Rate()
     for row in shown:
         lost.add_metric([row.name], row.preemptions)
-        if row.state not in ("dead", "deleting", "waiting", "stopped"):
-            rate = rate.plus(row.hourly)
     yield from (wanted, there, lost)
+    rate = running_rate(shown)
     yield _gauge("cost_dollars_per_hour", "What is there now costs so much, where its price is known.", rate.dollars)
     yield _counter(
         "cost_dollars", "What the fleet has cost, by public prices.", total_spending(document, listing, at).dollars

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpuswarm.config.formatting import format_age
-from tpuswarm.fleet.decide.money import Rate, format_dollars
-from tpuswarm.fleet.view import ACTIVITY_COLORS, STATE_COLORS, machine_rows, total_spending
+from tpuswarm.fleet.decide.money import format_dollars
+from tpuswarm.fleet.view import ACTIVITY_COLORS, STATE_COLORS, machine_rows, running_rate, total_spending
 from tpuswarm.swarm.views.drawing import needing_a_look
 from tpuswarm.swarm.views.status import Look
 from tpuswarm.watch.state import State
@@ -63,10 +63,7 @@ def _facts(state: State) -> dict[str, Any]:
         found |= {"horizon": horizon, "left": look.left, "elapsed": look.elapsed, "devices": look.devices}
     if state.machines is not None:
         document, listing, _ = state.machines
-        rate = Rate()
-        for row in machine_rows(document.desired, listing, (), state.at):
-            if row.state not in ("dead", "deleting", "waiting", "stopped"):
-                rate = rate.plus(row.hourly)
+        rate = running_rate(machine_rows(document.desired, listing, (), state.at))
         wanted = 0 if document.desired.down else sum(pool.count for pool in document.desired.pools)
         found |= {
             "fleet": document.desired.fleet, "wanted": wanted, "hourly": rate.hour,

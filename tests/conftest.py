@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         del rest[:missing]
 
 
-OURS = ("HF_", "JAX_", "PYTHONPATH", "STORAGE_EMULATOR_HOST", "TPUSWARM_", "WANDB_", "XLA_")
+OURS = ("HF_", "JAX_", "PYTHONPATH", "STORAGE_EMULATOR_", "TPUSWARM_", "WANDB_", "XLA_")
 """How variables begin that change what our processes do; libraries set others when they are imported."""
 
 

@@ -22,6 +22,7 @@ from tpuswarm.recipes.gpt2.text import open_text
 from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
 from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens, split_tokens
 from tpuswarm.swarm.storage.store import Store
+from tpuswarm.train.storage import stored_files
 
 PLAY = "To be, or not to be: that is the question.\n" * 30
 
@@ -185,21 +186,32 @@ def test_alphabet_is_stored_in_the_options_and_checked(play, tmp_path, cache):
 
 
 def test_text_in_a_bucket_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_files, "READ_BYTES", 4)
     with bucket("data", tmp_path) as storage:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.endpoint)
-        Store("gs://data/text").create("a.txt", b"first ")
-        Store("gs://data/text").create("b.txt", b"second")
+        for name, text in (("a.txt", b"first "), (".hidden", b"no"), ("b.txt", b"second")):
+            Store("gs://data/text").create(name, text)
+        Store("gs://data/text-other").create("c.txt", b"third")
         for place, words in (("gs://data/text", "first second"), ("gs://data/text/b.txt", "second")):
+            storage.faults = ["fine", "503"]
             assert "".join(open_text(place).pieces()) == words
-        for place in ("gs://data/text/c.txt", "gs://nowhere/text"):
-            with pytest.raises(InputError, match=f"there is no file or folder {place}"):
-                open_text(place)
+        with pytest.raises(InputError, match=r"there is no file or folder gs://data/text/c\.txt"):
+            open_text("gs://data/text/c.txt")
+        with pytest.raises(InputError, match="gs://nowhere/text cannot be read: gs://nowhere: there is no such bucket"):
+            open_text("gs://nowhere/text")
+        text = open_text("gs://data/text")
+        storage.faults = ["corrupt"]
+        with pytest.raises(InputError, match=r"gs://data/text/a.txt was damaged on its way"):
+            list(text.pieces())
+        Store("gs://data/text").put("a.txt", b"later")
+        with pytest.raises(InputError, match=r"gs://data/text/a\.txt was replaced or deleted while it was read"):
+            list(text.pieces())
 
 
-def test_unreachable_storage_is_reported_at_once(monkeypatch):
+def test_unreachable_storage_is_reported_soon(monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
-    monkeypatch.setattr("tpuswarm.recipes.gpt2.text.google_storage", None)
-    with pytest.raises(InputError, match=r"^gs://nowhere/text cannot be read: 127\.0\.0\.1 does not answer \(Conn"):
+    monkeypatch.setattr("tpuswarm.train.storage.bucket.FIRST_RETRY_FOR_S", 0.1)
+    with pytest.raises(InputError, match=r"^gs://nowhere/text cannot be read: .* 127\.0\.0\.1 does not answer;"):
         open_text("gs://nowhere/text")
 
 

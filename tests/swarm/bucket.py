@@ -87,7 +87,6 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
     from tpuswarm.cloud.rehearsal.common.records import Records
     from tpuswarm.cloud.rehearsal.web.objects import Objects
     from tpuswarm.cloud.rehearsal.web.storage import Storage
-    from tpuswarm.cloud.rehearsal.wire.batch import batch
     from tpuswarm.cloud.rehearsal.wire.rest import reject
 
     listener = socket.create_server(("127.0.0.1", 0))
@@ -101,8 +100,7 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
         else:
             objects = Objects(Records(folder / "records.sqlite"), folder / "objects")
             objects.make_bucket("project", {"name": name})
-            routes = [*Storage(objects).routes(), Route("/batch/{rest:path}", batch, methods=["POST"])]
-            served = Starlette(routes=routes, exception_handlers={Rejected: reject})
+            served = Starlette(routes=Storage(objects).routes(), exception_handlers={Rejected: reject})
         app = BaseHTTPMiddleware(served, made.answer)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
 

@@ -180,9 +180,6 @@ class Bucket(Protocol):
     def write(self, path: str, data: bytes, generation: int) -> int:
         """Write it if its generation is still that (0: if there is none); the new generation. Raises `Changed`."""
 
-    def delete(self, path: str) -> None:
-        """Delete it, if it is there."""
-
 
 class Provider(Protocol):
     """A project on a cloud."""

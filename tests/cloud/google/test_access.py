@@ -90,7 +90,6 @@ CALLS = {
     "guest_attributes vm": lambda google: google.guest_attributes(VM, 0, "hostkeys/"),
     "read": lambda google: google.bucket("b").read("o"),
     "write": lambda google: google.bucket("b").write("o", b"", 0),
-    "delete object": lambda google: google.bucket("b").delete("o"),
 }
 
 

@@ -225,10 +225,9 @@ def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, pl
     """Google's default credentials come from the metadata server."""
     program = """
         import jax
-        from gcsfs.core import GCSFileSystem
-        files = GCSFileSystem()
-        files.mkdir("by-a-machine", location="us-central1")
-        files.pipe_file("by-a-machine/devices", str(jax.device_count()).encode(), mode="create")
+        from google.cloud.storage import Client
+        bucket = Client(project="p").create_bucket("by-a-machine", location="us-central1")
+        bucket.blob("devices").upload_from_string(str(jax.device_count()).encode(), if_generation_match=0)
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     node = tpu_v2.Node(TPU, metadata={"startup-script": f"exec {sys.executable} {tmp_path}/program.py"})

@@ -48,9 +48,7 @@ def start(
 @app.command()
 def status(
     as_json: Json = False,
-    env: Annotated[
-        bool, typer.Option("--env", help="Print variables that make gcloud and gcsfs use it, for `eval`.")
-    ] = False,
+    env: Annotated[bool, typer.Option("--env", help="Print variables that make gcloud use it, for `eval`.")] = False,
 ) -> None:
     """Show the machines, the waiting requests and the faults."""
     from tpuswarm.cloud.rehearsal.client import ask, environment

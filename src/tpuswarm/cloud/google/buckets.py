@@ -1,13 +1,17 @@
 """A bucket of Cloud Storage whose objects are written only if nobody else wrote them meanwhile."""
 
-import contextlib
-from urllib.parse import quote
+from collections.abc import Callable
+from functools import cached_property
+from typing import TypeVar
 
-from tpuswarm.cloud.errors import Changed, NotFound
-from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.errors import Changed, CloudError, NotFound, Unreachable
+from tpuswarm.cloud.google.access import PATIENCE, Access
 from tpuswarm.cloud.protocol import Stored
+from tpuswarm.train.storage.bucket import Bucket, BucketFailed
+from tpuswarm.train.storage.connection import Endpoint
 
 HOST = "storage.googleapis.com"
+T = TypeVar("T")
 
 
 def bucket_url(access: Access, name: str) -> str:
@@ -22,42 +26,44 @@ class GoogleBucket:
         self._access = access
         self.name = name
 
+    @cached_property
+    def _bucket(self) -> Bucket:
+        local = self._access.endpoints
+        return Bucket(f"gs://{self.name}", Endpoint(local.http if local else "", self._access.credentials))
+
     def read(self, path: str) -> Stored | None:
-        """See Bucket. Raises NotFound where there is no such bucket."""
-        doing, access = f"reading gs://{self.name}/{path}", self._access
+        """See Bucket. Raises NotFound if there is no such bucket."""
+        doing = f"reading gs://{self.name}/{path}"
+        found = self._call(doing, lambda: self._bucket.read_versioned(path, PATIENCE))
+        if found is not None:
+            return Stored(found.data, found.generation)
         try:
-            answer = access.ask(doing, lambda: access.rest("GET", self._object(path), {"alt": "media"}))
-        except NotFound:  # the object, or the bucket: Google's answers differ in words alone
-            try:
-                access.get(doing, bucket_url(access, self.name))
-            except NotFound:
-                raise NotFound(f"{doing}: there is no bucket {self.name}; `tpuswarm init` makes one") from None
-            return None
-        return Stored(answer.content, int(answer.headers["X-Goog-Generation"]))
+            self._access.get(doing, bucket_url(self._access, self.name))
+        except NotFound:
+            raise NotFound(f"{doing}: there is no bucket {self.name}; `tpuswarm init` makes one") from None
+        return None
 
     def write(self, path: str, data: bytes, generation: int) -> int:
         """See Bucket."""
-        access = self._access
-        url = access.url(HOST, f"upload/storage/v1/b/{self.name}/o")
-        query = {"uploadType": "media", "name": path, "ifGenerationMatch": str(generation)}
-        kind = {"Content-Type": "application/octet-stream"}
-        try:
-            # Asking again is safe: what was written the first time has another generation.
-            answer = access.ask(
-                f"writing gs://{self.name}/{path}", lambda: access.rest("POST", url, query, data=data, headers=kind)
-            )
-        except Changed:
+        doing = f"writing gs://{self.name}/{path}"
+        written = self._call(doing, lambda: self._bucket.swap(path, data, generation, PATIENCE))
+        if written is None:
             there = self.read(path)
             if there is None or there.data != data:
-                raise
-            return there.generation  # it was us: only the answer was lost
-        return int(answer.json()["generation"])
+                raise Changed(f"{doing}: somebody else wrote it meanwhile")
+            written = there.generation  # this write, whose first answer was lost
+        return written
 
-    def delete(self, path: str) -> None:
-        """See Bucket."""
-        access = self._access
-        with contextlib.suppress(NotFound):
-            access.ask(f"deleting gs://{self.name}/{path}", lambda: access.rest("DELETE", self._object(path), {}))
+    def _call(self, doing: str, call: Callable[[], T]) -> T:
+        def call_once() -> T:
+            try:
+                return call()
+            except BucketFailed as error:
+                raise error.__cause__ or error from None
 
-    def _object(self, path: str) -> str:
-        return f"{bucket_url(self._access, self.name)}/o/{quote(path, safe='')}"
+        try:
+            return self._access.change(doing, call_once)
+        except CloudError:
+            raise
+        except Exception as error:
+            raise Unreachable(f"{doing}: {error}") from error

@@ -9,6 +9,7 @@ from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.rehearsal.connect import running
 from tpuswarm.cloud.rehearsal.place import Place
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.storage.connection import LOCAL_TOKEN
 
 SECONDS = 60
 PROXY_FREE = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -36,7 +37,7 @@ def ask(place: Place, verb: str, **body: Any) -> dict[str, Any]:
 
 
 def environment(place: Place, endpoints: Endpoints) -> dict[str, str]:
-    """Variables with which gcloud, gcsfs and google-cloud-storage use the local cloud."""
+    """Variables with which gcloud and tpuswarm use the local cloud."""
     http = endpoints.http
     return {
         # gcloud keeps a configuration for it, away from the one with real credentials.
@@ -52,7 +53,5 @@ def environment(place: Place, endpoints: Endpoints) -> dict[str, str]:
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDBILLING": f"{http}/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER": f"{http}/",
         "STORAGE_EMULATOR_HOST": http,
-        "FSSPEC_GS_TOKEN": endpoints.token,
-        "FETCH_RAW_TOKEN_EXPIRY": "false",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        LOCAL_TOKEN: endpoints.token,
     }

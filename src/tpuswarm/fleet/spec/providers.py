@@ -45,10 +45,8 @@ def use_rehearsed_buckets(file: Path = Path("swarm.toml")) -> None:
         return
     if provider != "rehearsal":
         return
-    from fsspec.config import conf
+    from tpuswarm.train.storage.connection import Endpoint, use_local_cloud
 
     access = open_access("rehearsal", None)
     assert access.endpoints is not None
-    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # its request to another API needs TLS
-    for protocol in ("gs", "gcs"):
-        conf[protocol] = {"token": access.credentials, "endpoint_url": access.endpoints.http}
+    use_local_cloud(Endpoint(access.endpoints.http, access.credentials))

@@ -196,10 +196,6 @@ class LocalBucket:
             sync(file.parent)
         return generation + 1
 
-    def delete(self, path: str) -> None:
-        """See Bucket."""
-        (self._folder / path).unlink(missing_ok=True)
-
 
 @contextmanager
 def _locked(path: Path) -> Any:

@@ -1,30 +1,23 @@
-"""Where text comes from: a file, a folder or a URL that fsspec reads, or the Python standard library's own source."""
+"""Where text comes from: a file, a folder, a bucket, a URL that fsspec reads, or Python's own source."""
 
 import codecs
 import hashlib
 import json
-import logging
-import os
-import socket
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import fsspec
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.storage.stored_files import StoredFiles
 
 PIECE = 2**22
 """Bytes read at a time."""
-
-ANSWER = 5.0
-"""Seconds for a server to take a connection."""
 
 NO_FIELD = "none"
 """In place of a field's name: JSON lines are read as they are."""
@@ -157,43 +150,15 @@ def open_text(place: str | None, field: str | None = None, *, empty: bool = Fals
     if place is None:
         return _standard_library()
     with looking_at(place), waiting(f"waiting for {place}"):
-        system, path = _system(place)
-        if _is_folder(system, path):
-            root = path.rstrip("/") + "/"
-            found = sorted(file for file in system.find(path) if not _hidden(file.removeprefix(root)))
+        if place.startswith(("gs://", "gcs://")):
+            system: Any = StoredFiles(place)
+            root, found = f"{system.root}/", system.names
         else:
-            found = [path]
-        infos = [system.info(file) for file in found]
+            system, path = fsspec.core.url_to_fs(str(Path(place).expanduser()) if "://" not in place else place)
+            root = path.rstrip("/") + "/"
+            found = system.find(path) if system.isdir(path) else [path]
+        infos = [system.info(file) for file in sorted(found) if not _hidden(file.removeprefix(root))]
     return _text(place, system, infos, field, empty)
-
-
-def _system(place: str) -> tuple[Any, str]:
-    """The file system that a place is on, and its path there."""
-    if place.startswith(("gs://", "gcs://")):
-        _require_answer(place)
-        system = google_storage(place)
-        return system, system._strip_protocol(place)
-    return fsspec.core.url_to_fs(str(Path(place).expanduser()) if "://" not in place else place)
-
-
-def _require_answer(place: str) -> None:
-    """Raise InputError where Google Cloud Storage is not to be reached: gcsfs would try for more than a minute."""
-    if getproxies().get("https"):
-        return  # what answers is asked through another machine
-    server = urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com")
-    try:
-        socket.create_connection((server.hostname, server.port or 443), timeout=ANSWER).close()
-    except OSError as error:
-        raise InputError(
-            f"{place} cannot be read: {server.hostname} does not answer ({error.strerror or error}); is this machine "
-            "connected to the internet?"
-        ) from error
-
-
-def _is_folder(system: Any, path: str) -> bool:
-    if "gs" in system.protocol:  # its isdir takes a bucket that does not answer for a file, after a minute of trying
-        return system.info(path)["type"] == "directory"
-    return system.isdir(path)
 
 
 @contextmanager
@@ -238,14 +203,3 @@ def _version(info: dict[str, Any]) -> Any:
     """What a file system gives that changes with a file's content; its size is known besides."""
     known = ("mtime", "etag", "ETag", "generation", "md5Hash", "updated", "LastModified")
     return [info[name] for name in known if name in info]
-
-
-def google_storage(url: str) -> Any:
-    """Google Cloud Storage as a file system of fsspec, without a cache of listings; InputError without its library."""
-    try:
-        # Not what gcsfs has as its default, which is for experiments with other kinds of buckets.
-        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that we raise in words
-    return GCSFileSystem(use_listings_cache=False)

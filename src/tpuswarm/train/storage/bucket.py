@@ -4,35 +4,29 @@ Built on google-cloud-storage, which verifies CRC32C both ways and recovers resu
 """
 
 import email.utils
-import functools
-import io
 import os
 import random
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.train.storage.connection import SIGN_IN, TIMEOUT_S, Endpoint, connect, default_endpoint, is_transient
 
-TIMEOUT_S = 5.0, 10.0
-"""Time limits of one request: to connect, and between two reads of its answer."""
 RETRY_FOR_S = 600.0
 """How long a request is repeated while the bucket does not answer: a run outlives an outage."""
 FIRST_RETRY_FOR_S = 10.0
 """How long before the first answer of a bucket, whose address may be wrong."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
-RETRIED_CODES = 308, 408, 429, 500, 502, 503, 504
-"""Answers after which a request is repeated; 308: a chunk of an upload was not kept."""
-MAX_CONNECTIONS = 16
 CHUNK_BYTES, CHUNK_FOR_S = 16 * 2**20, 60.0
 """Larger files are uploaded in chunks of this size; how long a chunk is repeated before the upload restarts."""
-BLOCK_BYTES = 2**16
 WAY_OUT = "start the same command again"
+
+_ONCE: dict[str, Any] = {"timeout": TIMEOUT_S, "retry": None}
 
 Answer = TypeVar("Answer")
 Content = bytes | Sequence[bytes | memoryview]
@@ -53,6 +47,8 @@ class Listed(NamedTuple):
     size: int
     written: float
     """Unix seconds by the bucket's clock."""
+    generation: int = 0
+    crc32c: str = ""
 
 
 class Versioned(NamedTuple):
@@ -69,14 +65,18 @@ class Bucket:
     be called from several threads.
     """
 
-    def __init__(self, url: str):
-        """Raises InputError where the library is not installed; sends nothing."""
+    def __init__(self, url: str, endpoint: Endpoint | None = None):
+        """Raises InputError if the library is not installed; sends nothing.
+
+        endpoint: instead of that of the environment.
+        """
         self.url = url.rstrip("/")
         name, _, self._prefix = self.url.partition("://")[2].partition("/")
         try:
-            self._client, self._answers, self._progress = _client(*_local_endpoint())
+            self._client, self._answers, self._progress = connect(endpoint or default_endpoint())
         except ImportError as error:
             raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
+        self._host = urlsplit(self._client.api_endpoint).hostname
         self._bucket = self._client.bucket(name)
         self._has_answered = False
         self.gave_up = False
@@ -166,6 +166,12 @@ class Bucket:
 
         return self._request(f"reading {name}", request_age)
 
+    def read_range(self, name: str, generation: int, start: int, end: int) -> bytes:
+        """Return bytes of an object of this generation, as they are stored and unchecked."""
+        blob = self._bucket.blob(self._full(name), generation=generation)
+        how: dict[str, Any] = {"start": start, "end": end - 1, "raw_download": True, "checksum": None}
+        return self._request(f"reading {name}", lambda: bytes(blob.download_as_bytes(**how, **_ONCE)))
+
     def fetch(self, name: str, to: Path) -> None:
         """Download an object to a file, whole or not at all."""
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -210,13 +216,15 @@ class Bucket:
         return self._request(f"writing {name}", upload, retry_for_s)
 
     def _list(self, prefix: str, most: int | None = None) -> dict[str, Listed]:
-        fields = "items(name,size,updated),nextPageToken"
+        fields = "items(name,size,updated,generation,crc32c),nextPageToken"
         found = self._client.list_blobs(
             self._bucket, prefix=self._full(prefix), fields=fields, max_results=most, **_ONCE
         )
         blobs = [blob for blob in found if not blob.name.endswith("/")]  # the console makes those, as empty folders
         cut = len(self._full(""))
-        return {blob.name[cut:]: Listed(blob.size, blob.updated.timestamp()) for blob in blobs}
+        return {
+            blob.name[cut:]: Listed(blob.size, blob.updated.timestamp(), blob.generation, blob.crc32c) for blob in blobs
+        }
 
     def _blob(self, name: str) -> Any:
         return self._bucket.blob(self._full(name))
@@ -241,7 +249,7 @@ class Bucket:
                     raise FileNotFoundError(doing) from error
                 raise BucketFailed(f"{self.url}: there is no such bucket; create it, or use another one") from error
             except Exception as error:
-                if isinstance(error, OSError) and error.errno is not None and not _is_transient(error):
+                if isinstance(error, OSError) and error.errno is not None and not is_transient(error):
                     raise  # the local file failed
                 if self._answers.successes > before:  # a long transfer may fail more than once
                     began = time.monotonic()
@@ -254,132 +262,18 @@ class Bucket:
             pause = min(2 * pause, MAX_PAUSE_S)
 
     def _may_repeat(self, error: BaseException) -> bool:
-        is_transient = _is_transient(error)
-        self._progress.is_failing |= is_transient
-        return is_transient and not self.gave_up
+        may_pass = is_transient(error)
+        self._progress.is_failing |= may_pass
+        return may_pass and not self.gave_up
 
     def _failed(self, doing: str, error: BaseException) -> BucketFailed:
+        import requests
+
         error = getattr(error, "cause", None) or error  # a chunk's last error
+        if isinstance(error, requests.RequestException) and is_transient(error):
+            return Unreachable(f"{self.url}: {doing} failed: {self._host} does not answer; {WAY_OUT}")
         text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
-        kind = Unreachable if _is_transient(error) else BucketFailed
+        if getattr(error, "code", None) == 401:
+            return BucketFailed(f"{self.url}: not signed in to Google Cloud ({text}); {SIGN_IN}")
+        kind = Unreachable if is_transient(error) else BucketFailed
         return kind(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
-
-
-class _Answers(threading.local):
-    """The answers that one thread has got."""
-
-    successes = 0
-    headers: Mapping[str, str] = MappingProxyType({})
-    """Of the last answer."""
-
-
-class _Progress:
-    """Counts what succeeds; bytes of requests that are repeated do not count."""
-
-    def __init__(self) -> None:
-        self.count, self.is_failing = 0, False
-
-    def add(self, number: int) -> None:
-        self.count += 0 if self.is_failing else number
-
-
-class _Body(io.BytesIO):
-    """A request body that is sent in blocks, so that the time limit applies to each block."""
-
-    def __init__(self, data: bytes, progress: _Progress):
-        super().__init__(data)
-        self._progress = progress
-
-    def __len__(self) -> int:
-        return self.getbuffer().nbytes
-
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size)
-        self._progress.add(len(data))
-        return data
-
-
-_ONCE: dict[str, Any] = {"timeout": TIMEOUT_S, "retry": None}
-
-
-def _local_endpoint() -> tuple[str, str]:
-    """Return the address of a local cloud and its token; empty at Google."""
-    from fsspec.config import conf
-
-    found = conf.get("gs", {})
-    token = found.get("token", "")
-    return found.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST", ""), getattr(token, "token", token)
-
-
-@functools.lru_cache(maxsize=4)
-def _client(endpoint: str, token: str) -> tuple[Any, _Answers, _Progress]:
-    """Return a client, the answers of each thread, and the progress of all."""
-    from google.auth import default
-    from google.auth.credentials import AnonymousCredentials, Credentials
-    from google.auth.exceptions import DefaultCredentialsError
-    from google.auth.transport.requests import AuthorizedSession
-    from google.cloud.storage import Client
-    from requests.adapters import HTTPAdapter
-
-    class Token(Credentials):
-        def refresh(self, request: object) -> None:
-            """Do nothing: a local cloud has one token."""
-
-    answers, progress = _Answers(), _Progress()
-    credentials: Any = AnonymousCredentials()  # type: ignore[no-untyped-call]
-    if endpoint and token:
-        credentials = Token()  # type: ignore[no-untyped-call]
-        credentials.token = token
-    elif not endpoint:
-        try:
-            credentials, _ = default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
-        except DefaultCredentialsError as error:
-            raise InputError(
-                f"not signed in to Google Cloud ({error}); `gcloud auth application-default login`"
-            ) from error
-    session: Any = AuthorizedSession(credentials, refresh_timeout=int(TIMEOUT_S[1]))  # type: ignore[no-untyped-call]
-    send = session.request
-
-    def send_in_blocks(method: str, url: str, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, bytes) and len(data) > BLOCK_BYTES:
-            data = _Body(data, progress)
-        elif isinstance(data, _Body):  # again, with other credentials
-            data.seek(0)
-        return send(method, url, data, *args, **kwargs)
-
-    session.request = send_in_blocks
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_CONNECTIONS))
-
-    def note(answer: Any, *_: Any, **__: Any) -> None:
-        answers.headers = answer.headers
-        if answer.status_code < 400:
-            answers.successes += 1
-            progress.is_failing = False
-            progress.add(1)
-
-    session.hooks["response"].append(note)
-    options = {"api_endpoint": endpoint} if endpoint else None
-    client = Client(project="none", credentials=credentials, _http=session, client_options=options)
-    client._bucket_metadata_cache = None  # it would request the bucket's metadata in the background after each 404
-    return client, answers, progress
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Return whether a request may succeed later: the network is cut, or the server is busy."""
-    import requests
-    import urllib3
-    from google.api_core.exceptions import GoogleAPICallError, RetryError
-    from google.auth.exceptions import GoogleAuthError, TransportError
-    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
-
-    if isinstance(error, RetryError):
-        return error.cause is not None and _is_transient(error.cause)
-    if isinstance(error, GoogleAPICallError):
-        return error.code in RETRIED_CODES
-    if isinstance(error, InvalidResponse):
-        return error.response.status_code in RETRIED_CODES
-    if isinstance(error, GoogleAuthError) and any(isinstance(cause, TransportError) for cause in error.args):
-        return True  # the server of credentials could not be reached
-    lost = requests.RequestException, urllib3.exceptions.HTTPError, TransportError, DataCorruption
-    return isinstance(error, (*lost, ConnectionError, TimeoutError))

@@ -20,7 +20,8 @@ from typing import TypeVar
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import lock_holder
-from tpuswarm.train.storage.bucket import MAX_CONNECTIONS, Bucket, BucketFailed
+from tpuswarm.train.storage.bucket import Bucket, BucketFailed
+from tpuswarm.train.storage.connection import MAX_CONNECTIONS
 from tpuswarm.train.storage.folders import (
     BEST,
     CHECKPOINTS,

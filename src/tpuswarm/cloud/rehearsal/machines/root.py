@@ -118,7 +118,6 @@ class Root:
             "GCE_METADATA_HOST": metadata,
             "GCE_METADATA_IP": metadata,
             "STORAGE_EMULATOR_HOST": storage,
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask another API about the bucket, by TLS
             "JAX_PLATFORMS": "cpu",
         }
         if self.profile.exists():  # as PAM does; what it preloads is no library here

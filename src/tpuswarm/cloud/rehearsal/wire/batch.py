@@ -1,4 +1,4 @@
-"""Several calls in one: https://cloud.google.com/storage/docs/batch, which gcsfs and gcloud use."""
+"""Several calls in one: https://cloud.google.com/storage/docs/batch, which Google's clients use."""
 
 import re
 from email.parser import BytesParser

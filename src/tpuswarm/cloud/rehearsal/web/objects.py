@@ -47,9 +47,15 @@ class Condition(NamedTuple):
             number(f"{prefix}MetagenerationNotMatch"),
         )
 
+    def is_unchanged(self, there: Resource) -> bool:
+        """Whether a client that asks for changes knows what is there."""
+        generation, metageneration = there.get("generation"), int(there["metageneration"])
+        same = self.not_match is not None and str(self.not_match) == generation
+        return same or self.not_metageneration == metageneration
+
     def check(self, there: Resource | None) -> None:
         """Raises Rejected unless it holds."""
-        generation = int(there["generation"]) if there else 0
+        generation = int(there.get("generation", 0)) if there else 0
         metageneration = int(there["metageneration"]) if there else None
         if (
             (self.match is not None and self.match != generation)
@@ -135,12 +141,7 @@ class Objects:
     def change_bucket(self, name: str, changes: Resource) -> Resource:
         """Its labels, rules and so on."""
         there = self.bucket(name)
-        labels = {**there.get("labels", {}), **(changes.get("labels") or {})}
-        kept = {key: value for key, value in changes.items() if key not in FIXED}
-        bucket = {**there, **kept, "updated": stamp()}
-        if "labels" in changes:  # null removes one, or all
-            bucket["labels"] = {key: value for key, value in labels.items() if value is not None}
-            bucket["labels"] = bucket["labels"] if changes["labels"] is not None else {}
+        bucket = {**_merge(there, changes, "labels"), "updated": stamp()}
         bucket["metageneration"] = str(int(bucket["metageneration"]) + 1)
         self._buckets.put(name, bucket)
         self._records.commit()
@@ -214,8 +215,8 @@ class Objects:
         """Its metadata."""
         found = self.find(bucket, name)
         condition.check(found)
-        kept = {key: value for key, value in changes.items() if key not in FIXED}
-        made = {**found, **kept, "metageneration": str(int(found["metageneration"]) + 1), "updated": stamp()}
+        made = _merge(found, changes, "metadata")
+        made |= {"metageneration": str(int(found["metageneration"]) + 1), "updated": stamp()}
         self._objects.put(f"{bucket}/{name}", made)
         self._records.commit()
         return made
@@ -237,9 +238,12 @@ class Objects:
         self.bucket(bucket)
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         first, end = query.get("startOffset", ""), query.get("endOffset")
+        glob = _glob(query["matchGlob"]) if "matchGlob" in query else None
         seen: set[str] = set()
         for name in sorted(self._by_bucket.get(bucket, ())):
             if not name.startswith(prefix) or name < first or (end and name >= end):
+                continue
+            if glob and not glob.fullmatch(name):
                 continue
             rest = name.removeprefix(prefix)
             if delimiter and delimiter in rest:
@@ -262,6 +266,33 @@ class Objects:
         self._records.commit()
         if before:
             (self._folder / before["generation"]).unlink(missing_ok=True)
+
+
+def _merge(there: Resource, changes: Resource, table: str) -> Resource:
+    """Return a resource with changes; null removes an entry of its table, or all of them."""
+    found = {**there, **{key: value for key, value in changes.items() if key not in FIXED}}
+    if table in changes:
+        entries = {**there.get(table, {}), **changes[table]} if changes[table] is not None else {}
+        found[table] = {key: value for key, value in entries.items() if value is not None}
+    return found
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a matchGlob. Raises Rejected."""
+    rules = {"**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+    found, depth = "", 0
+    for token in re.findall(r"\*\*|\[[^\]]+\]|\\.|.", pattern, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token, 0)
+        if token == "," and depth:
+            found += "|"
+        elif len(token) > 2 and token[0] == "[":
+            found += re.sub(r"^\[!", "[^", token)
+        else:
+            found += rules.get(token) or re.escape(token[-1])
+    try:
+        return re.compile(found, re.DOTALL)
+    except re.error as error:
+        raise Rejected(400, "invalid", f"Invalid glob: {pattern}") from error
 
 
 def stamp() -> str:

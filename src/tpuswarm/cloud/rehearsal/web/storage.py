@@ -1,4 +1,4 @@
-"""Cloud Storage's JSON API: what gcsfs, google-cloud-storage and gcloud ask of it."""
+"""Cloud Storage's JSON API: what google-cloud-storage and gcloud ask of it."""
 
 import json
 import re
@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tpuswarm.cloud.rehearsal.common.call import Rejected
-from tpuswarm.cloud.rehearsal.web.bucket_faults import BucketFaults
+from tpuswarm.cloud.rehearsal.web.bucket_faults import BucketFaults, Endpoint
+from tpuswarm.cloud.rehearsal.web.fields import with_fields
 from tpuswarm.cloud.rehearsal.web.objects import Condition, Objects, Resource
 
 PAGE = 1000
@@ -34,10 +35,11 @@ class Storage:
 
     def routes(self) -> list[Route]:
         """For an application."""
-        found = self._routes()
-        if self._faults:
-            found = [Route(each.path, self._faults.around(each.endpoint), methods=each.methods) for each in found]
-        return found
+        return [Route(each.path, self._wrapped(each.endpoint), methods=each.methods) for each in self._routes()]
+
+    def _wrapped(self, endpoint: Endpoint) -> Endpoint:
+        found = with_fields(endpoint)
+        return self._faults.around(found) if self._faults else found
 
     def _routes(self) -> list[Route]:
         return [
@@ -70,12 +72,16 @@ class Storage:
     async def bucket(self, request: Request) -> Response:
         """buckets.get, patch, update and delete."""
         name = request.path_params["bucket"]
+        found, condition = self._objects.bucket(name), Condition.of(dict(request.query_params))
+        if request.method == "GET" and condition.is_unchanged(found):
+            return Response(status_code=304)
+        condition.check(found)
         if request.method == "DELETE":
             self._objects.delete_bucket(name)
             return Response(status_code=204)
         if request.method in ("PATCH", "PUT"):
             return JSONResponse(self._objects.change_bucket(name, await _json(request)))
-        return JSONResponse(self._objects.bucket(name))
+        return JSONResponse(found)
 
     async def layout(self, request: Request) -> Response:
         """buckets.getStorageLayout."""
@@ -110,6 +116,8 @@ class Storage:
     async def objects(self, request: Request) -> Response:
         """objects.list."""
         query = dict(request.query_params)
+        if not re.fullmatch(r"\d*", query.get("maxResults", "")):
+            raise Rejected(400, "invalid", f"Invalid value for maxResults: '{query['maxResults']}'")
         after, size = query.get("pageToken", ""), min(int(query.get("maxResults") or 0) or PAGE, PAGE)
         items: list[Resource] = []
         folders: list[str] = []
@@ -141,9 +149,7 @@ class Storage:
         if request.method in ("PATCH", "PUT"):
             return JSONResponse(self._objects.change(bucket, name, await _json(request), condition))
         found = self._objects.find(bucket, name, query.get("generation"))
-        if condition.not_match == int(found["generation"]) or condition.not_metageneration == int(
-            found["metageneration"]
-        ):
+        if condition.is_unchanged(found):
             return Response(status_code=304)
         condition.check(found)
         if query.get("alt") != "media":
@@ -221,7 +227,7 @@ class Storage:
         if query.get("uploadType") == "multipart":
             about, data = _parts(request.headers.get("content-type", ""), data)
         name = query.get("name") or about.pop("name", "")
-        return JSONResponse(self._objects.write(bucket, name, data, _own(about), condition))
+        return JSONResponse(self._objects.write(bucket, name, data, _own(about) | _hashes(request), condition))
 
     async def _go_on(self, request: Request, number: str) -> Response:
         if number in self._finished:
@@ -239,7 +245,7 @@ class Storage:
             data[int(where[1]) if where and where[1] else 0 :] = chunk
         if where and (where[2] == "*" or int(where[2]) > len(data)):
             return Response(status_code=308, headers={"Range": f"bytes=0-{len(data) - 1}"} if data else {})
-        made = self._objects.write(bucket, name, bytes(data), about, condition)
+        made = self._objects.write(bucket, name, bytes(data), about | _hashes(request), condition)
         del self._uploads[number]
         self._finished[number] = made
         return JSONResponse(made)
@@ -277,6 +283,12 @@ def _own(about: dict[str, Any]) -> dict[str, Any]:
         *("crc32c", "md5Hash"),
     )
     return {key: value for key, value in about.items() if key in allowed and value is not None}
+
+
+def _hashes(request: Request) -> dict[str, str]:
+    """Checksums of a request's header, as in the metadata of an object."""
+    found = re.findall(r"(crc32c|md5)=([A-Za-z0-9+/]+={0,2})", request.headers.get("x-goog-hash", ""))
+    return {{"md5": "md5Hash"}.get(kind, kind): value for kind, value in found}
 
 
 async def _json(request: Request) -> dict[str, Any]:

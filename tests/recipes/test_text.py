@@ -23,6 +23,7 @@ from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
 from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens, split_tokens
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.storage import stored_files
+from tpuswarm.train.storage.bucket import Bucket
 
 PLAY = "To be, or not to be: that is the question.\n" * 30
 
@@ -189,9 +190,10 @@ def test_text_in_a_bucket_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_files, "READ_BYTES", 4)
     with bucket("data", tmp_path) as storage:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.endpoint)
-        for name, text in (("a.txt", b"first "), (".hidden", b"no"), ("b.txt", b"second")):
+        for name, text in (("a.txt", b"first "), ("b.txt", b"second")):
             Store("gs://data/text").create(name, text)
-        Store("gs://data/text-other").create("c.txt", b"third")
+        Bucket("gs://data").put("text/.hidden", b"no")
+        Bucket("gs://data").put("text-other/c.txt", b"third")
         for place, words in (("gs://data/text", "first second"), ("gs://data/text/b.txt", "second")):
             storage.faults = ["fine", "503"]
             assert "".join(open_text(place).pieces()) == words
@@ -201,7 +203,7 @@ def test_text_in_a_bucket_is_read(tmp_path, monkeypatch):
             open_text("gs://nowhere/text")
         text = open_text("gs://data/text")
         storage.faults = ["corrupt"]
-        with pytest.raises(InputError, match=r"gs://data/text/a.txt was damaged on its way"):
+        with pytest.raises(InputError, match=r"gs://data/text/a.txt was damaged in transit"):
             list(text.pieces())
         Store("gs://data/text").put("a.txt", b"later")
         with pytest.raises(InputError, match=r"gs://data/text/a\.txt was replaced or deleted while it was read"):

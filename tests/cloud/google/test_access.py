@@ -14,11 +14,12 @@ from google.auth.credentials import Credentials
 
 from tests.cloud.google.conftest import spec
 from tpuswarm.cloud.errors import CloudError, NotSignedIn, Unreachable
-from tpuswarm.cloud.google import access
+from tpuswarm.cloud.google import access, buckets
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.provider import Google
 from tpuswarm.cloud.protocol import Machine, VmSpec
+from tpuswarm.train.storage import bucket
 
 LOCAL = Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token")
 
@@ -26,6 +27,8 @@ LOCAL = Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token")
 @pytest.fixture
 def short_timeouts(monkeypatch):
     monkeypatch.setattr(access, "PATIENCE", 0.1)
+    monkeypatch.setattr(buckets, "PATIENCE", 0.1)
+    monkeypatch.setitem(bucket._ONCE, "timeout", (0.05, 0.05))
     monkeypatch.setattr(access, "FIRST_PAUSE", 0.02)
     for module in ("access", "provider"):
         monkeypatch.setattr(f"tpuswarm.cloud.google.{module}.SECONDS", 0.05)

@@ -225,10 +225,10 @@ def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, pl
     """Google's default credentials come from the metadata server."""
     program = """
         import jax
-        from google.cloud.storage import Client
-        bucket = Client(project="p").create_bucket("by-a-machine", location="us-central1")
-        bucket.blob("devices").upload_from_string(str(jax.device_count()).encode(), if_generation_match=0)
+        from tpuswarm.train.storage.bucket import Bucket
+        Bucket("gs://of-a-machine").put("devices", str(jax.device_count()).encode())
     """
+    storage_client(endpoints).create_bucket("of-a-machine", location="us-central1")
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     node = tpu_v2.Node(TPU, metadata={"startup-script": f"exec {sys.executable} {tmp_path}/program.py"})
     tpu.create_node(parent=PARENT, node_id="reading", node=node)
@@ -236,4 +236,4 @@ def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, pl
     log = Path(worker["folder"]) / "var/log/startup-script.log"
     until(lambda: log.exists() and "exit status" in log.read_text(), seconds=120)
     assert log.read_text().endswith("exit status 0\n"), log.read_text()
-    assert storage_client(endpoints).bucket("by-a-machine").blob("devices").download_as_bytes() == b"8"
+    assert storage_client(endpoints).bucket("of-a-machine").blob("devices").download_as_bytes() == b"8"

@@ -46,6 +46,7 @@ class Process:
     folder: Path
     work: Callable[["Process"], None]
     wakes: float = 0.0
+    cut_off_until: float = 0.0
     ended: bool = False
     turn: threading.Event = field(default_factory=threading.Event)
 
@@ -121,6 +122,11 @@ class World:
         """Carry out a request, with what may go wrong around it."""
         self.sleep(self.random.choice([0.01, 0.1, 1.0]))
         fault = self.random.random() if self.faults else 1.0
+        process = self.current
+        if self.faults and self.random.random() < 0.003:
+            process.cut_off_until = self.now + self.random.uniform(10, 600)
+        if self.now < process.cut_off_until:
+            raise Unreachable("cut off")
         if fault < 0.01:
             raise Killed
         if fault < 0.03:  # the computer sleeps
@@ -143,7 +149,7 @@ class World:
             return None
         self._generation += 1
         if name == RECORD:
-            self._check(record._JSON.validate_json(data))
+            self._check(record.decode(data))
         else:
             assert there is None, f"{name} is written twice"
         self.objects[name] = Stored(data, self._generation, self.now)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.train.storage.conftest import CONFIG, URL, read_steps, start_run
+from tests.train.storage.conftest import CONFIG, URL, crash, read_steps, start_run
 from tests.waiting import until
 from tpuswarm.errors import InputError
 from tpuswarm.train.run.directory import Run
@@ -14,7 +14,7 @@ from tpuswarm.train.storage import record, sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.train.storage.folders import folder_of
-from tpuswarm.train.storage.record import Lost, OwnedRecord, read_record
+from tpuswarm.train.storage.record import File, Lost, OwnedRecord, Part, read_record
 from tpuswarm.train.storage.sync import delete_file
 
 
@@ -137,6 +137,41 @@ def test_damaged_record_is_named(use_disk):
     Bucket(URL).put(record.RECORD, b"{")
     with pytest.raises(BucketFailed, match=f"{URL}/run.json is damaged .* restore an earlier version of that object"):
         Run(folder_of(URL))
+
+
+def test_record_of_many_files_stays_small(use_disk):
+    owned = OwnedRecord(Bucket(URL))
+    owned.acquire()
+    names = [f"checkpoints/{step:08d}/arrays-{number}" for step in range(200) for number in range(10)]
+    owned.change(lambda _: {name: File((Part(owned.new_object(name), 7),), 1.0) for name in names})
+    assert Bucket(URL).listed("")[record.RECORD].size < 50 * len(names)
+    assert read_record(Bucket(URL)).record == owned.record
+    Bucket(URL).put(record.RECORD, Bucket(URL).read(record.RECORD)[:-9])
+    with pytest.raises(BucketFailed, match=r"run.json is damaged"):
+        read_record(Bucket(URL))
+
+
+def test_removal_of_a_run_spares_the_next_one(server, use_disk, short_lease, monkeypatch):
+    """A removal that is late deletes nothing of a process that has taken the run over, or begun a new one."""
+    run = start_run()
+    run._sync.upload()
+    listed, removing = Bucket.listed, []
+
+    def begin_anew(self, prefix):
+        found = listed(self, prefix)
+        if not removing:
+            removing.append(True)
+            other = OwnedRecord(Bucket(URL))
+            other.acquire()
+        return found
+
+    monkeypatch.setattr(Bucket, "listed", begin_anew)
+    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 600.0)
+    before = listed(Bucket(URL), "").keys()
+    with pytest.raises(Lost):
+        run._sync._copy.clear(run._sync._owned)
+    assert listed(Bucket(URL), "").keys() == before
+    crash(run)
 
 
 def write_as_earlier_versions_did(ended: bool):

@@ -4,12 +4,13 @@ Built on google-cloud-storage, which verifies CRC32C both ways and recovers resu
 """
 
 import email.utils
+import json
 import os
 import random
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -66,10 +67,7 @@ class Bucket:
     """
 
     def __init__(self, url: str, endpoint: Endpoint | None = None):
-        """Raises InputError if the library is not installed; sends nothing.
-
-        endpoint: instead of that of the environment.
-        """
+        """Raise InputError if the library is not installed; sends nothing. endpoint: default the environment's."""
         self.url = url.rstrip("/")
         name, _, self._prefix = self.url.partition("://")[2].partition("/")
         try:
@@ -161,13 +159,13 @@ class Bucket:
         def request_age() -> float:
             blob = self._blob(name)
             blob.reload(**_ONCE)
-            date = email.utils.parsedate_tz(self._answers.headers["Date"])
+            date = email.utils.parsedate_tz(self._answers.last_headers["Date"])
             return max(0.0, email.utils.mktime_tz(date) - blob.updated.timestamp()) if date else 0.0
 
         return self._request(f"reading {name}", request_age)
 
     def read_range(self, name: str, generation: int, start: int, end: int) -> bytes:
-        """Return bytes of an object of this generation, as they are stored and unchecked."""
+        """Return a range of an object of this generation, without checking it."""
         blob = self._bucket.blob(self._full(name), generation=generation)
         how: dict[str, Any] = {"start": start, "end": end - 1, "raw_download": True, "checksum": None}
         return self._request(f"reading {name}", lambda: bytes(blob.download_as_bytes(**how, **_ONCE)))
@@ -195,10 +193,21 @@ class Bucket:
         """Return all objects whose names begin with `prefix`, by name."""
         return self._request(f"listing {prefix or 'it'}", lambda: self._list(prefix))
 
-    def delete(self, name: str) -> None:
-        """Delete an object, if there is one."""
-        with suppress(FileNotFoundError):
-            self._request(f"deleting {name}", lambda: self._blob(name).delete(**_ONCE))
+    def delete(self, name: str, generation: int | None = None) -> bool:
+        """Delete an object, if there is one; return False if it has another generation than the given one."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        def delete() -> bool:
+            try:
+                self._blob(name).delete(if_generation_match=generation, **_ONCE)
+            except PreconditionFailed:
+                return False
+            return True
+
+        try:
+            return self._request(f"deleting {name}", delete)
+        except FileNotFoundError:
+            return True
 
     def _write(self, name: str, data: Content, generation: int | None, retry_for_s: float | None = None) -> int | None:
         from google.api_core.exceptions import PreconditionFailed
@@ -268,12 +277,20 @@ class Bucket:
 
     def _failed(self, doing: str, error: BaseException) -> BucketFailed:
         import requests
+        from google.auth.exceptions import GoogleAuthError
 
         error = getattr(error, "cause", None) or error  # a chunk's last error
         if isinstance(error, requests.RequestException) and is_transient(error):
             return Unreachable(f"{self.url}: {doing} failed: {self._host} does not answer; {WAY_OUT}")
-        text = " ".join(str(getattr(error, "message", "") or error).split())[:300] or type(error).__name__
-        if getattr(error, "code", None) == 401:
+        text = _sentence(str(getattr(error, "message", "") or error)) or type(error).__name__
+        if not is_transient(error) and (isinstance(error, GoogleAuthError) or getattr(error, "code", None) == 401):
             return BucketFailed(f"{self.url}: not signed in to Google Cloud ({text}); {SIGN_IN}")
         kind = Unreachable if is_transient(error) else BucketFailed
         return kind(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
+
+
+def _sentence(text: str) -> str:
+    """Return the server's sentence without the request before it, or the JSON around it."""
+    text = re.sub(r"^[A-Z]+ https?://\S+: ", "", " ".join(text.split()))
+    found = re.search(r'"message": ?("(?:[^"\\]|\\.)*")', text)
+    return str(json.loads(found[1]) if found else text).rstrip(".")[:300]

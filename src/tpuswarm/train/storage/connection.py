@@ -1,4 +1,4 @@
-"""Connect to Cloud Storage: credentials, time limits, and the progress of what is sent."""
+"""Connect to Cloud Storage: credentials, time limits, and the progress of uploads."""
 
 import functools
 import io
@@ -22,12 +22,12 @@ LOCAL_TOKEN = "STORAGE_EMULATOR_TOKEN"
 
 
 class Endpoint(NamedTuple):
-    """A server of buckets, and the credentials for it."""
+    """A server of buckets and its credentials."""
 
     address: str = ""
     """Empty: Google's."""
     credentials: Any = None
-    """None: those of the environment."""
+    """Without them: the environment's."""
 
 
 _local_cloud: Endpoint | None = None
@@ -48,8 +48,7 @@ class Answers(threading.local):
     """The answers that one thread has got."""
 
     successes = 0
-    headers: Mapping[str, str] = MappingProxyType({})
-    """Of the last answer."""
+    last_headers: Mapping[str, str] = MappingProxyType({})
 
 
 class Progress:
@@ -103,7 +102,7 @@ def connect(endpoint: Endpoint) -> tuple[Any, Answers, Progress]:
         session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_CONNECTIONS))
 
     def note(answer: Any, *_: Any, **__: Any) -> None:
-        answers.headers = answer.headers
+        answers.last_headers = answer.headers
         if answer.status_code < 400:
             answers.successes += 1
             progress.is_failing = False
@@ -125,7 +124,7 @@ def _credentials(is_local: bool) -> Any:
 
     if is_local and (token := os.environ.get(LOCAL_TOKEN)):
         return Credentials(token)  # type: ignore[no-untyped-call]
-    if not is_local:
+    if not is_local or "GCE_METADATA_HOST" in os.environ:  # a machine of the local cloud has a metadata server
         try:
             return default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])[0]
         except DefaultCredentialsError as error:

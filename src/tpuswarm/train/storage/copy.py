@@ -10,17 +10,19 @@ import json
 import os
 import re
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import lock_holder
-from tpuswarm.train.storage.bucket import Bucket, BucketFailed
+from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
 from tpuswarm.train.storage.connection import MAX_CONNECTIONS
 from tpuswarm.train.storage.folders import (
     BEST,
@@ -32,6 +34,7 @@ from tpuswarm.train.storage.folders import (
     PULLING,
     ROWS,
     best_of,
+    files_below,
     folder_of,
     grows,
     is_url,
@@ -52,8 +55,8 @@ KEPT = ("config.toml", "events.jsonl", ROWS)
 TEMPORARY = re.compile(r"\.part$|\.\d+$|-journal$|-wal$|-shm$")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-MAX_PARTS = 256
-"""A file of more parts is uploaded as one."""
+MAX_PARTS, MAX_PART_BYTES = 256, 2**24
+"""A file that has more parts, or a larger new one, is uploaded whole."""
 MAX_SMALL_BYTES = 2**23
 """Larger files are downloaded only where a command needs them."""
 MAX_ATTEMPTS = 5
@@ -103,6 +106,8 @@ class RunCopy:
         self.bucket = Bucket(self.url)
         self._index = read_index(self.folder)
         self._pushing = threading.Lock()
+        self.refused = ""
+        """Why the bucket keeps objects that should go."""
 
     # From the bucket.
 
@@ -158,7 +163,7 @@ class RunCopy:
     def _require_no_last_copy(self, found: Read | None) -> None:
         """Raise InputError if a run that was deleted in the bucket is still on this disk."""
         is_gone = found is None or (not found.record.files and found.record.run != self._index.run)
-        if is_gone and (self._index.run or self._index.owners) and any(self._walk()):
+        if is_gone and (self._index.run or self._index.owners) and self._walk():
             raise InputError(
                 f"the run at {self.url} was deleted, and {self.folder} is its last copy. Delete the copy to begin a "
                 "new run, or use another --run."
@@ -173,8 +178,8 @@ class RunCopy:
             self._index.files = {name: files[name] for name in files if before.files.get(name) == files[name].file}
         self._pull(before, True, None, is_ahead)
         if not is_ahead:
-            for path in [*self._walk(), *(self.folder / CHECKPOINTS).glob("[0-9]*/**/*")]:
-                if path.is_file() and self._name(path) not in before.files:
+            for path in [*self._walk(), *files_below(self.folder / CHECKPOINTS)]:
+                if self._name(path) not in before.files:
                     path.unlink()
 
     def _pull(self, record: Record, whole: bool, large: str | None, is_ahead: bool) -> None:
@@ -246,13 +251,14 @@ class RunCopy:
 
     def _append(self, path: Path, parts: Iterable[Part]) -> None:
         """Append the content of objects to a file, completely or not at all."""
-        with path.open("ab") as file:
-            start = file.tell()
+        with path.open("ab") as file, TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+            start, fetched = file.tell(), Path(folder) / "part"
             try:
                 for part in parts:
-                    data = self.bucket.read(part.object)
-                    self._check_size(part, len(data))
-                    file.write(data)
+                    self.bucket.fetch(part.object, fetched)
+                    self._check_size(part, fetched.stat().st_size)
+                    with fetched.open("rb") as source:
+                        shutil.copyfileobj(source, file)
             except BaseException:
                 file.truncate(start)
                 raise
@@ -301,8 +307,9 @@ class RunCopy:
 
     def clear(self, owned: OwnedRecord) -> None:
         """Delete the run from the bucket. Raises Lost and BucketFailed."""
-        owned.renew()
-        for name in [RECORD, *self.bucket.listed("")]:
+        objects = self.bucket.listed("").keys() - {RECORD}  # listed first: the next run may begin without the record
+        owned.delete()
+        for name in objects:
             self.bucket.delete(name)
 
     def _upload_files(self, owned: OwnedRecord) -> dict[str, Synced]:
@@ -319,7 +326,7 @@ class RunCopy:
         for step in self._local_steps():
             if f"{CHECKPOINTS}/{step}/{MANIFEST}" in self._index.files:
                 continue
-            paths = [path for path in (self.folder / CHECKPOINTS / step).rglob("*") if path.is_file()]
+            paths = files_below(self.folder / CHECKPOINTS / step)
             with suppress(FileNotFoundError):
                 found = self._for_each(paths, lambda path: self._upload(path, owned))
                 if (self.folder / CHECKPOINTS / step / MANIFEST).exists():
@@ -334,7 +341,7 @@ class RunCopy:
             return None
         parts = synced.file.parts if synced else ()
         sent = synced.file.size if synced else 0
-        if grows(path) and sent < about.st_size and len(parts) < MAX_PARTS:
+        if grows(path) and sent < about.st_size <= sent + MAX_PART_BYTES and len(parts) < MAX_PARTS:
             with path.open("rb") as file:
                 file.seek(sent)
                 data = file.read(about.st_size - sent)
@@ -362,9 +369,12 @@ class RunCopy:
         return sorted(path.parent.name for path in (self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}"))
 
     def _delete(self, objects: Iterable[str]) -> None:
-        """Delete objects that the record stopped naming; a retention policy may keep them."""
-        with suppress(BucketFailed):
+        try:
             self._for_each(sorted(objects), self.bucket.delete)
+        except Unreachable:  # the next owner sweeps them
+            pass
+        except BucketFailed as error:
+            self.refused = str(error)
 
     def _for_each(self, items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
         """Work on several items at a time; an interrupt does not wait for those under way."""
@@ -377,14 +387,10 @@ class RunCopy:
         finally:
             pool.shutdown(wait=not self.bucket.gave_up, cancel_futures=True)
 
-    def _walk(self) -> Iterator[Path]:
-        """Yield the files of the run that are uploaded, without checkpoints."""
-        for path in sorted(self.folder.rglob("*")):
-            parts = path.relative_to(self.folder).parts
-            if parts[0] in NOT_UPLOADED | {CHECKPOINTS} or any(part.startswith(".") for part in parts):
-                continue
-            if path.is_file() and not TEMPORARY.search(path.name):
-                yield path
+    def _walk(self) -> list[Path]:
+        """Return the files of the run that are uploaded, without checkpoints."""
+        paths = files_below(self.folder, NOT_UPLOADED | {CHECKPOINTS})
+        return [path for path in paths if not TEMPORARY.search(path.name)]
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -1,7 +1,9 @@
 """Name the files in a run's folder that bind it to a bucket, and find the folder of a run's URL."""
 
 import json
+import os
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,3 +76,13 @@ def wipe(folder: Path) -> None:
 def grows(path: Path) -> bool:
     """Return whether a file of a run only grows."""
     return path.suffix in (".jsonl", ".log") or ".tfevents." in path.name
+
+
+def files_below(folder: Path, excluded: Collection[str] = ()) -> list[Path]:
+    """Return all files but hidden ones and `excluded` entries of the folder; folders may vanish meanwhile."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        without = excluded if parent == str(folder) else ()
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        found += [Path(parent, name) for name in files if not name.startswith(".") and name not in without]
+    return sorted(found)

@@ -29,7 +29,7 @@ class Index:
     run: str = ""
     """Empty: nothing was downloaded yet."""
     owners: tuple[str, ...] = ()
-    """Ids of processes of this disk. If one of them changed the record last, this copy is ahead of the bucket."""
+    """Ids of this disk's processes. If one changed the record last, this copy is ahead of the bucket."""
     files: dict[str, Synced] = field(default_factory=dict)
 
 

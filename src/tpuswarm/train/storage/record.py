@@ -9,6 +9,7 @@ An owner renews the record. Who wants the run waits until the record stands stil
 clocks are compared.
 """
 
+import gzip
 import json
 import os
 import re
@@ -16,11 +17,12 @@ import secrets
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.computer import alive, boot_time, this_computer
@@ -101,6 +103,22 @@ class Record:
 
 
 _JSON: TypeAdapter[Record] = TypeAdapter(Record)
+GZIP_FROM_BYTES = 2**16
+"""A record of so many bytes is compressed: one names each file of each checkpoint."""
+
+
+def encode(record: Record) -> bytes:
+    """Return the content of the object RECORD."""
+    data = _JSON.dump_json(record)
+    return gzip.compress(data, 1) if len(data) >= GZIP_FROM_BYTES else data
+
+
+def decode(data: bytes) -> Record:
+    """Read the content of the object RECORD. Raises ValueError."""
+    try:
+        return _JSON.validate_json(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -129,8 +147,8 @@ def read_record(bucket: Bucket, retry_for_s: float | None = None) -> Read | None
     if found is None:
         return _of_earlier_version(bucket)
     try:
-        return Read(_JSON.validate_json(found.data), found.generation)
-    except ValidationError as error:
+        return Read(decode(found.data), found.generation)
+    except ValueError as error:
         raise BucketFailed(
             f"{bucket.url}/{RECORD} is damaged ({len(found.data)} bytes); restore an earlier version of that object"
         ) from error
@@ -146,8 +164,8 @@ def read_file(read: Callable[[str], bytes | None], path: str) -> bytes | None:
         if stored is None:
             return read(f"files/{path}")  # an earlier version's run
         try:
-            file = _JSON.validate_json(stored).files.get(path)
-        except ValidationError:
+            file = decode(stored).files.get(path)
+        except ValueError:
             return None
         parts = [read(part.object) for part in file.parts] if file else []
         if None not in parts:  # else its owner has replaced it meanwhile
@@ -211,8 +229,16 @@ class OwnedRecord:
             self._replace(replace(before, owner=owner, files=files, changed_by=changed_by))
 
     def release(self) -> None:
-        """Let the run go: the next owner need not wait."""
+        """Release the run: the next owner need not wait."""
         self.change(lambda files: files, released=True)
+
+    def delete(self) -> None:
+        """Delete the record. Raises Lost and BucketFailed."""
+        self.renew()
+        with self._lock:
+            assert self._read is not None
+            if not self._bucket.delete(RECORD, self._read.generation):
+                raise self._lost(read_record(self._bucket, REQUEST_FOR_S))
 
     @property
     def prefix(self) -> str:
@@ -227,7 +253,7 @@ class OwnedRecord:
 
     def _replace(self, record: Record) -> None:
         """Write the record in the place of the one that was read last, if that is still there."""
-        data = _JSON.dump_json(record)
+        data = encode(record)
         while True:
             assert self._read is not None
             sent = boot_time()

@@ -43,7 +43,7 @@ class StoredFiles:
 
 
 class _StoredFile(io.RawIOBase):
-    """An object. Raises RunFailed if what was read from its beginning to its end has another checksum."""
+    """An object. Raises RunFailed if it was read from beginning to end and has another checksum."""
 
     def __init__(self, bucket: Bucket, name: str, about: Listed):
         import google_crc32c
@@ -78,7 +78,7 @@ class _StoredFile(io.RawIOBase):
         self._at += len(data)
         is_whole = self._checked == self._about.size == self._at
         if is_whole and base64.b64encode(self._checksum.digest()).decode() != self._about.crc32c:
-            raise self._failed("damaged on its way")
+            raise self._failed("damaged in transit")
         return len(data)
 
     def _failed(self, how: str) -> RunFailed:

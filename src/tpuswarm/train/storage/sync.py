@@ -12,6 +12,7 @@ from pathlib import Path
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import boot_time
+from tpuswarm.train.process.terminal import say
 from tpuswarm.train.storage.bucket import RETRY_FOR_S, WAY_OUT, Bucket, Unreachable
 from tpuswarm.train.storage.copy import RunCopy
 from tpuswarm.train.storage.folders import OWNER
@@ -95,6 +96,9 @@ class RunSync:
             only_here = f"; only on this disk, in {self._copy.folder}: {', '.join(unsent)}" if unsent else ""
             why = str(error).removesuffix(f"; {WAY_OUT}")
             raise RunFailed(f"{why}{only_here}; {WAY_OUT} on this machine") from error
+        if self._copy.refused:
+            why = self._copy.refused.removesuffix(f"; {WAY_OUT}")
+            say(f"{why}; the bucket keeps such objects, and bills them, until somebody deletes them", err=True)
 
     def _upload_and_release(self) -> None:
         self._copy.push(self._owned)
@@ -121,7 +125,7 @@ class RunSync:
                 progress, since = bucket.progress, boot_time()
             last.join(0.2)
         bucket.gave_up = True
-        last.join(STALLED_S)
+        last.join(STALLED_S / 2)
         if last.is_alive():
             raise Unreachable(f"{self._copy.url} does not answer")
         if failed:

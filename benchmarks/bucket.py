@@ -1,8 +1,8 @@
-"""What a version costs a bucket: requests, bytes and seconds with 4, 16 and 64 members, at 50 ms a request. A minute.
+"""Count requests to a bucket: of a swarm's versions, a plain run, and a fleet's keepers. Two minutes.
 
-The coordinator's state machine, its ledger and the shards are the product's; the bucket is the memory of this process
-and answers after 50 ms. Members push at once, as the nodes of the engine let them. The model has 2 MiB: the time that
-bytes take on a line is not in it.
+A version's coordinator, ledger and shards are the product's; the bucket is the memory of this process and answers after
+50 ms. Members push at once, as the nodes of the engine let them. There are as many fragments as for GPT-2 124M, but
+they are small: the time that bytes take on a line is not measured. A run and keepers use the local cloud's bucket.
 """
 
 import os
@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from benchmarks.memory_store import Memory
 from benchmarks.report import Settings, Table
+from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
 from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
 from tpuswarm.swarm.core.books import Member, beat, granted, header, snapshot, trained
 from tpuswarm.swarm.core.messages import Accepted, Granted, Terms
@@ -34,8 +36,8 @@ from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.places import Copied
 from tpuswarm.swarm.storage.store import Store
 
-MEMBERS = (4, 16, 64)
-FRAGMENTS, ELEMENTS = 8, 2**16
+MEMBERS = (4, 16, 32, 64)
+MODEL_BYTES, ELEMENTS = 4 * 124_439_808, 2**16
 SECONDS = 0.05
 """Of a request."""
 PER_SHARD = 16
@@ -102,6 +104,7 @@ def _shard(call: Call, shards: list[Aggregator]) -> Any:
 def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, float]:
     """The bucket after one version of so many members, seconds of the slowest push, and of the commit."""
     back = Slow(0.0)
+    fragments = fragments_for(MODEL_BYTES, members)
     store = Store(folder)
     store._back = Copied(back, folder)  # type: ignore[arg-type]
     ledger, objects, outer = Ledger(store), Objects(store), Outer("nesterov")
@@ -113,13 +116,13 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     terms = Terms("run", Digests("l", "c", "d", "k"), 1, 1, 1_000_000, 1, names, outer)
     ledger.append(
         Record(
-            run="run", version=0, epoch=1, parent="", state=(state,) * FRAGMENTS, outer=(momentum,) * FRAGMENTS,
+            run="run", version=0, epoch=1, parent="", state=(state,) * fragments, outer=(momentum,) * fragments,
             decisions=(), rule="nesterov", rate=0.7, momentum=0.9, share=1.0, gathered=0.0, tokens=0, changes=0,
             processed=(), digests=terms.digests, time=0.0,
         )
     )  # fmt: skip
     number = -(-members // PER_SHARD)
-    shards = [Aggregator(ledger, objects, (ELEMENTS,) * FRAGMENTS, index, number) for index in range(number)]
+    shards = [Aggregator(ledger, objects, (ELEMENTS,) * fragments, index, number) for index in range(number)]
     ticks = count()
     addresses = [str(each) for each in range(number)]
     coordinator = Coordinator(ledger, addresses, lambda: float(next(ticks)) / 1e6, time.time)
@@ -133,7 +136,7 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
         books = snapshot(trained(books, books.next_rows))
         pushing.append(books)
     rng = np.random.default_rng(0)
-    payloads = [{"s": rng.standard_normal(ELEMENTS, np.float32)} for _ in range(FRAGMENTS)]
+    payloads = [{"s": rng.standard_normal(ELEMENTS, np.float32)} for _ in range(fragments)]
     digests = tuple(map(tensors.digest, payloads))
     back._seconds = seconds
     back.asked.clear()
@@ -174,10 +177,23 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
 
 SPEED_UP, RUN_S = 60, 30
 """The intervals of a plain run are so much shorter while its requests are counted for so long."""
+KEPT_S = 3600
 
 
-def plain_run(seconds: float) -> Table:
-    """Requests an hour of a run whose metrics grow all the time."""
+@contextmanager
+def counted(requests: list[str]) -> Iterator[Counter[str]]:
+    """Count requests by their class while the block runs."""
+    found: Counter[str] = Counter()
+    first = len(requests)
+    yield found
+    for request in requests[first:]:
+        method, path = request.split(" ")
+        is_listing = method == "GET" and path.endswith("/o")
+        found["A" if is_listing or method in ("POST", "PUT") else "B" if method == "GET" else "free"] += 1
+
+
+def plain_run(seconds: float) -> tuple[float, float]:
+    """Requests of class A and B an hour of a run whose metrics grow all the time."""
     from tests.swarm.bucket import bucket
     from tests.train.storage.conftest import URL
 
@@ -192,39 +208,81 @@ def plain_run(seconds: float) -> Table:
         run = Run(folder_of(URL))
         run.write_config({})
         time.sleep(1)  # what its start asks for
-        first, end = len(server.requests), time.monotonic() + seconds
-        while time.monotonic() < end:
-            run.write_metrics({"step": 1, "loss": 1.0})
-            time.sleep(0.02)
-        made = Counter(request.partition(" ")[0] for request in server.requests[first:])
+        end = time.monotonic() + seconds
+        with counted(server.requests) as made:
+            while time.monotonic() < end:
+                run.write_metrics({"step": 1, "loss": 1.0})
+                time.sleep(0.02)
         run.close()
     hours = seconds * SPEED_UP / 3600
-    rows = [
-        ("writing (class A)", f"{(made['POST'] + made['PUT']) / hours:.0f}"),
-        ("reading (class B)", f"{made['GET'] / hours:.0f}"),
-        ("deleting (free)", f"{made['DELETE'] / hours:.0f}"),
-    ]
-    note = f"renewed every {intervals[0]:.0f} s, uploaded every {intervals[1]:.0f} s; counted {SPEED_UP} times as fast"
-    return Table("Requests of a plain run, an hour", ("", "requests"), rows, [note])
+    return made["A"] / hours, made["B"] / hours
+
+
+def keeper(seconds: float, leads: bool) -> tuple[float, float]:
+    """Requests of class A and B an hour of a keeper of a fleet at rest, by the clock of a cloud in memory."""
+    from tests.fleet.loop import ManagedFleet
+    from tests.swarm.bucket import bucket
+
+    from tpuswarm.cloud.google.access import Access
+    from tpuswarm.cloud.google.buckets import GoogleBucket
+    from tpuswarm.cloud.google.endpoints import Endpoints
+
+    with tempfile.TemporaryDirectory() as name, bucket("state", Path(name)) as server:
+        fleet = ManagedFleet(Path(name))
+        document, cloud = fleet.document, fleet.cloud
+        vars(cloud)["bucket"] = lambda name: GoogleBucket(Access("p", Endpoints("", server.endpoint, "token")), name)
+        fleet.new_store().change(lambda _: document)
+        leader = fleet.keeper("head")
+        fleet.run(leader, 600)
+        measured = leader if leads else fleet.keeper("laptop")
+        end = cloud.now + seconds
+        with counted(server.requests) as made:
+
+            def sleep(pause: float) -> None:
+                cloud.advance(pause)
+                if not leads:
+                    seen = len(server.requests)
+                    leader.tick()
+                    del server.requests[seen:]
+
+            measured.run(lambda tick: None, lambda tick: cloud.now >= end, sleep)
+    hours = seconds / 3600
+    return made["A"] / hours, made["B"] / hours
+
+
+def an_hour(quick: bool) -> Table:
+    """Requests an hour of what runs all the time."""
+    parts = {
+        "a plain run whose metrics grow": plain_run(3 if quick else RUN_S),
+        "a keeper that leads": keeper(60 if quick else KEPT_S, True),
+        "a keeper that watches": keeper(60 if quick else KEPT_S, False),
+    }
+    rows = [(name, f"{a:,.0f}", f"{b:,.0f}") for name, (a, b) in parts.items()]
+    a, b = (sum(each[index] for each in parts.values()) for index in (0, 1))
+    rows.append(("a fleet: a run, a keeper on its head, one on a laptop", f"{a:,.0f}", f"{b:,.0f}"))
+    rows.append(("limits of a run", "900", ""))
+    rows.append(("limits of a fleet", "1,500", "2,500"))
+    notes = [f"the run: for {RUN_S} s at {SPEED_UP} times the speed; keepers: an hour by a clock of their own"]
+    return Table("Requests an hour", ("", "class A", "class B"), rows, notes)
 
 
 def run(settings: Settings) -> Iterator[Table]:
-    """One version of each number of members, and a plain run."""
-    yield plain_run(3 if settings.quick else RUN_S)
+    """What runs all the time, and one version of each number of members."""
+    yield an_hour(settings.quick)
     found: dict[int, tuple[Slow, float, float]] = {}
     at_once: dict[int, tuple[Slow, float, float]] = {}
     for members in (2, 4) if settings.quick else MEMBERS:
         for made, seconds in ((found, SECONDS), (at_once, 0.0)):
             with tempfile.TemporaryDirectory() as name:
                 made[members] = version(members, Path(name) / "run", seconds)
-    size = FRAGMENTS * ELEMENTS * 4
     rows: list[tuple[str, Callable[[int, Slow, float, float], str]]] = [
         ("a member's requests: payloads, header", lambda n, each, *_: _each(each, n, "payloads", "headers")),
-        ("a member's bytes, of the model's", lambda n, each, *_: f"{each.sent['payloads'] / n / size:.2f}"),
+        ("a member's bytes, of the model's", lambda n, each, *_: f"{each.sent['payloads'] / n / _size(n):.2f}"),
         ("the slowest push, s", lambda n, each, push, commit: f"{push:.2f}"),
         ("with a bucket that answers at once, s", lambda n, *_: f"{at_once[n][1]:.2f}"),
+        ("requests of a push, with its share of the commit", lambda n, each, *_: f"{each.asked.total() / n:.1f}"),
         ("the commit's requests: objects, record", lambda n, each, *_: _each(each, 1, "objects", "commits")),
-        ("its bytes, of the model's", lambda n, each, *_: f"{each.sent['objects'] / size:.2f}"),
+        ("its bytes, of the model's", lambda n, each, *_: f"{each.sent['objects'] / _size(n):.2f}"),
         ("its record and all headers, KB", lambda n, each, *_: _small(each)),
         ("the commit, s", lambda n, each, push, commit: f"{commit:.2f}"),
         ("with a bucket that answers at once, s", lambda n, *_: f"{at_once[n][2]:.2f}"),
@@ -234,8 +292,16 @@ def run(settings: Settings) -> Iterator[Table]:
         "Requests of a version",
         ("members", *map(str, found)),
         [(name, *(show(members, *each) for members, each in found.items())) for name, show in rows],
-        [f"{FRAGMENTS} fragments, plain, nesterov; {SECONDS * 1e3:.0f} ms a request; an aggregator for {PER_SHARD}"],
+        [
+            f"{', '.join(str(fragments_for(MODEL_BYTES, members)) for members in found)} fragments, as GPT-2 124M has; "
+            f"plain, nesterov; {SECONDS * 1e3:.0f} ms a request; an aggregator for {PER_SHARD}; a push is to have at "
+            "most 8 requests"
+        ],
     )
+
+
+def _size(members: int) -> int:
+    return fragments_for(MODEL_BYTES, members) * ELEMENTS * 4
 
 
 def _each(bucket: Slow, members: int, *kinds: str) -> str:

@@ -25,7 +25,7 @@ def test_job_thread_survives_errors_and_is_restarted_when_it_ends(tmp_path, monk
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(key))
     rounds, logged, enough = [], [], threading.Event()
 
-    async def carry_out(connections, listing, now):
+    async def carry_out(connections, listing, now, seen):
         rounds.append(threading.current_thread())
         if len(rounds) in (2, 3):
             raise FileNotFoundError("objects/abc")  # a `sync` has just deleted it
@@ -39,7 +39,7 @@ def test_job_thread_survives_errors_and_is_restarted_when_it_ends(tmp_path, monk
     monkeypatch.setattr(job_runner, "BUSY_INTERVAL_S", 0.1)
     carrying = JobThread(lambda: SimpleNamespace(key=key, run_once=carry_out, interval_s=0.0), logged.append)
     while not enough.wait(0.01):
-        carrying.update(Listing((), frozenset()), True)
+        carrying.update(Listing((), frozenset()), SimpleNamespace(jobs=[1]))
     carrying.stop()
     assert logged == ["jobs: FileNotFoundError: objects/abc; trying again"]
     assert len(set(rounds)) == 2

@@ -290,7 +290,7 @@ def work(
             head_keeper.update(tick, os.environ.get(MACHINE_VARIABLE))
             router_updater.update(tick.document.desired, tick.observed.listing)
         if tick.leads:
-            job_thread.update(tick.observed.listing, bool(tick.document.jobs))
+            job_thread.update(tick.observed.listing, tick.document)
 
     try:
         with watching:

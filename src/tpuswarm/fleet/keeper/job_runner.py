@@ -72,6 +72,8 @@ class JobRunner:
         """By job, machine and host: when to retry, and what went wrong."""
         self._strays: frozenset[StrayRun] = frozenset()
         self._swept_at = -SWEEP_INTERVAL_S
+        self._document: Document | None = None
+        """As read or written last."""
         self.interval_s = IDLE_INTERVAL_S
 
     @property
@@ -80,17 +82,26 @@ class JobRunner:
         return self._routes.key
 
     async def run_once(
-        self, connections: Connections, listing: Listing, now: float, may_start: bool = True
+        self,
+        connections: Connections,
+        listing: Listing,
+        now: float,
+        may_start: bool = True,
+        seen: Document | None = None,
     ) -> tuple[Document | None, bool]:
         """Run one round; return the document, and whether something is in progress.
 
-        Without `may_start`, only note what has ended and end what the user stopped.
+        Without `may_start`, only note what has ended and end what the user stopped. seen: the document as the keeper
+        has just read it; it is read again only if its jobs or its desired state have changed.
         """
-        document = await asyncio.to_thread(self._store.load)
+        if self._document is None or seen is None or _inputs(seen) != _inputs(self._document):
+            self._document = await asyncio.to_thread(self._store.load)
+        document = self._document
         if document is None or not document.jobs or document.desired.down is not None:
             return document, False
         if not self._routes.accepts_own_key(document):
             await asyncio.to_thread(self._routes.snapshot)
+            self._document = None
             return document, True
         own = [machine for machine in listing.machines if machine.fleet == document.desired.fleet]
         open_jobs = [job for job in document.jobs if not job.is_over]
@@ -115,7 +126,9 @@ class JobRunner:
             try:
                 await asyncio.to_thread(self._store.save, document)
             except Changed:
-                return await asyncio.to_thread(self._store.load), True  # decide again in the next round
+                self._document = await asyncio.to_thread(self._store.load)
+                return self._document, True  # decide again in the next round
+            self._document = document
         actions = [
             (job, action)
             for job, update in zip(jobs, updates, strict=True)
@@ -246,14 +259,14 @@ class JobThread:
 
     def __init__(self, make_runner: Callable[[], JobRunner], log: Callable[[str], None]):
         self._make_runner, self._log = make_runner, log
-        self._listing: tuple[Listing, float] | None = None
+        self._seen: tuple[Listing, Document, float] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def update(self, listing: Listing, has_jobs: bool) -> None:
-        """Take the listing of a keeper that leads, and start the thread if there are jobs."""
-        self._listing = (listing, boot_time())
-        if has_jobs and (self._thread is None or not self._thread.is_alive()) and not self._stop.is_set():
+    def update(self, listing: Listing, document: Document) -> None:
+        """Take what a keeper that leads has read, and start the thread if there are jobs."""
+        self._seen = (listing, document, boot_time())
+        if document.jobs and (self._thread is None or not self._thread.is_alive()) and not self._stop.is_set():
             self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="jobs", daemon=True)
             self._thread.start()
 
@@ -269,9 +282,10 @@ class JobThread:
             logged = ""
             while not self._stop.is_set():
                 in_progress = False
-                if self._listing is not None and boot_time() - self._listing[1] < MAX_LISTING_AGE_S:
+                if self._seen is not None and boot_time() - self._seen[2] < MAX_LISTING_AGE_S:
+                    listing, document, _ = self._seen
                     try:
-                        _, in_progress = await runner.run_once(connections, self._listing[0], time.time())
+                        _, in_progress = await runner.run_once(connections, listing, time.time(), seen=document)
                         logged = ""
                     except Exception as error:  # noqa: BLE001  # the machines cost money: keep their jobs running
                         expected = isinstance(error, CloudError | TpuswarmError)
@@ -283,6 +297,11 @@ class JobThread:
                     if self._stop.is_set():
                         return
                     await asyncio.sleep(0.1)
+
+
+def _inputs(document: Document) -> tuple[object, ...]:
+    """Return the parts of a document that decide about jobs."""
+    return document.jobs, document.desired, document.flags, document.work
 
 
 def _may_restart_itself(job: Job, target: Target) -> bool:

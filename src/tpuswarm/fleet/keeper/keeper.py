@@ -44,8 +44,8 @@ from tpuswarm.fleet.store.history import History
 from tpuswarm.fleet.store.machine_flags import add_flag_metadata
 from tpuswarm.train.process.computer import this_computer
 
-IDLE_INTERVAL_S, BUSY_INTERVAL_S = 3.0, 1.0
-"""Between two ticks."""
+IDLE_INTERVAL_S, BUSY_INTERVAL_S, WATCH_INTERVAL_S = 3.0, 1.0, 10.0
+"""Between two ticks; the last while another keeper leads and nothing moves."""
 MAX_BACKOFF_S, PERSON_RETRY_S = 60.0, 300.0
 """After the cloud failed to answer; the second if a person has to fix the cause."""
 LEASE_S, RENEW_INTERVAL_S, EVENT_SAVE_INTERVAL_S = 60.0, 15.0, 5.0
@@ -208,7 +208,8 @@ class Keeper:
             show(tick)
             if until(tick):
                 return tick
-            sleep(BUSY_INTERVAL_S if tick.is_moving or self._answers else IDLE_INTERVAL_S)
+            idle_s = WATCH_INTERVAL_S if self._renewed_at is None else IDLE_INTERVAL_S
+            sleep(BUSY_INTERVAL_S if tick.is_moving or self._answers else idle_s)
 
     def log(self, text: str) -> None:
         self.log_line(f"{time.strftime('%H:%M:%S')} {text}")

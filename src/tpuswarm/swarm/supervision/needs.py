@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT
+from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT_BYTES
 from tpuswarm.swarm.engines.variables import CALLS, store_bytes
 
 ROOMS = ("objects", "payloads")
@@ -26,7 +26,7 @@ def serving_bytes(members: int, aggregators: int, sent: float, leaf: float) -> f
     """What serves so many members: Ray and its store, the coordinator, all aggregators, and as many payloads on their
     way to each as it takes at a time. Bytes: sent, of a contribution; leaf, of the largest array in it.
     """
-    fragment = max(leaf, min(FRAGMENT, sent))
+    fragment = max(leaf, min(FRAGMENT_BYTES, sent))
     arriving = min(CALLS, members) * min(aggregators * fragment, sent)
     return RAY_BYTES + aggregators * AGGREGATOR_BYTES + arriving + store_bytes(int(fragment))
 

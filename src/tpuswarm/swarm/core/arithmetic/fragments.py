@@ -14,8 +14,8 @@ from tpuswarm.swarm.core.values import Averaged
 
 MEMBERS_PER_SHARD = 16
 """Whose contributions one aggregator takes in."""
-FRAGMENT = 2**26
-"""Bytes of a fragment, about: what is sent, stored and fetched at a time."""
+FRAGMENT_BYTES = 2**27
+"""The size of a fragment, about: each is one request of a push."""
 
 
 def shards_for(members: int) -> int:
@@ -26,7 +26,7 @@ def shards_for(members: int) -> int:
 def fragments_for(size: int, members: int) -> int:
     """In how many fragments a state of so many bytes is divided: the same number for each aggregator."""
     shards = shards_for(members)
-    return -(-max(1, size // FRAGMENT) // shards) * shards
+    return -(-max(1, size // FRAGMENT_BYTES) // shards) * shards
 
 
 class Leaf(NamedTuple):

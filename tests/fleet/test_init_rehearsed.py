@@ -39,7 +39,7 @@ def test_missing_parts_are_created_once(init, access):
     text, key = Path("swarm.toml").read_text(), Path(".ssh/tpuswarm").read_bytes()
     assert Path(".ssh/tpuswarm").stat().st_mode & 0o777 == 0o600
     project = Project(access("mine-1"))
-    assert project.bucket_region("mine-1-swarm") == "us-central1" and project.has_network("tpuswarm-swarm")
+    assert project.find_bucket("mine-1-swarm").region == "us-central1" and project.has_network("tpuswarm-swarm")
     code, out, err = init("")
     assert (code, err, done_steps(out)) == (0, "", []) and out.count(" – already done") == 9
     assert (Path("swarm.toml").read_text(), Path(".ssh/tpuswarm").read_bytes()) == (text, key)
@@ -122,14 +122,14 @@ def test_bucket_name_of_somebody_else_is_refused(init, access, monkeypatch):
     assert code != 0 and "bucket victim-1-swarm is not of project victim-1" in err
     assert "another name, or name its project" in err and not Path("swarm.toml").exists()
     victim = Project(access("victim-1"))
-    assert victim.bucket_region("victim-1-swarm", "stranger-1") == "us-central1", "the file may name that project"
+    assert victim.find_bucket("victim-1-swarm", "stranger-1").region == "us-central1", "the file may name that project"
 
     def deny(self: Access, action: str, question: object) -> None:
         raise Denied(f"{action}: you have no storage.buckets.get access")
 
     monkeypatch.setattr(Access, "ask", deny)
     with pytest.raises(Taken, match="choose another name"):
-        Project(Access("p", Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token"))).bucket_region("b")
+        Project(Access("p", Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token"))).find_bucket("b")
 
 
 def test_firewall_rule_of_the_right_name_and_wrong_content_is_refused(init, access):

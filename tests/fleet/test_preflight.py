@@ -10,7 +10,7 @@ from tests.fleet.conftest import GOLDEN
 from tpuswarm.cli.fleet import apply
 from tpuswarm.cloud.errors import Denied, NoQuota, NotSignedIn, Unreachable
 from tpuswarm.cloud.google.firewall import Rule, wanted
-from tpuswarm.cloud.google.project import APIS, Subnetwork
+from tpuswarm.cloud.google.project import APIS, BucketSettings, Subnetwork
 from tpuswarm.cloud.google.quotas import Quota
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.config.units import GIB
@@ -32,7 +32,7 @@ FACTS = ProjectFacts(
     quotas=(Quota(SPOT_QUOTA, {ZONE: 48}),),
     types={ZONE: ("v2-8", "v3-8")},
     runtimes={ZONE: ("tpu-ubuntu2204-base", "tpu-vm-tf-2.18.0")},
-    bucket="us-central1",
+    bucket=BucketSettings("us-central1"),
     subnetworks={NET: Subnetwork("10.128.0.0/20", False)},
     rules=wanted(NETWORK, "tpuswarm-mine", "tpuswarm mine"),
     account="1-compute@developer.gserviceaccount.com",
@@ -81,7 +81,15 @@ def test_all_checks_pass_where_all_is_right():
         ({"types": {ZONE: NoQuota("no such zone; take another")}}, "type", "no such zone", "take another"),
         ({"runtimes": {ZONE: ("tpu-vm-cos",)}}, "runtime", "has no runtime tpu-ubuntu2204-base", 'runtime = "'),
         ({"bucket": None}, "bucket", "there is no bucket mine-bucket", "--location=us-central1"),
-        ({"bucket": "us-east1"}, "bucket", "costs $0.02", "allow_cross_region = true"),
+        (
+            {"bucket": BucketSettings("us-central1", has_retention=True)}, "bucket", "has a retention policy",
+            "--clear-retention-period",
+        ),
+        (
+            {"bucket": BucketSettings("us-central1", requester_pays=True)}, "bucket", "requesters to pay",
+            "--no-requester-pays",
+        ),
+        ({"bucket": BucketSettings("us-east1")}, "bucket", "costs $0.02", "allow_cross_region = true"),
         ({"subnetworks": {NET: None}}, "addresses", "no addresses", "gcloud compute networks subnets create"),
         ({"subnetworks": {NET: Subnetwork("10.0.0.0/29", False)}},
          "addresses", "4 addresses (10.0.0.0/29) for 5 hosts", "expand-ip-range"),
@@ -120,7 +128,7 @@ SINGLE_MACHINE = TEXT[: TEXT.index("[head]")].replace("count = 4\nnetwork", "cou
         (SINGLE_MACHINE, {"rules": (OPEN_RULE,)}),
         (TEXT.replace("count = 4\n[[pool]]", "count = 3\n[[pool]]"), {"paid": True}),
         (TEXT.replace("[[pool]]", '[[pool]]\nruntime = "tpu-vm-tf-2.18.0"'), {}),
-        (f"allow_cross_region = true\n{TEXT}", {"bucket": "us-east1"}),
+        (f"allow_cross_region = true\n{TEXT}", {"bucket": BucketSettings("us-east1")}),
         (TEXT, {"head_bytes": 10.0 * GIB}),
         (TEXT, {"apis": REQUIRED_APIS, "quotas": Denied("the API is not on"), "billing": Denied("the API is not on")}),
     ],

@@ -69,9 +69,9 @@ def test_object_is_written_only_over_the_generation_read(google, project):
 
 
 def test_bucket_has_a_region_and_labels(project):
-    assert project.bucket_region("here") is None
+    assert project.find_bucket("here") is None
     project.make_bucket("here", "europe-west4", {"tpuswarm": "mine"})
-    assert project.bucket_region("here") == "europe-west4"
+    assert project.find_bucket("here").region == "europe-west4"
     with pytest.raises(Taken):
         project.make_bucket("here", "europe-west4", {})
     project.label_bucket("here", {"tpuswarm-fleet": "f1e2"})

@@ -24,7 +24,7 @@ GRANTS = """TPUs that you were granted, as by TPU Research Cloud, cost nothing. 
 grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
 An empty line ends them."""
 DEFAULT = Path("swarm.toml")
-TOLD = ("quota", "price")
+TOLD = ("bucket", "quota", "price")
 """Checks of preflight that tell something worth knowing where they are passed."""
 File = Annotated[Path, typer.Argument(metavar="[FILE]", help="swarm.toml: used if it exists, else written.")]
 

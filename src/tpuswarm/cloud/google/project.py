@@ -26,6 +26,17 @@ LONGEST_S = 600.0
 LOOK_S = 1.0
 
 
+class BucketSettings(NamedTuple):
+    """The settings of a bucket that matter to runs in it."""
+
+    region: str
+    """Such as us-central1."""
+    soft_delete_s: float = 0.0
+    """How long a deleted object is kept, and billed."""
+    has_retention: bool = False
+    requester_pays: bool = False
+
+
 class Subnetwork(NamedTuple):
     """A network's part in a region."""
 
@@ -81,8 +92,8 @@ class Project:
         url = self._access.url("cloudquotas.googleapis.com", f"v1/{place}/quotaInfos")
         return quotas.of_infos(self._pages("asking for quotas", url, "quotaInfos", {"pageSize": "500"}))
 
-    def bucket_region(self, name: str, owner: str | None = None) -> str | None:
-        """Where a bucket lies, such as us-central1; None: there is none. Raises Taken for one of somebody else's.
+    def find_bucket(self, name: str, owner: str | None = None) -> BucketSettings | None:
+        """Return the settings of a bucket, None if there is none. Raises Taken for one of somebody else's.
 
         That one may read and write it proves nothing: names of buckets are global, and whoever made it first may have
         let everybody in. `owner`: the project that it is of, where that is another one.
@@ -100,7 +111,12 @@ class Project:
                 f"bucket {name} is not of project {of}, and whoever owns it could tell the fleet what to do: choose "
                 'another name, or name its project in [storage] with project = "…"'
             )
-        return str(found["location"]).lower()
+        return BucketSettings(
+            str(found["location"]).lower(),
+            float(found.get("softDeletePolicy", {}).get("retentionDurationSeconds", 0)),
+            "retentionPolicy" in found,
+            found.get("billing", {}).get("requesterPays", False),
+        )
 
     def make_bucket(self, name: str, region: str, labels: Mapping[str, str]) -> None:
         """Make a bucket for the project alone. Raises Taken where anybody on Google Cloud has one of that name."""

@@ -79,7 +79,7 @@ class ProjectState:
 
     apis: frozenset[str] = frozenset()
     billing: str | None = None
-    bucket_region: str | None = None
+    has_bucket: bool = False
     network: bool = False
     rules: tuple[firewall.Rule, ...] = ()
     key: bool = False
@@ -131,7 +131,7 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
         ("billing", "see that a billing account is linked", f"gcloud billing projects describe {plan.project}",
          state.billing is not None),
         ("apis", f"turn on {api_names}", shlex.join(["gcloud", "services", "enable", *missing, project]), has_apis),
-        ("bucket", f"make the bucket {plan.bucket} in {plan.region}", bucket, state.bucket_region is not None),
+        ("bucket", f"make the bucket {plan.bucket} in {plan.region}", bucket, state.has_bucket),
         ("network", f"make the network {plan.network}, closed until a rule below opens it", shlex.join(network),
          state.network),
         ("inside", "let its machines reach each other on every TCP port", inside.gcloud(plan.project),
@@ -154,7 +154,7 @@ def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
     return replace(
         state,
         billing=billing,
-        bucket_region=project.bucket_region(plan.bucket, plan.bucket_project) if has_storage else None,
+        has_bucket=has_storage and project.find_bucket(plan.bucket, plan.bucket_project) is not None,
         network=project.has_network(plan.network) if has_compute else False,
         rules=project.rules() if has_compute else (),
     )
@@ -174,7 +174,7 @@ def run_step(
             report(f"turning on {APIS[api]} ({number} of {len(missing)})")
             project.turn_on(api)
     elif step.id == "bucket":
-        if project.bucket_region(plan.bucket, plan.bucket_project) is None:
+        if project.find_bucket(plan.bucket, plan.bucket_project) is None:
             project.make_bucket(plan.bucket, plan.region, {NAME_LABEL: plan.name})
     elif step.id == "key":
         make_key()

@@ -186,14 +186,23 @@ def _runtime(pool: Pool, zone: str, facts: ProjectFacts) -> Verdict:
 @_check("bucket", optional=True)
 def _bucket(file: SwarmFile, name: str, facts: ProjectFacts) -> Verdict:
     regions = list(dict.fromkeys(region_of(zone) for pool in file.pool for zone in pool.zones))
-    region = _answer(facts.bucket)
-    if region is None:
+    settings = _answer(facts.bucket)
+    if settings is None:
         location = regions[0] if regions else "REGION"
         remedy = f"gcloud storage buckets create gs://{name} --project={facts.project} --location={location}"
         return f"there is no bucket {name}", remedy
+    region, update = settings.region, f"gcloud storage buckets update gs://{name}"
+    if settings.has_retention:
+        remedy = f"{update} --clear-retention-period, or use another bucket"
+        return f"bucket {name} has a retention policy, so no run in it can be renewed", remedy
+    if settings.requester_pays:
+        remedy = f"{update} --no-requester-pays, or use another bucket"
+        return f"bucket {name} requires requesters to pay, which tpuswarm does not support", remedy
     far = [other for other in regions if other != region]
     if not far or file.allow_cross_region:
-        return f"bucket {name} lies in {region}"
+        days = settings.soft_delete_s / 86400
+        bills = f"; it keeps and bills deleted objects for {days:.0f} days: `{update} --clear-soft-delete` ends that"
+        return f"bucket {name} lies in {region}{bills if days else ''}"
     price = read_price(far[0], region)
     sentence = f"bucket {name} lies in {region}, and TPUs in {', '.join(far)}: each GiB read there costs {price}"
     return sentence, f"make a bucket in {far[0]} and name it in [storage], or write allow_cross_region = true"

@@ -11,7 +11,7 @@ from tpuswarm.fleet.spec.file import SwarmFile
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.google.firewall import Rule
-    from tpuswarm.cloud.google.project import Project, Subnetwork
+    from tpuswarm.cloud.google.project import BucketSettings, Project, Subnetwork
     from tpuswarm.cloud.google.provider import Google
     from tpuswarm.cloud.google.quotas import Quota
 
@@ -38,8 +38,8 @@ class ProjectFacts:
     """The cloud's names of TPU types, by zone."""
     runtimes: Mapping[str, tuple[str, ...] | CloudError] = field(default_factory=dict)
     """By zone."""
-    bucket: str | CloudError | None = None
-    """The bucket's region; None if there is no bucket, or the file names none."""
+    bucket: "BucketSettings | CloudError | None" = None
+    """None if there is no bucket, or the file names none."""
     subnetworks: "Mapping[NetworkKey, Subnetwork | CloudError | None]" = field(default_factory=dict)
     rules: "tuple[Rule, ...] | CloudError" = ()
     account: str | CloudError | None = None
@@ -69,7 +69,7 @@ def collect_facts(google: "Google", project: "Project", file: SwarmFile) -> Proj
         types = {zone: ask(lambda zone: tuple(google.types(zone)), zone) for zone in zones}
         runtimes = {zone: ask(lambda zone: tuple(google.runtimes(zone)), zone) for zone in zones}
         storage = file.storage
-        bucket = ask(project.bucket_region, storage.bucket, storage.project) if storage else lambda: None
+        bucket = ask(project.find_bucket, storage.bucket, storage.project) if storage else lambda: None
         subnetworks = {key: ask(project.subnetwork, key.network, key.region, key.subnetwork) for key in keys}
         rules, account, os_login = ask(project.rules), ask(project.default_account), ask(project.forces_os_login)
         return ProjectFacts(

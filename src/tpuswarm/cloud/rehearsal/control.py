@@ -15,6 +15,7 @@ from tpuswarm.cloud.rehearsal.machines.machines import Machines
 from tpuswarm.cloud.rehearsal.tpu.nodes import State
 from tpuswarm.cloud.rehearsal.tpu.offers import place_of
 from tpuswarm.cloud.rehearsal.tpu.queue import State as RequestState
+from tpuswarm.cloud.rehearsal.web import bucket_faults
 from tpuswarm.cloud.rehearsal.web.bucket_faults import BUCKET_FAULTS, BucketFaults
 from tpuswarm.cloud.rehearsal.web.objects import Objects
 from tpuswarm.cloud.rehearsal.web.projects import PROJECT_FAULTS
@@ -129,10 +130,8 @@ class Control:
             self._cloud.projects.set(name, fault, not mend)
             return {"what": PROJECT_FAULTS[fault]}
         if fault in BUCKET_FAULTS:
-            if name not in (known := self._objects.names()):
-                there = did_you_mean(name, known) if known else "there are no buckets"
-                raise _wrong(f"the local cloud has no bucket {name!r}; {there}")
-            self._buckets.set(name, fault, not mend)
+            for key in self._bucket_keys(name, fault):
+                self._buckets.set(key, fault, not mend)
             return {"what": BUCKET_FAULTS[fault]}
         if fault in NODE_FAULTS:
             self._cloud.nodes.report(self._find(name), fault, not mend)
@@ -152,6 +151,20 @@ class Control:
         broken = Broken(host.id, machines.root(host), machines.environment(host, "root"))
         (MACHINE_FAULTS[fault].mend if mend else MACHINE_FAULTS[fault].plant)(broken)
         return {"what": MACHINE_FAULTS[fault].what}
+
+    def _bucket_keys(self, name: str, fault: str) -> list[str]:
+        """Return what a bucket's fault is planted in: the bucket of that name, or the hosts of the machine."""
+        known = self._objects.names()
+        if name in known:
+            return [name]
+        try:
+            hosts = self._cloud.hosts.of(self._find(name))
+        except Rejected:
+            there = did_you_mean(name, known) if known else "there are no buckets"
+            raise _wrong(f"the local cloud has no bucket {name!r}; {there}") from None
+        if fault not in bucket_faults.MACHINE_FAULTS:
+            raise _wrong(f"{fault} is a fault of a bucket, not of the machine {name}")
+        return [bucket_faults.key_of_machine(host.id) for host in hosts]
 
     def _find(self, name: str) -> str:
         """The machine of that name, or resource path. Raises Rejected for none, and for several."""

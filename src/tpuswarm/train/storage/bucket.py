@@ -282,15 +282,14 @@ class Bucket:
         error = getattr(error, "cause", None) or error  # a chunk's last error
         if isinstance(error, requests.RequestException) and is_transient(error):
             return Unreachable(f"{self.url}: {doing} failed: {self._host} does not answer; {WAY_OUT}")
-        text = _sentence(str(getattr(error, "message", "") or error)) or type(error).__name__
+        text = _server_message(str(getattr(error, "message", "") or error)) or type(error).__name__
         if not is_transient(error) and (isinstance(error, GoogleAuthError) or getattr(error, "code", None) == 401):
             return BucketFailed(f"{self.url}: not signed in to Google Cloud ({text}); {SIGN_IN}")
         kind = Unreachable if is_transient(error) else BucketFailed
         return kind(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
 
 
-def _sentence(text: str) -> str:
-    """Return the server's sentence without the request before it, or the JSON around it."""
+def _server_message(text: str) -> str:
     text = re.sub(r"^[A-Z]+ https?://\S+: ", "", " ".join(text.split()))
     found = re.search(r'"message": ?("(?:[^"\\]|\\.)*")', text)
     return str(json.loads(found[1]) if found else text).rstrip(".")[:300]

@@ -113,7 +113,7 @@ class RunCopy:
 
     def pull(self, whole: bool = False, large: str | None = None) -> bool:
         """Bring the copy up to date; return whether there is a run. whole, large: as in `bring` and `refresh`."""
-        with self._alone():
+        with self._lock_download():
             before: Read | None = None
             for _ in range(MAX_ATTEMPTS):
                 found = read_record(self.bucket)
@@ -122,7 +122,7 @@ class RunCopy:
                 try:
                     age_s = self.bucket.age_s(found.object) if found.is_owned else 0.0
                     write_atomically(self.folder / OWNER, json.dumps(found.record.owner.__dict__ | {"age": age_s}))
-                    self._pull(found.record, whole, large, self._is_ahead(found.record))
+                    self._pull(found.record, whole, large, self._is_as_new_as(found.record))
                     return True
                 except FileNotFoundError as error:
                     if before and before.generation == found.generation:
@@ -135,11 +135,11 @@ class RunCopy:
 
         on_owned: called after the run is acquired, before it is downloaded.
         """
-        with self._alone():
+        with self._lock_download():
             (self.folder / OWNER).unlink(missing_ok=True)
             self._require_no_last_copy(read_record(self.bucket))
             before = owned.acquire()
-            is_ahead = self._is_ahead(before)
+            is_ahead = self._is_as_new_as(before)
             self._index.owners = (*(self._index.owners if is_ahead else ()), owned.record.owner.id)
             write_index(self.folder, self._index)
             try:
@@ -155,15 +155,14 @@ class RunCopy:
             self._index.run = before.run
             write_index(self.folder, self._index)
 
-    def _is_ahead(self, record: Record) -> bool:
-        """Return whether this disk is at least as new as a record."""
+    def _is_as_new_as(self, record: Record) -> bool:
         is_same = self._index.run in ("", record.run)
         return is_same and (record.changed_by in self._index.owners or (not record.changed_by and not record.files))
 
     def _require_no_last_copy(self, found: Read | None) -> None:
         """Raise InputError if a run that was deleted in the bucket is still on this disk."""
         is_gone = found is None or (not found.record.files and found.record.run != self._index.run)
-        if is_gone and (self._index.run or self._index.owners) and self._walk():
+        if is_gone and (self._index.run or self._index.owners) and self._files_to_upload():
             raise InputError(
                 f"the run at {self.url} was deleted, and {self.folder} is its last copy. Delete the copy to begin a "
                 "new run, or use another --run."
@@ -178,7 +177,7 @@ class RunCopy:
             self._index.files = {name: files[name] for name in files if before.files.get(name) == files[name].file}
         self._pull(before, True, None, is_ahead)
         if not is_ahead:
-            for path in [*self._walk(), *files_below(self.folder / CHECKPOINTS)]:
+            for path in [*self._files_to_upload(), *files_below(self.folder / CHECKPOINTS)]:
                 if self._name(path) not in before.files:
                     path.unlink()
 
@@ -189,8 +188,8 @@ class RunCopy:
             wipe(self.folder)
             self._index = Index()
         self._index.run = record.run
-        has_newer = is_ahead and bool(self._local_steps())
-        steps = self._wanted_checkpoints(record) if whole and not has_newer else set()
+        has_newer = is_ahead and bool(self._complete_local_steps())
+        steps = self._newest_and_best_steps(record) if whole and not has_newer else set()
         wanted = {}
         for name, file in record.files.items():
             first, _, rest = name.partition("/")
@@ -212,8 +211,7 @@ class RunCopy:
         finally:
             write_index(self.folder, self._index)
 
-    def _wanted_checkpoints(self, record: Record) -> set[str]:
-        """Return the newest step, and the best one if the run keeps it."""
+    def _newest_and_best_steps(self, record: Record) -> set[str]:
         steps = sorted({name.split("/")[1] for name in record.files if name.startswith(f"{CHECKPOINTS}/")})
         best = record.files.get(BEST, File(()))
         step = step_of(b"".join(self.bucket.read(part.object) for part in best.parts))
@@ -292,7 +290,7 @@ class RunCopy:
     def unsent(self) -> list[str]:
         """Return the files that are newer here than in the bucket."""
         names = []
-        for path in [*self._walk(), *(self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")]:
+        for path in [*self._files_to_upload(), *(self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")]:
             synced = self._index.files.get(self._name(path))
             with suppress(FileNotFoundError):
                 if synced is None or synced.stamp != stamp(path):
@@ -314,7 +312,7 @@ class RunCopy:
 
     def _upload_files(self, owned: OwnedRecord) -> dict[str, Synced]:
         changed = {}
-        for path in self._walk():
+        for path in self._files_to_upload():
             with suppress(FileNotFoundError):  # removed meanwhile
                 if synced := self._upload(path, owned):
                     changed[self._name(path)] = synced
@@ -323,7 +321,7 @@ class RunCopy:
     def _upload_checkpoints(self, owned: OwnedRecord) -> dict[str, Synced]:
         """Upload each checkpoint that is whole here; one that is pruned meanwhile is left out."""
         changed: dict[str, Synced] = {}
-        for step in self._local_steps():
+        for step in self._complete_local_steps():
             if f"{CHECKPOINTS}/{step}/{MANIFEST}" in self._index.files:
                 continue
             paths = files_below(self.folder / CHECKPOINTS / step)
@@ -355,7 +353,7 @@ class RunCopy:
 
     def _removed(self, before: Iterable[str], changed: Iterable[str]) -> set[str]:
         """Return the files of the record that this disk has no more."""
-        has_checkpoint = bool(self._local_steps())
+        has_checkpoint = bool(self._complete_local_steps())
         return {
             name
             for name in before
@@ -364,8 +362,7 @@ class RunCopy:
             and (has_checkpoint or not name.startswith(f"{CHECKPOINTS}/"))
         }
 
-    def _local_steps(self) -> list[str]:
-        """Return the steps of the whole checkpoints of this disk."""
+    def _complete_local_steps(self) -> list[str]:
         return sorted(path.parent.name for path in (self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}"))
 
     def _delete(self, objects: Iterable[str]) -> None:
@@ -387,8 +384,7 @@ class RunCopy:
         finally:
             pool.shutdown(wait=not self.bucket.gave_up, cancel_futures=True)
 
-    def _walk(self) -> list[Path]:
-        """Return the files of the run that are uploaded, without checkpoints."""
+    def _files_to_upload(self) -> list[Path]:
         paths = files_below(self.folder, NOT_UPLOADED | {CHECKPOINTS})
         return [path for path in paths if not TEMPORARY.search(path.name)]
 
@@ -396,8 +392,7 @@ class RunCopy:
         return path.relative_to(self.folder).as_posix()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let one command of this machine at a time download the run."""
+    def _lock_download(self) -> Iterator[None]:
         with (self.folder / PULLING).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._index = read_index(self.folder)

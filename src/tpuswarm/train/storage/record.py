@@ -1,12 +1,11 @@
 """Read and replace the record of a run in a bucket: its owner, and the objects of its files.
 
-It is one object, replaced only if nobody else has replaced it since it was read (by its generation). So owning a run
-and changing it are the same write: a process that lost the run cannot change what readers see, however late its
-requests arrive. All other objects are written once, under names with the owner's epoch. Those that no record names are
-garbage.
+The record is one object. A process replaces it only if it has the generation that the process read last. So owning a
+run and changing it are the same write: a former owner cannot change the run for readers, however late its requests
+arrive. All other objects are written once, under names with the owner's epoch. Objects without a record are garbage.
 
-An owner renews the record. Who wants the run waits until the record stands still for TERM_S, by its own clock: no two
-clocks are compared.
+An owner renews the record. A process that wants the run waits until the record stands still for TERM_S, by its own
+clock: no two clocks are compared.
 """
 
 import gzip

@@ -141,7 +141,7 @@ class Machines:
         key = ssh.host_key(root)
         if host.id not in self._up:
             get_host = partial(self._cloud.hosts.get, host.id)
-            app = Metadata(get_host, self._facts, self._place.token(), self._cloud.guests, root.planted)
+            app = Metadata(get_host, self._facts, f"{self._place.token()}~{host.id}", self._cloud.guests, root.planted)
             metadata = await self._web.listen(host.internal, METADATA_PORT, app)
             held = ports.hold()
             root.give_ports(held[0] if held else None)

@@ -1,4 +1,4 @@
-"""What may be wrong with a bucket: one table. `rehearsal break BUCKET FAULT` plants them."""
+"""Faults of buckets, planted by `rehearsal break BUCKET FAULT`; or of the requests of one machine alone."""
 
 import asyncio
 import random
@@ -24,6 +24,8 @@ BUCKET_FAULTS = {
     "retention": "lets no object be deleted or replaced (403)",
     "requester-pays": "wants every request to name a project that pays (400)",
 }
+MACHINE_FAULTS = BUCKET_FAULTS.keys() - {"rate-limit", "retention", "requester-pays"}
+"""Those that one machine may meet alone: the token of its requests ends in ~ID."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -49,7 +51,9 @@ class BucketFaults:
         """Return an endpoint that answers as the faults of its bucket say."""
 
         async def answer(request: Request) -> Response:
-            faults = self._faults.get(request.path_params.get("bucket", "")) or ()
+            machine = request.headers.get("authorization", "").partition("~")[2]
+            keys = request.path_params.get("bucket", ""), key_of_machine(machine)
+            faults = [fault for key in keys for fault in self._faults.get(key) or ()]
             if not faults:
                 return await endpoint(request)
             await self._before(faults, request)
@@ -67,7 +71,7 @@ class BucketFaults:
 
         return answer
 
-    async def _before(self, faults: list[str] | tuple[str, ...], request: Request) -> None:
+    async def _before(self, faults: list[str], request: Request) -> None:
         """Raise Rejected, or wait, as faults say."""
         if "silent" in faults or ("stalls" in faults and self._random.random() < 0.02):
             await asyncio.sleep(3600)
@@ -89,6 +93,11 @@ class BucketFaults:
             if time.monotonic() - self._written.get(key, -1.0) < 1.0:
                 raise Rejected(429, "rateLimitExceeded", f"The object {key} exceeded the rate limit for mutations.")
             self._written[key] = time.monotonic()
+
+
+def key_of_machine(machine: str) -> str:
+    """Return the name in place of a bucket's for the faults of a machine."""
+    return f"machine/{machine}"
 
 
 class _Cut(Response):

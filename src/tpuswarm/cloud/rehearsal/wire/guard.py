@@ -27,7 +27,7 @@ class Guard:
             why = (403, "PERMISSION_DENIED", f"This is {address}:{port}, and no other host.")
         elif b"origin" in headers:
             why = (403, "PERMISSION_DENIED", "Pages of browsers have no access.")
-        elif not hmac.compare_digest(headers.get(b"authorization", b""), self._token):
+        elif not hmac.compare_digest(headers.get(b"authorization", b"").split(b"~")[0], self._token):
             why = (401, "UNAUTHENTICATED", "The request does not carry this local cloud's token.")
         if why is None:
             await self._app(scope, receive, send)

@@ -197,8 +197,9 @@ def test_text_in_a_bucket_is_read(tmp_path, monkeypatch):
         for place, words in (("gs://data/text", "first second"), ("gs://data/text/b.txt", "second")):
             storage.faults = ["fine", "503"]
             assert "".join(open_text(place).pieces()) == words
-        with pytest.raises(InputError, match=r"there is no file or folder gs://data/text/c\.txt"):
-            open_text("gs://data/text/c.txt")
+        for place in ("gs://data/text/c.txt", "gs://"):
+            with pytest.raises(InputError, match=f"there is no file or folder {place}; --data takes"):
+                open_text(place)
         with pytest.raises(InputError, match="gs://nowhere/text cannot be read: gs://nowhere: there is no such bucket"):
             open_text("gs://nowhere/text")
         text = open_text("gs://data/text")

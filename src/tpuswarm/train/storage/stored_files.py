@@ -19,6 +19,8 @@ class StoredFiles:
         """Raises FileNotFoundError if there is none, and BucketFailed."""
         self.root = url.partition("://")[2].strip("/")
         name, _, path = self.root.partition("/")
+        if not name:
+            raise FileNotFoundError(url)
         self._bucket = Bucket(f"gs://{name}")
         below = self._bucket.listed(f"{path}/" if path else "")
         objects = below or {one: found for one, found in self._bucket.listed(path).items() if one == path}

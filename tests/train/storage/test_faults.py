@@ -14,6 +14,7 @@ from tests.train.storage.conftest import URL, read_steps, start_run
 from tests.waiting import until
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.run.directory import Run
+from tpuswarm.train.run.life import read_life
 from tpuswarm.train.storage import bucket as client
 from tpuswarm.train.storage import connection, sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
@@ -199,6 +200,7 @@ def test_run_ends_though_its_bucket_never_answers(server, use_disk, short_lease,
         "only on this disk, in " in words
         and "metrics.jsonl" in words
         and words.count("start the same command again") == 1
+        and read_life(run.folder).message == words
     )
     outage(over=True)
     Run(folder_of(URL)).close()

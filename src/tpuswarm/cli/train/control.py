@@ -182,7 +182,8 @@ def stop(run: RunOrJob) -> None:
     folder = _folder(run)
     pid = holder(folder)
     url = origin(folder)
-    jobs = open_jobs(url) if url else None
+    is_here = bool(pid) and owner_elsewhere(folder) is None
+    jobs = open_jobs(url) if url and not is_here else None
     if not pid and jobs and jobs[1]:
         end_jobs(*jobs)
         say(f"{url} is trained by nobody any more")
@@ -192,7 +193,7 @@ def stop(run: RunOrJob) -> None:
         raise InputError(f"{shown(folder)} is not running: {read_life(folder).state}; `tpuswarm status` lists the runs")
     happened = Logs(folder)
     happened.new()
-    far = send_request(folder, STOP, "") if owner_elsewhere(folder) else None
+    far = None if is_here else send_request(folder, STOP, "")
     who = f"process {pid}{f' on {far.host}' if far else ''}"
     try:
         if far is None:
@@ -205,8 +206,9 @@ def stop(run: RunOrJob) -> None:
     asked, warned = time.monotonic(), False
     with waiting("waiting until it has stopped"):
         while holder(folder) is not None:
-            time.sleep(LOOK if origin(folder) is None else LOOK_FAR)
-            refresh(folder)
+            time.sleep(LOOK if is_here else LOOK_FAR)
+            if not is_here:
+                refresh(folder)
             for line in happened.new():
                 if line.source == RUN and not line.text.startswith("stopped"):  # that is said at the end
                     say(line.text, err=True)
@@ -215,11 +217,13 @@ def stop(run: RunOrJob) -> None:
                 say(f"still running; `kill -9 {pid}` ends it at once, and nothing committed is lost", err=True)
     if jobs:
         end_jobs(*jobs)
-    if not folder.exists():
+    if folder.exists():
+        life = read_life(folder)
+        if life.state not in ("stopped", "finished"):
+            raise RunFailed(f"{folder} {life.state}{': ' if life.message else ''}{life.message}")
+        said = life.message or life.state
+        say(stopped_sentence(folder, said) if life.state == "stopped" else f"{shown(folder)}: {said}")
+    else:
         say(removed_sentence(folder))
-        return
-    life = read_life(folder)
-    if life.state not in ("stopped", "finished"):
-        raise RunFailed(f"{folder} {life.state}{': ' if life.message else ''}{life.message}")
-    said = life.message or life.state
-    say(stopped_sentence(folder, said) if life.state == "stopped" else f"{shown(folder)}: {said}")
+    if is_here and url and (jobs := open_jobs(url)):  # last, for it asks the bucket
+        end_jobs(*jobs)

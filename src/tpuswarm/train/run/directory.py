@@ -176,6 +176,11 @@ class Run:
         try:
             if self._sync:
                 self._sync.close()
+        except RunFailed as error:  # `tpuswarm stop` and `status` say what only this disk has
+            if (self.folder / CONFIG).exists():
+                with suppress(OSError, RunFailed):
+                    self.write_event("failed", message=str(error))
+            raise
         finally:
             self._lock.close()
 

@@ -302,3 +302,23 @@ def test_rows_of_members_are_appended_and_cut_like_those_of_the_run(use_disk):
     run._sync.upload()
     assert bring(URL) and read_steps(own.parent) == [1]
     run.close()
+
+
+def test_hidden_files_of_a_checkpoint_are_part_of_it(use_disk):
+    """As those of zarr are; other hidden files of a run's folder are of this disk."""
+    run = start_run()
+    folder = run.checkpoints / "00000001" / "w"
+    folder.mkdir(parents=True)
+    for path in (
+        folder / ".zarray",
+        run.folder / ".note",
+        run.folder / ".notes" / "a",
+        folder.parent / "manifest.json",
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    run.close()
+    use_disk("two")
+    copy = bring(URL, whole=True)
+    assert (copy / "checkpoints/00000001/w/.zarray").exists()
+    assert not (copy / ".note").exists() and not (copy / ".notes").exists()

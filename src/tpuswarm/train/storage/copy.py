@@ -386,7 +386,7 @@ class RunCopy:
 
     def _files_to_upload(self) -> list[Path]:
         paths = files_below(self.folder, NOT_UPLOADED | {CHECKPOINTS})
-        return [path for path in paths if not TEMPORARY.search(path.name)]
+        return [path for path in paths if not TEMPORARY.search(path.name) and "/." not in f"/{self._name(path)}"]
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -79,10 +79,11 @@ def grows(path: Path) -> bool:
 
 
 def files_below(folder: Path, excluded: Collection[str] = ()) -> list[Path]:
-    """Return all files but hidden ones and `excluded` entries of the folder; folders may vanish meanwhile."""
+    """Return all files but those in `excluded` entries of the folder; others may vanish meanwhile."""
     found = []
     for parent, folders, files in os.walk(folder):
-        without = excluded if parent == str(folder) else ()
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        found += [Path(parent, name) for name in files if not name.startswith(".") and name not in without]
+        if parent == str(folder):
+            folders[:] = [name for name in folders if name not in excluded]
+            files = [name for name in files if name not in excluded]
+        found += [Path(parent, name) for name in files]
     return sorted(found)

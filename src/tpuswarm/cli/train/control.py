@@ -210,7 +210,7 @@ def stop(run: RunOrJob) -> None:
             if not is_here:
                 refresh(folder)
             for line in happened.new():
-                if line.source == RUN and not line.text.startswith("stopped"):  # that is said at the end
+                if line.source == RUN and not line.text.startswith(("stopped", "failed")):  # said at the end
                     say(line.text, err=True)
             if time.monotonic() - asked > PATIENCE and not warned:
                 warned = True

@@ -23,7 +23,7 @@ from tpuswarm.train.storage.copy import bring
 from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.train.storage.record import RECORD, Record, read_record
 
-SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**20)
+SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**17)
 """The larger one is sent by a resumable upload, in chunks."""
 
 
@@ -32,7 +32,8 @@ def impatient(monkeypatch):
     monkeypatch.setattr(client, "MIN_PAUSE_S", 0.01)
     monkeypatch.setattr(client, "MAX_PAUSE_S", 0.02)
     monkeypatch.setitem(client._ONCE, "timeout", (1.0, 0.5))
-    monkeypatch.setattr(client, "CHUNK_BYTES", 2**21)
+    monkeypatch.setattr(client, "CHUNK_BYTES", 2**18)
+    monkeypatch.setattr("google.cloud.storage.blob._MAX_MULTIPART_SIZE", 2**18)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_damaged_gcloud_configuration_is_reported(gcloud):
 
 def test_google_libraries_load_only_at_the_first_call():
     google = "access answers buckets endpoints failures firewall instances nodes project provider quotas settings"
-    modules = [*(f"cloud.google.{name}" for name in google.split()), "fleet.facts", "fleet.init", "fleet.preflight"]
+    modules = [*(f"cloud.google.{name}" for name in google.split()), "fleet.apply.project_facts", "fleet.apply.init"]
     script = f"import importlib, sys\nfor name in {modules}: importlib.import_module('tpuswarm.' + name)\n"
     script += "print([name for name in sys.modules if name.split('.')[0] in ('google', 'grpc', 'requests', 'jax')])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Combine a fleet's machines, jobs and swarm members into what each machine does, and why."""
+"""Combine machines, jobs and swarm members into an overview of the fleet."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,10 @@ from tpuswarm.swarm.views.status import MemberStatus
 LOSS_EVENTS = ("preempted", "lost", "gone")
 ActivityKind = Literal["missing", "not ready", "lost", "joining", "training", "head", "other"]
 ACTIVITY_ORDER: Sequence[ActivityKind] = ("missing", "not ready", "lost", "joining", "head", "other", "training")
-"""Problems first."""
 
 
 @dataclass(frozen=True)
 class MachineActivity:
-    """What a machine does, or the missing machines of a pool."""
-
     pool: str
     machine: str
     """Empty for missing machines; for a member outside the fleet, its id."""
@@ -53,7 +50,6 @@ def list_activities(
 def list_missing(
     desired: Desired, existing: Sequence[Machine], events: Sequence[Event], now: float
 ) -> list[MachineActivity]:
-    """List the pools that lack machines. `events`: by time."""
     found = []
     for pool in () if desired.down else desired.pools:
         if (missing := pool.count - sum(machine.pool == pool.name for machine in existing)) > 0:

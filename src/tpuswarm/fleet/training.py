@@ -35,13 +35,11 @@ class TrainJob(NamedTuple):
     where: str
     """A pool; in a pool of TPUs, the head uses only the first host."""
     line: str
-    """A shell command."""
     says: str
-    """A description for the user."""
 
 
 def run_url(file: SwarmFile) -> str:
-    """Return the run's URL. Raise InputError if there is no bucket for it."""
+    """Return the run's URL. Raise InputError without a bucket."""
     if file.train is not None and file.train.run is not None:
         if not is_url(file.train.run):
             raise InputError(

@@ -47,12 +47,10 @@ class MachineRow:
     hourly: float | None
     """Dollars; 0 under a grant; None: unknown."""
     cost: float | None
-    """Dollars since its creation."""
     workers: tuple[tuple[str | None, str | None], ...]
 
 
 def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], now: float) -> list[MachineRow]:
-    """Return the fleet's machines by pool and name."""
     free, _ = covered_machines([each for each in listing.machines if is_billable(each)], desired.grants, now)
     lost = Counter(event.machine for event in events if event.kind in ("preempted", "lost"))
     own = [machine for machine in listing.machines if machine.fleet == desired.fleet]
@@ -70,7 +68,7 @@ def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], no
 
 
 def running_rate(rows: Iterable[MachineRow]) -> Rate:
-    """Return what the machines that cost money now cost per hour."""
+    """Return the hourly price of the machines that cost money now."""
     rate = Rate()
     for row in rows:
         if row.state not in ("dead", "deleting", "waiting", "stopped"):
@@ -85,12 +83,10 @@ class GrantUse:
     how: str
     count: int
     used: float
-    """In machines of this type."""
     days_left: float | None
 
 
 def grant_uses(desired: Desired, listing: Listing, now: float) -> list[GrantUse]:
-    """Return how much of each grant all machines of the project use."""
     billable = [machine for machine in listing.machines if machine.kind == "tpu" and is_billable(machine)]
     uses = []
     for grant in desired.grants:
@@ -126,7 +122,7 @@ def machines_table(rows: Sequence[MachineRow], width: int) -> "Table":
 def activities_table(
     activities: Sequence["MachineActivity"], unit: str, width: int, height: int | None
 ) -> list["RenderableType"]:
-    """Return a table of the machines that train or should, with a line for those that do not fit the height."""
+    """Return a table of the training's machines; a last line counts those beyond the height."""
     count = len(activities) if height is None else min(len(activities), height)
     while True:
         parts = _activity_rows(activities, count, unit, width)
@@ -136,7 +132,6 @@ def activities_table(
 
 
 def count_lines(parts: Sequence["RenderableType"], width: int) -> int:
-    """Count the lines on a terminal of this width."""
     from rich.console import Console
 
     console = Console(width=width)
@@ -171,7 +166,7 @@ def _activity_rows(
 
 
 def costs_line(document: Document, listing: Listing, now: float, left: float | None, carried: int) -> str:
-    """Say what a training has cost and will cost. `left`: seconds until its end; `carried`: bytes so far."""
+    """Describe past and future costs of a training. `left`: seconds until its end; `carried`: bytes so far."""
     rate = running_rate(machine_rows(document.desired, listing, (), now))
     budget = document.desired.budget.total
     spent = format_dollars(total_spending(document, listing, now).dollars)
@@ -184,7 +179,6 @@ def costs_line(document: Document, listing: Listing, now: float, left: float | N
 
 
 def summary_lines(document: Document, listing: Listing, now: float) -> list[str]:
-    """Describe the keeper, grants, costs and limits."""
     desired, lease = document.desired, document.lease
     rows = machine_rows(desired, listing, (), now)
     spent = format_dollars(total_spending(document, listing, now).dollars)
@@ -212,13 +206,12 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
 
 
 def total_spending(document: Document, listing: Listing, now: float) -> Spending:
-    """Return the fleet's cost until now: what the keeper has counted, and the time since."""
+    """Return the fleet's cost until now, including the time since the keeper's last count."""
     state, _ = observe(FleetState(), document.desired, listing, (), now)
     return charge(document.spending, document.desired, Observed(listing, state), now)
 
 
 def list_strangers(desired: Desired, listing: Listing) -> list[str]:
-    """List the machines of other fleets in the project."""
     fleets: dict[str, list[str]] = {}
     for machine in listing.machines:
         if machine.fleet and machine.fleet != desired.fleet:
@@ -234,7 +227,6 @@ def _amount(dollars: float | None) -> str:
 
 
 def fleet_object(document: Document, listing: Listing, events: Iterable[Event], now: float) -> dict[str, Any]:
-    """Return the fleet for JSON output."""
     desired = document.desired
     return {
         "name": document.name,

@@ -1,1 +1,1 @@
-"""Check, preview and prepare what is about to be created."""
+"""Check and preview new machines, and prepare projects for them."""

@@ -1,4 +1,4 @@
-"""The gcloud commands that do what a fleet does, to read or to run without tpuswarm."""
+"""The gcloud commands that do the same as tpuswarm."""
 
 import shlex
 from collections.abc import Mapping

@@ -52,18 +52,15 @@ class InitPlan:
     network: str
     bucket: str
     region: str
-    """The bucket's region, near most TPUs."""
     file: Path
     bucket_project: str | None = None
-    """If it is another project."""
 
     @property
     def rules(self) -> tuple[firewall.Rule, firewall.Rule]:
-        """The firewall rules: inside the fleet, and for SSH."""
         return firewall.wanted(self.network, firewall.tag_of(self.name), self.description)
 
     def is_covered(self, rule: firewall.Rule, existing: Iterable[firewall.Rule]) -> bool:
-        """Whether existing rules, whatever their names, allow what a rule allows."""
+        """Whether existing rules allow as much as this rule."""
         allows = firewall.joins if rule.source_tags else firewall.opens_ssh
         return allows(existing, self.network, [firewall.tag_of(self.name)])
 
@@ -75,8 +72,6 @@ class InitPlan:
 
 @dataclass(frozen=True)
 class ProjectState:
-    """What exists already."""
-
     apis: frozenset[str] = frozenset()
     billing: str | None = None
     has_bucket: bool = False
@@ -113,7 +108,7 @@ def parse_grant(text: str) -> GrantText:
 
 
 def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]:
-    """List all steps in order, also those that are done. `text`: of the file."""
+    """List all steps in order, including finished ones. `text`: swarm.toml."""
     project = f"--project={plan.project}"
     apis = [api for api in APIS if api != BILLING_API]
     missing = [api for api in apis if api not in state.apis] or apis
@@ -145,7 +140,7 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
 
 
 def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
-    """Return what exists. Without billing, the cloud shows no resources."""
+    """Return what exists; without billing, the cloud shows no resources."""
     state = ProjectState(project.apis(), key=public_key() is not None, file=plan.file.exists())
     billing = project.billing() if BILLING_API in state.apis else None
     if billing is None:
@@ -163,7 +158,7 @@ def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
 def run_step(
     step: InitStep, project: "Project", plan: InitPlan, state: ProjectState, text: str, report: Callable[[str], None]
 ) -> None:
-    """Run one step. `text`: of the file; `report`: takes what it waits for."""
+    """Run one step. `text`: swarm.toml; `report`: called with progress."""
     if step.id == "billing-api":
         project.turn_on(BILLING_API)
     elif step.id == "billing":
@@ -211,7 +206,6 @@ def _require_billing(project: "Project") -> None:
 
 
 def main_region(zones: Counter[str]) -> str:
-    """Return the region with the most machines; of equal regions the first."""
     regions = Counter[str]()
     for zone, count in zones.items():
         regions[region_of(zone)] += count
@@ -221,7 +215,6 @@ def main_region(zones: Counter[str]) -> str:
 def swarm_toml(
     plan: InitPlan, provider: str, cross_region: bool, grants: list[GrantText], pools: list[PoolText]
 ) -> str:
-    """Return the text of swarm.toml."""
     lines = [f'name = "{plan.name}"', f'provider = "{provider}"', f'project = "{plan.project}"']
     lines += ["allow_cross_region = true"] if cross_region else []
     lines += ["", "[storage]", f'bucket = "{plan.bucket}"', f'region = "{plan.region}"']
@@ -238,7 +231,6 @@ def swarm_toml(
 
 
 def pools_from_grants(grants: list[GrantText]) -> list[PoolText]:
-    """Return one pool for each granted type and kind, with all its zones and machines."""
     pools = []
     for type_, how in dict.fromkeys((grant.type, grant.how) for grant in grants):
         same = [grant for grant in grants if (grant.type, grant.how) == (type_, how)]

@@ -24,7 +24,6 @@ from tpuswarm.fleet.spec.file import HeadTable, MachineTable, Pool, SwarmFile
 
 UNLIMITED_COUNT = 10**6
 OPTIONAL_APIS = (BILLING_API, "cloudquotas.googleapis.com")
-"""Machines can be created without these."""
 RESERVED_ADDRESSES = 4
 """Google keeps these for itself in every range."""
 
@@ -77,7 +76,7 @@ def _answer(answer: T | CloudError) -> T:
 def run_checks(
     file: SwarmFile, facts: ProjectFacts, now: float, paid: bool, head_bytes: float | None = None
 ) -> list[Check]:
-    """Return all checks, also those that pass.
+    """Return all checks, including those that pass.
 
     `now`: Unix seconds; `paid`: TPUs outside of grants may cost money; `head_bytes`: the head's memory for the model.
     """

@@ -29,11 +29,9 @@ class Preview(NamedTuple):
     """Machines under grants, afterwards."""
     paid: int
     rate: Rate
-    """Of the paid machines."""
 
 
 def make_preview(desired: Desired, listing: Listing, plan: Plan, project: str, now: float) -> Preview:
-    """Preview a plan made from this listing."""
     own = [machine for machine in listing.machines if machine.fleet == desired.fleet]
     deleted = {_key(action.machine) for action in plan.actions if isinstance(action, Delete)}
     staying = [machine for machine in listing.machines if is_billable(machine) and _key(machine) not in deleted]
@@ -77,7 +75,6 @@ def _key(machine: Machine) -> tuple[str, str]:
 
 
 def _step_key(action: Action) -> tuple[object, ...]:
-    """Actions with the same key share a step."""
     if isinstance(action, Create):
         return "create", action.spec.pool, action.spec.zone
     return type(action).__name__, action.machine.pool, action.machine.zone, action.why

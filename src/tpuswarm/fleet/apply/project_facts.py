@@ -1,4 +1,4 @@
-"""Collect what the preflight checks need to know about a project."""
+"""Collect the facts for the preflight checks."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +27,6 @@ class NetworkKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ProjectFacts:
-    """The cloud's answers, or its errors."""
-
     project: str
     apis: frozenset[str] | CloudError
     """Enabled APIs. Any error except `Denied` means that nothing else was asked."""
@@ -37,13 +35,11 @@ class ProjectFacts:
     types: Mapping[str, tuple[str, ...] | CloudError] = field(default_factory=dict)
     """The cloud's names of TPU types, by zone."""
     runtimes: Mapping[str, tuple[str, ...] | CloudError] = field(default_factory=dict)
-    """By zone."""
     bucket: "BucketSettings | CloudError | None" = None
     """None if there is no bucket, or the file names none."""
     subnetworks: "Mapping[NetworkKey, Subnetwork | CloudError | None]" = field(default_factory=dict)
     rules: "tuple[Rule, ...] | CloudError" = ()
     account: str | CloudError | None = None
-    """The default service account."""
     os_login: bool | CloudError = False
     """Whether an organisation's policy turns OS Login on for all machines."""
 
@@ -54,7 +50,6 @@ class ProjectFacts:
 
 
 def collect_facts(google: "Google", project: "Project", file: SwarmFile) -> ProjectFacts:
-    """Ask the cloud in parallel."""
     apis = _answer_or_error(project.apis)
     if isinstance(apis, CloudError) and not isinstance(apis, Denied):
         return ProjectFacts(project.id, apis)
@@ -88,7 +83,6 @@ def collect_facts(google: "Google", project: "Project", file: SwarmFile) -> Proj
 
 
 def network_keys(file: SwarmFile) -> set[NetworkKey]:
-    """Return the networks of the file's machines, by region."""
     return {
         NetworkKey(table.network, table.subnet, region_of(zone))
         for _, table, zones in file.machine_tables

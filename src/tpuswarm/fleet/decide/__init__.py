@@ -1,1 +1,1 @@
-"""Decide what a fleet does next: pure functions, without I/O, clocks or threads."""
+"""Decide a fleet's next actions: pure functions, without I/O, clocks or threads."""

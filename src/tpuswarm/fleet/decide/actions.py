@@ -19,7 +19,6 @@ class Delete(NamedTuple):
     blame: Literal["late", "bad"] | None = None
     """The zone's fault: the machine came too late, or was unhealthy."""
     pause_s: float = 0.0
-    """Create nothing in the zone for at least this long."""
 
 
 class Stop(NamedTuple):
@@ -64,8 +63,6 @@ class ActionResult(NamedTuple):
 
 
 class CreateResult(NamedTuple):
-    """The operation of a creation has ended."""
-
     key: str
     error: CloudError | None
 
@@ -74,8 +71,6 @@ CloudAnswer = ActionResult | CreateResult
 
 
 class Event(NamedTuple):
-    """Something that happened to a fleet, to show to people."""
-
     at: float
     """Unix seconds."""
     pool: str

@@ -1,4 +1,4 @@
-"""What a person wants of a fleet."""
+"""The desired state of a fleet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +10,10 @@ from tpuswarm.fleet.decide.money import Grant
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """A pool of equal machines, or a single VM."""
-
     name: str
     spec: Spec
-    """Of each machine. A TPU without a name gets its name and zone when it is created."""
+    """A TPU without a name gets its name and zone when it is created."""
     zones: tuple[str, ...]
-    """In order of preference."""
     count: int
     wait_s: float | None = None
     """How long a queued request waits before the next zone is tried; None: without limit in the last zone."""
@@ -29,18 +26,14 @@ class PoolSpec:
 
     @property
     def how(self) -> str:
-        """`spot`, `on-demand`, `queued` or `reserved`."""
         return self.spec.how
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits in dollars; None: no limit."""
-
     per_hour: float | None = None
     total: float | None = None
     traffic_per_day: float | None = None
-    """Traffic of the fleet's training in the last 24 hours."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,6 @@ class Desired:
     paid: bool = False
     """Whether TPUs outside of grants may be paid for; VMs always may."""
     flags: tuple[Flag, ...] = ()
-    """Flags in swarm.toml."""
     paused: Mapping[str, str] = field(default_factory=dict)
     """Machines to stop, with their pools."""
     dropped: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +66,7 @@ class Desired:
     kept_on: str | None = None
     """The VM that runs the keeper; None: any computer."""
     revision: int = 1
-    """Counts the user's requests; each one retries what was given up."""
+    """Counts the user's requests; each one clears earlier failures."""
 
     @property
     def keeper_machine(self) -> str | None:

@@ -14,8 +14,6 @@ LAYERS: tuple[Layer, ...] = ("all", "generation", "pool", "machine")
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag, and where it is set."""
-
     name: str
     value: str
     variable: Variable
@@ -32,7 +30,6 @@ class Flag:
 
     @property
     def text(self) -> str:
-        """The scope in words: `pool small, job train`."""
         where = "all" if self.layer == "all" else f"{self.layer} {self.where}"
         return where if self.job is None else f"{where}, job {self.job}"
 
@@ -66,5 +63,4 @@ def set_flag(flags: Iterable[Flag], new: Flag) -> tuple[Flag, ...]:
 
 
 def unset_flag(flags: Iterable[Flag], old: Flag) -> tuple[Flag, ...]:
-    """Return the flags without the one in the same place as `old`."""
     return tuple(flag for flag in flags if flag.place != old.place)

@@ -19,16 +19,14 @@ from tpuswarm.remote.places import SERVICE
 Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
 FIRST_BACKOFF_S, BACKOFF_FACTOR, MAX_BACKOFF_S = 2.0, 2.0, 300.0
-"""Before a failed job is retried."""
 FLAG_RESTART_INTERVAL_S = 60.0
-"""Between two restarts for changed flags."""
 MISSING_GRACE_S = 15.0
 """A machine must be missing this long before it counts as gone: a single listing may be incomplete."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One machine's share of a job: all of its workers, or a single one. Times are Unix seconds."""
+    """One machine's share of a job, on all of its workers or on one. Times are Unix seconds."""
 
     pool: str
     machine: str | None = None
@@ -38,12 +36,10 @@ class Assignment:
     run: int = 0
     """The number of the last run; 0: none yet."""
     failed: int = 0
-    """Runs that ended with a nonzero exit code."""
     lost: int = 0
     """Runs that ended with their machine, or hung."""
     code: int | None = None
     not_before: float = 0.0
-    """The next attempt."""
     missed_at: float = 0.0
     """When the machine was first missing from a listing; 0: it is listed."""
     why: str = "not started yet"
@@ -52,7 +48,6 @@ class Assignment:
     renewing: bool = False
     """Whether the run is being ended to restart with other flags."""
     renewed_at: float = 0.0
-    """The last such restart."""
 
     @property
     def is_open(self) -> bool:
@@ -61,29 +56,25 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Job:
-    """A command that runs until it succeeds."""
-
     name: str
     where: str
-    """As the user typed it: NAME, NAME/2, POOL or all."""
+    """NAME, NAME/2, POOL or all."""
     line: str
-    """A shell command."""
     restart: Restart
     assignments: Annotated[tuple[Assignment, ...], Field(alias="seats")]
     folder: str = ""
     """The synced folder to run in, relative to the home."""
     machine: str | None = None
-    """The only machine; None: all of a pool, or of the fleet."""
+    """The only machine; None: every machine that `where` names."""
     worker: int | None = None
     """The only worker; None: all workers."""
     failures: int = 0
-    """How many failures of its own each assignment may have."""
+    """How many failures each assignment may have."""
     alive_s: float | None = None
     """Restart the job if it prints nothing for this long."""
     at: float = 0.0
     """When it was requested, Unix seconds."""
     stop: bool = False
-    """Whether the user has stopped it."""
 
     @property
     def is_over(self) -> bool:
@@ -161,7 +152,6 @@ def create_assignments(where: str, machine: Machine | None, desired: Desired) ->
 
 
 def busy_machines(jobs: Iterable[Job]) -> frozenset[str]:
-    """Return the machines that run a job, as far as is known."""
     assignments = (assignment for job in jobs for assignment in job.assignments)
     return frozenset(each.machine for each in assignments if each.phase == "running" and each.machine is not None)
 
@@ -317,7 +307,6 @@ def _update_on_machine(
     now: float,
     flags: str,
 ) -> tuple[Assignment, list[RunAction]]:
-    """Decide the next step on a machine that is ready."""
     name, run = assignment.machine or "", assignment.run
     current = {w: report for w, report in reports.items() if report is not None and report.run == run and run}
     running = tuple(w for w, report in current.items() if report.state == "running")

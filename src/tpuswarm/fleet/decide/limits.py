@@ -24,15 +24,13 @@ MAX_VM_LIFETIME_S = 110 * 24 * HOUR_S
 
 
 class Refusal(NamedTuple):
-    """Why a machine is not created now."""
-
     why: str
     until: float | None = None
     """When this changes by itself (Unix seconds); None if something else has to happen."""
 
 
 class Limits:
-    """What a fleet may still create, counted down while machines are planned."""
+    """Counts down the machines that a fleet may still create."""
 
     def __init__(self, desired: Desired, observed: Observed, unlisted: Iterable[Spec], now: float):
         """`unlisted`: requested machines that no listing shows yet."""
@@ -53,7 +51,6 @@ class Limits:
             self.reserve(spec)
 
     def is_free(self, machine: Machine) -> bool:
-        """Whether a grant covers the machine."""
         return (machine.zone, machine.name) in self._free
 
     def is_unpaid(self, machine: Machine) -> bool:
@@ -114,7 +111,6 @@ class Limits:
 
 
 def is_billable(machine: Machine) -> bool:
-    """Whether a machine costs money now or soon."""
     return machine.state not in ("dead", "deleting", "waiting", "stopped")
 
 

@@ -18,8 +18,6 @@ DELETE_MARGIN_S = 600.0
 
 @dataclass(frozen=True)
 class Grant:
-    """TPUs of a type and zone that cost nothing."""
-
     type: str
     zone: str
     spot: bool
@@ -78,7 +76,6 @@ class GrantCover:
         return True
 
     def claim_machine(self, machine: Machine) -> bool:
-        """Take the chips of a machine; return whether there was room."""
         try:
             return machine.kind == "tpu" and self.claim(machine.type, machine.zone, machine.how)
         except InputError:  # the catalogue does not know the type
@@ -88,7 +85,7 @@ class GrantCover:
 def covered_machines(
     machines: Iterable[Machine], grants: Sequence[Grant], now: float
 ) -> tuple[set[tuple[str, str]], GrantCover]:
-    """Return the machines (zone, name) that grants cover, oldest first, and what is left of the grants."""
+    """Return the machines (zone, name) that grants cover, oldest first, and the rest of the grants."""
     cover = GrantCover(grants, now)
     oldest_first = sorted(machines, key=lambda machine: (machine.created, machine.name)) if grants else ()
     return {(machine.zone, machine.name) for machine in oldest_first if cover.claim_machine(machine)}, cover
@@ -130,8 +127,6 @@ def machine_price(machine: Machine) -> float | None:
 
 @dataclass(frozen=True)
 class Rate:
-    """Dollars per hour of several machines, and how many prices are unknown."""
-
     dollars: float = 0.0
     unknown: int = 0
 
@@ -145,7 +140,6 @@ class Rate:
 
     @property
     def day(self) -> str:
-        """The same for 24 hours."""
         return self._text(24.0)
 
     def _text(self, hours: float) -> str:

@@ -9,7 +9,6 @@ from tpuswarm.errors import InputError
 ALL = "all"
 """Means every machine wherever a name is expected."""
 ZONE_PATTERN = re.compile(r"([a-z]+)-([a-z]+)(\d+)-([a-z0-9]+)")
-"""Continent, direction, number, and the zone within the region: us-central1-f, us-south1-ai1b."""
 CONTINENTS = {
     "us": "us", "europe": "eu", "asia": "asia", "northamerica": "na", "southamerica": "sa", "australia": "au",
     "africa": "af", "me": "me",
@@ -30,7 +29,6 @@ def short_zone(zone: str) -> str:
 
 
 def free_names(generation: str, zone: str, taken: Collection[str]) -> Iterator[str]:
-    """Yield unused names for new machines, lowest number first."""
     stem = f"{generation}-{short_zone(zone)}"
     number = 0
     while True:

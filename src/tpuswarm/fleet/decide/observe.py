@@ -58,8 +58,6 @@ def observe(
 
 
 class _Observer:
-    """A fleet's state while it is updated."""
-
     def __init__(self, state: FleetState, desired: Desired, listing: Listing, now: float):
         self.now, self.desired, self.listing = now, desired, listing
         self.seen, self.requests = dict(state.seen), dict(state.requests)
@@ -136,7 +134,6 @@ class _Observer:
         self._add_refusal(request.spec, result.key, result.error)
 
     def _add_refusal(self, spec: Spec, key: str, error: CloudError) -> None:
-        """Note what a failed creation means for its zone or pool."""
         why, backoff_key = str(error), spec_backoff_key(spec)
         self._report(spec, "refused", why)
         if isinstance(error, NoQuota) and not self._quota_may_be_freed(spec):
@@ -256,7 +253,6 @@ class _Observer:
             self._report(machine, kind, "it is being deleted, but not by this fleet")
 
     def _add_death(self, seen: SeenMachine, machine: Machine, why: str) -> None:
-        """Note that a machine has died or disappeared."""
         key = machine_key(machine)
         if self._is_wanted_gone(machine) or key in self.failed:
             return

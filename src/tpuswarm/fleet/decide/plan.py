@@ -93,8 +93,6 @@ def _delete_interval_s(machine: Machine) -> float:
 
 
 class _Planner:
-    """Plans a fleet that is up, once."""
-
     def __init__(self, desired: Desired, observed: Observed, now: float):
         self.desired, self.state, self.now = desired, observed.state, now
         self.busy, self.unusable = observed.busy, observed.work.unusable
@@ -103,7 +101,6 @@ class _Planner:
         self.waits: list[Wait] = []
         self.pools: dict[str, list[Machine]] = defaultdict(list)
         self.taken_names: dict[str, set[str]] = defaultdict(set)
-        """By zone."""
         listed = set()
         for machine in observed.machines:
             listed.add(machine_key(machine))
@@ -117,7 +114,6 @@ class _Planner:
             self.taken_names[zone].add(name)
         self.limits = Limits(desired, observed, self.unlisted, now)
         self.quota_used: dict[QuotaKey, int] = defaultdict(int)
-        """Machines by quota."""
         self.creating: dict[str, int] = defaultdict(int)
         """Machines that are not ready yet, by backoff key."""
         for machine in (machine for machines in self.pools.values() for machine in machines):

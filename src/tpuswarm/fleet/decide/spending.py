@@ -1,4 +1,4 @@
-"""Add up what a fleet has cost, from observed machines and catalogue prices."""
+"""Add up the cost of a fleet from observed machines and catalogue prices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

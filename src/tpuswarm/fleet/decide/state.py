@@ -45,9 +45,7 @@ class SeenMachine:
 
     machine: Machine
     since: float
-    """First seen in this state."""
     ready_at: float | None = None
-    """First seen ready."""
     unhealthy_since: float | None = None
     dead: bool = False
     """Stays true while a dead machine is deleted."""
@@ -57,8 +55,6 @@ class SeenMachine:
 
 @dataclass(frozen=True)
 class CreateRequest:
-    """A creation under way."""
-
     spec: Spec
     at: float
     operation: str | None
@@ -70,9 +66,7 @@ class ZoneBackoff:
     """How creations of one type in one zone went lately; times are Unix seconds."""
 
     failures: int = 0
-    """In a row."""
     not_before: float = 0.0
-    """The next attempt."""
     failed_at: float = 0.0
     why: str = ""
     """The last failure, in the cloud's words."""
@@ -152,7 +146,7 @@ class FleetState:
 
 @dataclass(frozen=True)
 class WorkStatus:
-    """What the fleet's jobs do, as the job runner reports it."""
+    """The job runner's report."""
 
     done: bool = False
     busy_at: float | None = None
@@ -163,16 +157,12 @@ class WorkStatus:
 
 @dataclass(frozen=True)
 class Observed:
-    """What exists."""
-
     listing: Listing
     state: FleetState
     spent: float = 0.0
-    """Dollars so far."""
     work: WorkStatus = WorkStatus()
     traffic: Traffic = field(default_factory=Traffic)
     busy: frozenset[str] = frozenset()
-    """Machines that run a job."""
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:

@@ -29,7 +29,6 @@ from tpuswarm.train.process.platform import cache_folder
 
 FIRST_PORT, SSH_PORT = 22_000, 22
 INTERFACE = "ens4"
-"""The network interface of Google's VM images."""
 ANY_SOURCE = "0.0.0.0/0"
 """The network's firewall decides who may come in."""
 RETRY_S = 30.0
@@ -40,7 +39,6 @@ def router_pools(desired: Desired) -> list[str]:
 
 
 def router_hosts(routes: Routes) -> list[Host]:
-    """Return the fleet's routers. Raise InputError if one is not ready."""
     return [host for name in router_pools(routes.snapshot().document.desired) for host in routes.hosts(name)[0]]
 
 
@@ -121,7 +119,6 @@ class RouterUpdater:
         self._make_routes, self._log = make_routes, log
         self._thread: threading.Thread | None = None
         self._configured: frozenset[tuple[str, str]] = frozenset()
-        """The targets and routers of the last update."""
         self._not_before = 0.0
 
     def update(self, desired: Desired, listing: Listing) -> None:

@@ -33,7 +33,6 @@ from tpuswarm.remote.openssh import openssh
 from tpuswarm.train.process.atomic import write_atomically
 
 HOST_KEYS_PATH = "hostkeys/"
-"""Guest attributes in which a machine publishes its SSH host keys."""
 PRODUCT_NAME_FILE = Path("/sys/class/dmi/id/product_name")
 METADATA_TIMEOUT_S = 60.0
 MAX_THREADS = 16
@@ -44,9 +43,7 @@ class ReachableHosts(NamedTuple):
     away: tuple[str, ...]
     """Why other machines and zones cannot be reached."""
     group: bool
-    """Whether a pool or `all` was named."""
     machines: Mapping[str, Machine]
-    """By the hosts' labels."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,6 @@ def _machine_id(machine: Machine) -> str:
 
 
 class Routes:
-    """Routes from this computer to the machines of one fleet."""
-
     def __init__(self, fleet: Fleet, cloud: Provider, store: Store):
         self.fleet, self._cloud, self._store = fleet, cloud, store
         self.known = Known(fleet.folder / "known_hosts")
@@ -100,7 +95,6 @@ class Routes:
 
     @property
     def key(self) -> Path:
-        """This computer's private key."""
         return key_file()
 
     def snapshot(self) -> Snapshot:
@@ -121,7 +115,6 @@ class Routes:
             refresh_config(self.fleet, self.key, self.users(snapshot))
 
     def users(self, snapshot: Snapshot) -> dict[str, str]:
-        """Return the login user of each reachable host, by label."""
         pools = {pool.name: pool for pool in snapshot.document.desired.pools}
         return {
             target.label: login_user(pools[machine.pool or ""])
@@ -144,7 +137,7 @@ class Routes:
         return found
 
     def find_listed(self, where: str, snapshot: Snapshot) -> ReachableHosts:
-        """Find the hosts in a snapshot; they need not be reachable, or exist any more."""
+        """Find hosts in a snapshot, including past and unreachable ones."""
         past_names = {event.machine for event in snapshot.document.events} - {""}
         selection = select_targets(where, snapshot.document.desired, snapshot.listing, past_names)
         return self._reachable(snapshot, selection)

@@ -40,19 +40,16 @@ NO_TABLE = "null"
 
 
 class SavedSetup:
-    """This computer's record of a fleet's set-up, for machines that come later."""
-
     def __init__(self, fleet: Fleet):
         self._table, self._versions = fleet.folder / "setup.json", fleet.folder / "versions.json"
         self.secrets = Secrets(fleet.folder / "secrets.json")
 
     def table(self) -> Setup | None:
-        """Return the last [setup]."""
         text = _read_text(self._table)
         return None if text in ("", NO_TABLE) else Setup.model_validate_json(text)
 
     def save(self, table: Setup | None) -> None:
-        """Save the table, also that there is none: a keeper elsewhere may have an older one."""
+        """Save the table, even if empty: a keeper elsewhere may have an older one."""
         self._table.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._table, NO_TABLE if table is None else table.whole().model_dump_json())
 
@@ -79,7 +76,6 @@ def _read_text(file: Path) -> str:
 class SetupTargets(NamedTuple):
     machines: tuple[Machine, ...]
     away: tuple[str, ...]
-    """Machines that cannot be reached now, and why."""
 
 
 def find_setup_targets(routes: Routes, table: Setup, where: str = ALL) -> SetupTargets:
@@ -137,7 +133,6 @@ async def set_up_all(
 
 
 async def install_notebook(routes: Routes, hosts: Iterable[Host], told: Told) -> Outcome:
-    """Install Jupyter on these hosts only."""
     table = SavedSetup(routes.fleet).table() or Setup()
     async with Connections(routes.key) as connections:
         steps_by_host = dict.fromkeys(hosts, notebook(table.python))
@@ -145,7 +140,6 @@ async def install_notebook(routes: Routes, hosts: Iterable[Host], told: Told) ->
 
 
 def _python_sender(python: str) -> Send:
-    """Return a function that sends uv and Python to a host that cannot download them."""
 
     async def send_python(connections: Connections, host: Host, step: Step) -> str:
         packed = await asyncio.to_thread(bundle, python, cache_folder("machines"))
@@ -157,9 +151,8 @@ def _python_sender(python: str) -> Send:
 
 class PrepareResult(NamedTuple):
     failed: Mapping[str, TpuswarmError]
-    """By host label."""
     kept: tuple[str, ...] = ()
-    """Synced files that were changed on a host and stay as they are there."""
+    """Synced files that keep the changes made on a host."""
 
 
 async def prepare_machine(routes: Routes, where: str, limit_s: float = LIMIT_S) -> PrepareResult:
@@ -225,7 +218,6 @@ class Preparer:
         self._failures: dict[str, tuple[float, int]] = {}
         """By machine, its creation time and number of failures."""
         self._prepared: dict[str, str | None] = {}
-        """By machine, the [setup] that succeeded."""
         self._table: str | None = None
 
     def unusable(self, tpus: Mapping[str, float]) -> dict[str, tuple[float, str]]:

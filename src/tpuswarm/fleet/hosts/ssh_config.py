@@ -48,7 +48,6 @@ def render_config(fleet: Fleet, key: Path, users: Mapping[str, str]) -> str:
 
 
 def refresh_config(fleet: Fleet, key: Path, users: Mapping[str, str]) -> None:
-    """Rewrite an existing configuration whose hosts have changed."""
     file = config_file(fleet)
     if file.exists() and (text := render_config(fleet, key, users)) != file.read_text(encoding="utf-8"):
         write_atomically(file, text)

@@ -38,7 +38,6 @@ def main() -> None:
 
 
 def _forward(connection: socket.socket) -> None:
-    """Copy bytes between stdin/stdout and the connection."""
     connection.settimeout(None)
 
     def send() -> None:

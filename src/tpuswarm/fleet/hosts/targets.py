@@ -10,8 +10,6 @@ from tpuswarm.fleet.decide.names import ALL, by_number, resolve_name, short_zone
 
 
 class Target(NamedTuple):
-    """A worker of a machine."""
-
     machine: Machine
     worker: int
 
@@ -21,7 +19,6 @@ class Target(NamedTuple):
 
     @property
     def internal(self) -> str:
-        """The address within the network."""
         return self.machine.workers[self.worker].internal or ""
 
     @property
@@ -35,7 +32,6 @@ class Selection(NamedTuple):
     away: tuple[str, ...]
     """NAME and why: machines that cannot be reached, and zones that do not answer."""
     group: bool = False
-    """Whether a pool or `all` was named."""
 
 
 def find_targets(text: str, desired: Desired, listing: Listing) -> Selection:
@@ -115,7 +111,6 @@ def unreachable_reason(machine: Machine, pools: Collection[str]) -> str | None:
 
 
 def _describe_foreign(machine: Machine) -> str:
-    """Say who owns a machine outside the fleet, and how to reach it."""
     if machine.fleet is None:
         return f"{machine.name} in {machine.zone} was made by hand and belongs to no fleet: use gcloud"
     return (

@@ -9,15 +9,12 @@ from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.train.process.computer import boot_time
 
 MIN_JUMP_S = 5.0
-"""Ordinary clock corrections are smaller."""
 MAX_GAP_S = 120.0
 """After a longer gap between two updates, idle time counts from zero."""
 
 
 @dataclass
 class Clock:
-    """A computer's wall clock, and the monotonic one."""
-
     wall: Callable[[], float] = time.time
     """Unix seconds."""
     steady: Callable[[], float] = boot_time
@@ -40,7 +37,7 @@ class IdleTimer:
     _since: float = field(default=0.0, init=False)
 
     def update(self, work: WorkStatus, jobs: Iterable[Job], now: float, steady: float) -> WorkStatus:
-        """Return the status with the latest `busy_at` at which something may have run."""
+        """Return the status with the last time at which a job may have run."""
         if self._last is None or steady - self._last > MAX_GAP_S:
             self._since = steady
         self._last = steady

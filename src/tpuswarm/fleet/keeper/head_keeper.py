@@ -35,7 +35,7 @@ LEAD_TIMEOUT_S = 90.0
 
 
 async def install_head_keeper(routes: Routes, told: Told = lambda host, step, what: None) -> Host:
-    """Install and start the keeper on the head, with this computer's knowledge of the fleet; skip what is done."""
+    """Install and start the keeper on the head with this computer's files of the fleet; skip finished steps."""
     (host,), _ = await asyncio.to_thread(routes.hosts, HEAD)
     fleet, cache = routes.fleet, cache_folder("machines")
     package, tree = wheel(cache), fleet.tree.load()
@@ -81,7 +81,6 @@ def _fleet_files(fleet: Fleet) -> dict[str, str]:
 
 
 async def wait_for_head_keeper(routes: Routes, store: Store, host: Host) -> None:
-    """Wait until the head's keeper leads. Raise RunFailed with the end of its log if it does not."""
     machine, deadline = host.label.partition("/")[0], time.monotonic() + LEAD_TIMEOUT_S
     while time.monotonic() < deadline:
         document = await asyncio.to_thread(store.load)

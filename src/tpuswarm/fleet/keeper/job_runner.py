@@ -41,13 +41,10 @@ from tpuswarm.remote.supervisor import Supervisor
 from tpuswarm.train.process.computer import boot_time
 
 BUSY_INTERVAL_S, IDLE_INTERVAL_S = 0.5, 2.0
-"""Between two rounds."""
 MAX_HOSTS_PER_S = 25
 """Each answer starts a Python process beside somebody's training, so large fleets are asked less often."""
 SWEEP_INTERVAL_S = 30.0
-"""Between two searches of all hosts for stray runs."""
 RETRY_S = 5.0
-"""After an action failed on a host."""
 HOST_TIMEOUT_S = 30.0
 MAX_LISTING_AGE_S = 30.0
 """Do not act on an older listing: another keeper may lead by then."""
@@ -78,7 +75,6 @@ class JobRunner:
 
     @property
     def key(self) -> Path:
-        """This computer's private key."""
         return self._routes.key
 
     async def run_once(
@@ -179,7 +175,6 @@ class JobRunner:
         actions: Sequence[tuple[Job, RunAction]],
         hosts: TargetHosts,
     ) -> None:
-        """Start and end runs; what fails is retried later."""
         by_worker = {(target.machine.name, target.worker): host for target, host in hosts}
 
         async def act(job: Job, action: RunAction, target: Target, host: Host) -> None:
@@ -240,7 +235,7 @@ class JobRunner:
         self._strays = strays
 
     def _find_hosts(self, snapshot: Snapshot, targets: Sequence[Target]) -> list[tuple[Target, Host]]:
-        """Return the targets' hosts; leave out those that have not published their host keys yet."""
+        """Return the targets' hosts, except those without published host keys."""
         found: list[tuple[Target, Host]] = []
         routes: dict[RouteKey, Host] = {}
         for target in targets:
@@ -255,8 +250,6 @@ class JobRunner:
 
 
 class JobThread:
-    """Runs jobs in a thread beside a keeper that leads."""
-
     def __init__(self, make_runner: Callable[[], JobRunner], log: Callable[[str], None]):
         self._make_runner, self._log = make_runner, log
         self._seen: tuple[Listing, Document, float] | None = None
@@ -317,14 +310,12 @@ def _ready_targets(machines: Iterable[Machine]) -> Iterable[Target]:
 
 
 def _may_use(assignment: Assignment, machine: Machine) -> bool:
-    """Whether the machine runs the assignment, or may get it."""
     if assignment.machine is None:
         return assignment.pool == machine.pool
     return assignment.machine == machine.name
 
 
 def _job_targets(jobs: Iterable[Job], machines: Iterable[Machine]) -> Iterable[Target]:
-    """Yield the workers that run open jobs, or may soon."""
     open_assignments = [(job, each) for job in jobs for each in job.assignments if each.is_open]
     for target in _ready_targets(machines):
         if any(
@@ -340,7 +331,7 @@ def _keep_waiting(old: Job, new: Job) -> Job:
 
 
 def _reports(job: str, states: HostStates) -> dict[tuple[str, int], RunReport | None]:
-    """Return what hosts report about a job, without those that did not answer."""
+    """Return the reports of answering hosts about a job."""
     return {
         (target.machine.name, target.worker): _report(found.get(job))
         for target, found in states
@@ -379,7 +370,6 @@ def _work_status(
 
 
 def _events(old: Job, new: Job, now: float) -> Iterable[Event]:
-    """Yield an event for each assignment that has a new phase or run."""
     for index, after in enumerate(new.assignments):
         before = old.assignments[index] if index < len(old.assignments) else None
         if before is None or (before.phase, before.run) != (after.phase, after.run):

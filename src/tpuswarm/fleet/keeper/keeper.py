@@ -51,31 +51,26 @@ MAX_BACKOFF_S, PERSON_RETRY_S = 60.0, 300.0
 LEASE_S, RENEW_INTERVAL_S, EVENT_SAVE_INTERVAL_S = 60.0, 15.0, 5.0
 """A lease ends after LEASE_S without renewal; new events are saved with an earlier renewal."""
 SAFE_LEASE_S = 40.0
-"""How long after a renewal the holder may act: nobody else can have taken over by then."""
+"""How long after a renewal the holder may act; another keeper takes over later."""
 MACHINE_VARIABLE = "TPUSWARM_KEEPER_ON"
 """Names the fleet's machine on which this keeper runs."""
 MAX_STATE_AGE_S = 600.0
 MAX_POLLED = 20
-"""Operations to poll in one tick."""
 MAX_THREADS = 8
 MAX_LOG_BYTES = 10_000_000
 
 
 @dataclass(frozen=True)
 class Tick:
-    """The result of one pass of the loop."""
-
     document: Document
     observed: Observed
     plan: Plan
     events: tuple[Event, ...]
     leads: bool
-    """Whether this keeper acts; otherwise it watches."""
     now: float
 
     @property
     def remaining(self) -> list[str]:
-        """What still exists of a fleet that comes down."""
         return list_remaining(self.document.desired, self.observed)
 
     @property
@@ -100,7 +95,6 @@ class Tick:
 
     @property
     def is_moving(self) -> bool:
-        """Whether an action, a creation or a machine is in progress."""
         if self.plan.actions or self.observed.state.requests:
             return True
         machines, fleet = self.observed.listing.machines, self.document.desired.fleet
@@ -112,12 +106,8 @@ Role = Literal["leads", "holds", "watches"]
 
 
 class DocumentGone(RunFailed):
-    """The document was deleted."""
-
 
 class Keeper:
-    """A keeper of one fleet."""
-
     def __init__(
         self, provider: Provider, store: Store, history: History, clock: Clock | None = None, threads: int = MAX_THREADS
     ):
@@ -137,11 +127,10 @@ class Keeper:
         """When the lease was left to the keeper on the fleet's own machine."""
         self._unsaved_events: list[Event] = []
         self._unsaved_jump = 0.0
-        """Clock jumps since this keeper last saved the document."""
         self._reported: frozenset[Event] | None = None
 
     def tick(self) -> Tick:
-        """Observe once, and do what is due. Raise CloudError if the cloud does not answer."""
+        """Observe, decide and act once. Raise CloudError if the cloud does not answer."""
         now, steady, jump = self._clock.read()
         self._unsaved_jump += jump
         self._state = self._load_state(now) if self._state is None else self._state.shifted(jump)
@@ -176,7 +165,6 @@ class Keeper:
         return Tick(document, observed, plan, events, role == "leads", now)
 
     def _new_events(self, stored: tuple[Event, ...]) -> tuple[Event, ...]:
-        """Return the document's events that this keeper has not reported yet."""
         before, self._reported = self._reported, frozenset(stored)
         return () if before is None else tuple(event for event in stored if event not in before)
 
@@ -250,7 +238,7 @@ class Keeper:
         return stored[0]
 
     def _poll_operations(self) -> list[CreateResult]:
-        """Poll open creations; first those that no listing shows."""
+        """Poll open creations, first those missing from listings."""
         assert self._state is not None
         seen = self._state.seen
         operations = [(key, each.operation) for key, each in self._state.requests.items() if each.operation]
@@ -295,11 +283,11 @@ class Keeper:
         return "leads" if self._lease_is_safe() else "holds"
 
     def _lease_is_safe(self) -> bool:
-        """Whether nobody can have taken over, even if this computer has slept."""
+        """Whether the lease is still ours, even if this computer has slept."""
         return self._renewed_at is not None and self._clock.steady() - self._renewed_at < SAFE_LEASE_S
 
     def _may_take(self, lease: KeeperLease | None, steady: float) -> bool:
-        """Whether the lease is free: nobody holds it, its process is dead, or it was not renewed in time."""
+        """Whether the lease is free, its process is dead, or it was not renewed in time."""
         if lease is None:
             return self._stood_back_at is None or steady - self._stood_back_at >= LEASE_S
         if is_holder_alive(lease) is False:

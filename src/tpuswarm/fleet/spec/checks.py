@@ -24,7 +24,6 @@ RUNTIME_PATTERN = re.compile(
 
 
 def check_file(path: Path, file: SwarmFile, now: float) -> list[str]:
-    """Return warnings. Raise InputError with the line of the first problem."""
     for place, problem in find_problems(file, now):
         raise InputError(locate_error(path, place, problem))
     return list(_warnings(file))

@@ -40,13 +40,12 @@ def new_fleet_id(name: str, mark: str) -> str:
 
 
 def location_mark(location: str) -> str:
-    """Hash a location to four letters."""
     number = int.from_bytes(hashlib.sha256(location.encode()).digest()[:8])
     return "".join(ID_LETTERS[number // len(ID_LETTERS) ** power % len(ID_LETTERS)] for power in range(4))
 
 
 def desired_from_file(file: tables.SwarmFile, fleet: str, paid: bool, public_key: str | None) -> Desired:
-    """Return what the file wants. `paid`: also TPUs outside its grants; without grants, everything is paid."""
+    """Convert the file. `paid`: allow TPUs outside its grants; without grants, everything is paid."""
     vms: list[tuple[str, tables.HeadTable]] = [(tables.HEAD, file.head)] if file.head else []
     vms += [(vm.name, vm) for vm in file.vm]
     pools = [_vm_spec(file, name, table, fleet, public_key) for name, table in vms]  # first, as others wait for them
@@ -63,7 +62,6 @@ def desired_from_file(file: tables.SwarmFile, fleet: str, paid: bool, public_key
 
 
 def list_grants(file: tables.SwarmFile) -> tuple[Grant, ...]:
-    """Return all grants, also expired ones."""
     return tuple(Grant(grant.type, grant.zone, grant.how == "spot", grant.count, grant.expires) for grant in file.grant)
 
 
@@ -116,7 +114,6 @@ def _vm_spec(
 
 
 def _tags(file: tables.SwarmFile, table: tables.MachineTable) -> tuple[str, ...]:
-    """Add the tag by which the firewall knows the fleet."""
     return tuple(dict.fromkeys((tag_of(file.name), *table.tags)))
 
 
@@ -192,7 +189,6 @@ def file_or_options(
 
 
 def with_machine_name(desired: Desired, name: str | None) -> Desired:
-    """Give a single TPU the name that the user chose."""
     if name is None:
         return desired
     pool = desired.pools[0]
@@ -200,7 +196,6 @@ def with_machine_name(desired: Desired, name: str | None) -> Desired:
 
 
 def with_counts(desired: Desired, scale: Sequence[str]) -> Desired:
-    """Change the numbers of machines, given as POOL=N. Raise InputError."""
     counts = {}
     for text in scale:
         name, _, number = text.partition("=")
@@ -216,7 +211,6 @@ def with_counts(desired: Desired, scale: Sequence[str]) -> Desired:
 
 
 def require_same_types(before: Desired | None, desired: Desired) -> None:
-    """Raise InputError if a pool changes its type: it would silently lose its machines."""
     old_pools = {pool.name: pool for pool in before.pools} if before and before.down is None else {}
     for pool in desired.pools:
         old = old_pools.get(pool.name)
@@ -228,7 +222,6 @@ def require_same_types(before: Desired | None, desired: Desired) -> None:
 
 
 def without_machine(desired: Desired, listing: Listing, text: str) -> Desired:
-    """Remove one machine, and reduce its pool's count. Raise InputError for an unknown name."""
     own = {machine.name: machine for machine in listing.machines if machine.fleet == desired.fleet}
     machine = own[resolve_name(text, own)]
     pools = tuple(

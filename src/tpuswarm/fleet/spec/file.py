@@ -22,7 +22,6 @@ from tpuswarm.remote.setup.table import Setup
 
 DEFAULT_FILE = Path("swarm.toml")
 MAX_MACHINES = 1_000
-"""Per pool; more is a typing mistake."""
 HEAD = "head"
 LABEL_PREFIX = FLEET_LABEL.partition("-")[0]
 
@@ -109,15 +108,11 @@ Flags = dict[FlagName, Annotated[str, BeforeValidator(_flag_value)]]
 
 
 class DiskTable(StrictTable):
-    """An existing data disk."""
-
     name: Name
     read_only: bool = False
 
 
 class MachineTable(StrictTable):
-    """The settings that TPUs and VMs share."""
-
     network: str = "default"
     subnetwork: str | None = None
     external_ips: bool = True
@@ -142,11 +137,9 @@ class Pool(MachineTable):
     name: Name
     type: TpuType
     zones: Annotated[tuple[Zone, ...], Field(min_length=1)]
-    """In order of preference."""
     count: MachineCount
     how: How = "spot"
     runtime: str | None = None
-    """None: the usual one of the generation."""
     disks: tuple[DiskTable, ...] = ()
     reservation: str | None = None
     wait: Seconds | None = None
@@ -190,8 +183,6 @@ class HeadTable(MachineTable):
 
 
 class Vm(HeadTable):
-    """[[vm]]: a VM without TPU."""
-
     name: Name
     ip_forward: bool = False
     spot: bool = False
@@ -205,23 +196,18 @@ class Vm(HeadTable):
 
 
 class BudgetTable(StrictTable):
-    """[budget]: limits in dollars."""
-
     per_hour: PositiveFloat | None = None
     total: PositiveFloat | None = None
     traffic_per_day: PositiveFloat | None = None
 
 
 class Storage(StrictTable):
-    """[storage]: the fleet's bucket."""
-
     bucket: Annotated[
         str,
         AfterValidator(lambda text: text.removeprefix("gs://").rstrip("/")),
         match_pattern(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
     ]
     region: str | None = None
-    """us-central1, or us for several regions."""
     project: ProjectId | None = None
     """The bucket's project, if it is not the machines' project."""
 
@@ -230,7 +216,7 @@ class SwarmFile(StrictTable):
     name: Name
     provider: Literal["google", "rehearsal"] = "google"
     project: ProjectId | None = None
-    """None: from the environment or gcloud's configuration."""
+    """By default from the environment or gcloud's configuration."""
     down_when: Annotated[DownWhen | None, BeforeValidator(_down_when)] = None
     allow_cross_region: bool = False
     pool: tuple[Pool, ...] = ()
@@ -238,7 +224,6 @@ class SwarmFile(StrictTable):
     head: HeadTable | None = None
     vm: tuple[Vm, ...] = ()
     flags: dict[Annotated[str, AfterValidator(_generation)], Flags] = Field(default_factory=dict)
-    """By generation, or for `all`."""
     budget: BudgetTable = BudgetTable()
     storage: Storage | None = None
     setup: Setup | None = None
@@ -266,7 +251,7 @@ def read_swarm(path: Path) -> SwarmFile:
 
 
 def asks_for_machines(path: Path) -> bool:
-    """Return whether a TOML file is a fleet's, and not that of a training on this computer."""
+    """Return whether a TOML file describes a fleet."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

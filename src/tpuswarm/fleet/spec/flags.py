@@ -21,7 +21,7 @@ def flags_from_file(file: SwarmFile) -> tuple[Flag, ...]:
 
 
 def flag_problems(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
-    """Yield each wrong flag: its place in the file, and what is wrong."""
+    """Yield each wrong flag: its place in the file, and a sentence."""
     try:
         _check(file)
     except InputError:

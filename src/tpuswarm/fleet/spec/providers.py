@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 PROVIDERS = ("google", "rehearsal")
 REHEARSAL_PROJECT = "rehearsal"
-"""The local cloud's default project."""
 
 
 def check_provider(name: str) -> None:

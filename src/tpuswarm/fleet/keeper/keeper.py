@@ -106,6 +106,8 @@ Role = Literal["leads", "holds", "watches"]
 
 
 class DocumentGone(RunFailed):
+    """The document was deleted while a keeper ran."""
+
 
 class Keeper:
     def __init__(

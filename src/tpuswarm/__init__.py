@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tpuswarm.errors import InputError, NoSuchSplit, RunFailed, TpuswarmError
-    from tpuswarm.train.data.adapters import IndexedSource, StreamSource
     from tpuswarm.train.data.arrays import cpu_keys, shapes, to_jax, to_numpy, to_torch
+    from tpuswarm.train.data.indexed import IndexedSource
     from tpuswarm.train.data.source import ArraySource
+    from tpuswarm.train.data.stream import StreamSource
     from tpuswarm.train.look.outputs import Logger
     from tpuswarm.train.loop.hooks import EarlyStopping, Every, ReduceOnPlateau, ScaleLearningRate, Step, Stop
     from tpuswarm.train.loop.result import Result
@@ -27,7 +28,7 @@ _HOME = {
     "EarlyStopping": "train.loop.hooks",
     "Every": "train.loop.hooks",
     "Exchange": "train.recipe",
-    "IndexedSource": "train.data.adapters",
+    "IndexedSource": "train.data.indexed",
     "InputError": "errors",
     "Logger": "train.look.outputs",
     "NoSuchSplit": "errors",
@@ -42,7 +43,7 @@ _HOME = {
     "Source": "train.recipe",
     "Step": "train.loop.hooks",
     "Stop": "train.loop.hooks",
-    "StreamSource": "train.data.adapters",
+    "StreamSource": "train.data.stream",
     "TpuswarmError": "errors",
     "Trainer": "train.trainer",
     "Weighted": "train.recipe",

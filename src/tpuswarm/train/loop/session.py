@@ -13,8 +13,8 @@ import numpy as np
 
 from tpuswarm.config.limits import check_settings
 from tpuswarm.errors import InputError, NoSuchSplit
-from tpuswarm.train.data.adapters import StreamSource
 from tpuswarm.train.data.source import Repeated, source_of, training_rows
+from tpuswarm.train.data.stream import StreamSource
 from tpuswarm.train.hosts.agreement import Agreement, join
 from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse

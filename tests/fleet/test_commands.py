@@ -153,7 +153,7 @@ def test_damaged_or_lost_document_is_restored_from_the_file_and_labels(cli):
     assert "is damaged (7 bytes)" in cli.run("up --yes")
     assert len(cli.cloud.existing) == len(cli.ready) == 6
     path.unlink()
-    assert "is lost: it is made again" in cli.run("up --yes")
+    assert "is lost; it is made again" in cli.run("up --yes")
     assert len(cli.cloud.existing) == 6
 
 

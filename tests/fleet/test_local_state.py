@@ -191,7 +191,7 @@ def test_machines_of_another_person_are_taken_over_only_by_their_id(cloud, peopl
     assert list(cloud.existing.values()) == [machine] and not cloud.deleted
     store, _ = bob.up(adopt=machine.fleet)
     assert store.load().desired.fleet == machine.fleet and len(cloud.existing) == 1
-    with pytest.raises(InputError, match="only what has none is adopted"):
+    with pytest.raises(InputError, match="there is nothing to adopt"):
         bob.up(adopt="v2-8-zzz")
 
 
@@ -213,11 +213,11 @@ def test_change_made_while_a_command_waits_for_confirmation_is_not_undone(people
     fleets.change_desired(store, replace(with_key(shown, "ssh-ed25519 AAAA"), revision=2), shown)
     keys = store.load().desired.pools[0].spec.metadata["ssh-keys"]
     assert "AAAA" in keys and "BBBB" in keys
-    with pytest.raises(InputError, match="was changed while this command asked: give it again"):
+    with pytest.raises(InputError, match="was changed while this command asked: repeat it"):
         fleets.change_desired(store, replace(shown, revision=2), shown)
     shown = store.load().desired
     store.change(lambda found: replace(found, desired=replace(found.desired, down="dollars are spent")))
-    with pytest.raises(InputError, match="was changed while this command asked: give it again"):
+    with pytest.raises(InputError, match="was changed while this command asked: repeat it"):
         fleets.change_desired(store, replace(shown, revision=3), shown)
     assert store.load().desired.down == "dollars are spent"
 

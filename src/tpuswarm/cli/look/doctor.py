@@ -80,7 +80,7 @@ def _cloud(fleet: str | None, mend: bool, as_json: bool) -> int:
         if not any(each["check"] in FIRST for each in found) and (document := meant.store(cloud).load()) is not None:
             for name, check, wrong in of_fleet(document, cloud.machines(document.zones), time.time()):
                 found.append({"of": name, "check": check, "what": wrong.what, "why": WHY[check], "mend": wrong.mend})
-    return _told("fleet", meant.called, found, as_json)
+    return _told("fleet", meant.full_name, found, as_json)
 
 
 def _is_run(where: str) -> bool:

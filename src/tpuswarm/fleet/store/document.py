@@ -1,19 +1,19 @@
-"""The one document of a fleet: what is wanted, who keeps it, what it has cost, what happened last.
+"""The fleet's one document: the desired state, the keeper's lease, costs, jobs and recent events.
 
-It lives in the fleet's bucket, so that any computer can go on with the fleet; without a bucket in a file of this one.
-It is written only if nobody else has written it meanwhile.
+It lies in the fleet's bucket, so that any computer can take over; without a bucket, in a file of this computer. A write
+fails if somebody else has written since the document was read.
 """
 
 import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -30,72 +30,64 @@ from tpuswarm.fleet.decide.traffic import Traffic
 from tpuswarm.train.process.computer import alive
 
 FORMAT = 1
-MAX_EVENTS = 200
-"""Of the last ones; the rest are in the history of whoever kept the fleet."""
-MAX_ENDED_JOBS = 200
-"""Jobs that are over and still known."""
+MAX_EVENTS, MAX_ENDED_JOBS = 200, 200
 CHANGE_TIMEOUT_S, MAX_PAUSE_S = 60.0, 2.0
-"""How long a change is tried while others write, or the bucket does not answer; the longest pause between two tries."""
 MAX_COMMANDS = 100
-"""More than others can carry out in that time."""
+"""More changes than others can make within CHANGE_TIMEOUT_S."""
 
 
 @dataclass(frozen=True)
 class KeeperLease:
-    """Who keeps the fleet. It ends when it stands still for TERM by the clock of whoever watches it."""
+    """Names the keeper that leads. It ends when an observer sees no renewal for `keeper.LEASE_S`."""
 
     holder: str
-    """Random, of one process."""
+    """A random id of the process."""
     host: str
     pid: int
     beat: int
-    """Counts its renewals."""
+    """Counts renewals."""
     at: float
-    """Of the last one, Unix seconds by the holder's clock: for people."""
+    """The last renewal by the holder's clock, to show to people."""
     computer: str = ""
-    """Where `pid` means something, as `this_computer` has it; `host` may be the name of several."""
+    """The computer of `pid`, as `this_computer` names it; several may share a `host` name."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """All of it."""
-
     name: str
     provider: str
     project: str
     desired: Desired
     zones: tuple[str, ...]
-    """All in which it has ever asked for machines: something may still wait in line there."""
+    """All zones ever used: a request may still wait there."""
     lease: KeeperLease | None = None
     spending: Annotated[Spending, Field(alias="ledger")] = field(default_factory=Spending)
     traffic: Traffic = field(default_factory=Traffic)
     work: WorkStatus = field(default_factory=WorkStatus)
     jobs: tuple[Job, ...] = ()
     last_run: int = 0
-    """The highest number of a run of jobs that are forgotten: hosts remember it, and later ones have higher ones."""
+    """The highest run number of deleted jobs: new jobs need higher ones, as hosts remember them."""
     flags: tuple[Flag, ...] = ()
-    """Those that a command has set: they win over those of the file for the same machines."""
+    """Set by `tpuswarm flags`; they win over the file's."""
     events: tuple[Event, ...] = ()
     asked_by: str = ""
-    """Who has changed what is wanted last, and on which computer; a keeper does not count."""
+    """USER@HOST who last changed the desired state."""
     asked_at: float = 0.0
-    """When, Unix seconds by that computer's clock: for people."""
     commands: tuple[str, ...] = ()
-    """Ids of the changes made last: one whose answer was lost is not made twice."""
+    """Ids of recent changes, so that none is made twice if an answer is lost."""
     format: int = FORMAT
 
 
+class Damaged(RunFailed):
+    """The stored document cannot be read."""
+
+
 def is_holder_alive(lease: KeeperLease) -> bool | None:
-    """Whether the process of a lease is alive; None: that cannot be told from here."""
+    """Whether the lease's process runs; None if it is on another computer."""
     return alive(lease.computer, lease.pid)
 
 
-class Damaged(RunFailed):
-    """What is stored is no document."""
-
-
 def document_path(name: str) -> str:
-    """Where a fleet's document is in its bucket."""
     return f"tpuswarm/fleets/{name}.json"
 
 
@@ -105,52 +97,51 @@ def _adapter() -> TypeAdapter[Document]:
 
 
 class DocumentStore:
-    """The document of one fleet, in a bucket."""
+    """The document of one fleet in a bucket; `where` names the bucket in messages."""
 
     def __init__(self, bucket: Bucket, name: str, where: str):
-        """`where`: how a person would call the bucket."""
         self._bucket, self._path = bucket, document_path(name)
         self.where = f"{where}/{self._path}"
         self._generation = 0
 
     def load(self) -> Document | None:
-        """As it is now; None: there is none. Raises Damaged."""
-        found = self._bucket.read(self._path)
-        self._generation = found.generation if found else 0
-        return None if found is None else self._parse(found)
+        """Read the document, if there is one. Raise Damaged."""
+        stored = self._bucket.read(self._path)
+        self._generation = stored.generation if stored else 0
+        return None if stored is None else self._parse(stored)
 
     def save(self, document: Document) -> None:
-        """Write what was loaded last, changed. Raises Changed if somebody else wrote meanwhile."""
+        """Write a new version of the document loaded last. Raise Changed if somebody else has written since."""
         data = _adapter().dump_json(document, indent=1, by_alias=True)
         self._generation = self._bucket.write(self._path, data, self._generation)
 
     def change(self, make: Callable[[Document | None], Document]) -> Document:
-        """Read, change and write, again if others write meanwhile; return the document as it is now. Raises Damaged.
+        """Read, change and write, and retry if others write meanwhile; return the new document. Raise Damaged.
 
-        The change is made once, also if the answer to a write is lost.
+        The change is made once, even if the answer to a write is lost.
         """
-        command, give_up = secrets.token_hex(8), time.monotonic() + CHANGE_TIMEOUT_S
+        command, deadline = secrets.token_hex(8), time.monotonic() + CHANGE_TIMEOUT_S
         while True:
             try:
-                found = self.load()
-                if found is not None and command in found.commands:
-                    return found
-                document = make(found)
+                before = self.load()
+                if before is not None and command in before.commands:
+                    return before
+                document = make(before)
                 document = replace(document, commands=(*document.commands, command)[-MAX_COMMANDS:])
                 self.save(document)
             except (Changed, Unreachable):
-                if time.monotonic() > give_up:
+                if time.monotonic() > deadline:
                     raise
             else:
                 return document
             time.sleep(random.uniform(0, MAX_PAUSE_S))
 
-    def _parse(self, found: Stored) -> Document:
+    def _parse(self, stored: Stored) -> Document:
         try:
-            document = _adapter().validate_json(found.data)
+            document = _adapter().validate_json(stored.data)
         except ValidationError as error:
             raise Damaged(
-                f"{self.where} is damaged ({len(found.data)} bytes): `tpuswarm up` makes it again from swarm.toml and "
+                f"{self.where} is damaged ({len(stored.data)} bytes): `tpuswarm up` makes it again from swarm.toml and "
                 "the labels of the machines"
             ) from error
         if document.format != FORMAT:
@@ -159,13 +150,12 @@ class DocumentStore:
 
 
 class LocalBucket:
-    """Files of this computer as a `Bucket`, for a fleet that has none: no other computer can go on with it."""
+    """Files of this computer as a `Bucket`."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def read(self, path: str) -> Stored | None:
-        """See Bucket."""
         try:
             generation, _, data = (self._folder / path).read_bytes().partition(b"\n")
         except FileNotFoundError:
@@ -173,11 +163,10 @@ class LocalBucket:
         return Stored(data, int(generation) if generation.isdigit() else 1)
 
     def write(self, path: str, data: bytes, generation: int) -> int:
-        """See Bucket. A file that cannot be written, as on a full disk, is one that may be written later."""
         file = self._folder / path
         try:
             return self._write(file, path, data, generation)
-        except OSError as error:
+        except OSError as error:  # such as a full disk: retry later
             raise Unreachable(f"{file} cannot be written: {error.strerror}") from error
 
     def _write(self, file: Path, path: str, data: bytes, generation: int) -> int:
@@ -185,8 +174,8 @@ class LocalBucket:
 
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):
-            there = self.read(path)
-            if (there.generation if there else 0) != generation:
+            stored = self.read(path)
+            if (stored.generation if stored else 0) != generation:
                 raise Changed(f"{file} was written by another process meanwhile")
             with part(file).open("wb") as new:
                 new.write(b"%d\n" % (generation + 1) + data)
@@ -198,7 +187,7 @@ class LocalBucket:
 
 
 @contextmanager
-def _locked(path: Path) -> Any:
+def _locked(path: Path) -> Iterator[None]:
     import fcntl
 
     with path.open("a") as lock:
@@ -207,38 +196,37 @@ def _locked(path: Path) -> Any:
 
 
 def state_folder() -> Path:
-    """Where this computer keeps what it knows of fleets: lines of jobs, variables, logs. Nobody else may read it."""
+    """Return this computer's private folder for fleets: jobs, variables, logs."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     folder = Path(base).expanduser() / "tpuswarm"
-    with suppress(OSError):  # what is written into it then fails with the reason
+    with suppress(OSError):  # the next write reports the reason
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
     return folder
 
 
 def state_folder_mark() -> str:
-    """Random letters of this folder: another person, and another computer with its own home, has others."""
+    """Return a random text that identifies the folder: of this user, on this computer."""
     path = state_folder() / "mark"
     if not path.exists():
-        mine = path.with_name(f"{path.name}.{os.getpid()}")
-        mine.write_text(secrets.token_hex(16))
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(secrets.token_hex(16))
         with suppress(FileExistsError):  # another process was first
-            os.link(mine, path)
-        mine.unlink()
+            os.link(temporary, path)
+        temporary.unlink()
     return path.read_text()
 
 
 def with_job(document: Document, job: Job) -> Document:
-    """With a job in the place of one of its name; of those that are over the oldest are forgotten."""
-    jobs = [each for each in document.jobs if each.name != job.name]
-    over = [each for each in jobs if each.is_over]
-    gone = over[: max(0, len(over) - MAX_ENDED_JOBS)]
-    last = max((seat.run for each in gone for seat in each.assignments), default=0)
-    kept = tuple(each for each in jobs if each not in gone)
-    work = replace(document.work, done=False)  # a fleet that comes down when it is done is not, from now on
-    return replace(document, jobs=(*kept, job), last_run=max(document.last_run, last), work=work)
+    """Add a job, or replace one of its name, and delete the oldest ended jobs."""
+    jobs = [other for other in document.jobs if other.name != job.name]
+    ended = [other for other in jobs if other.is_over]
+    deleted = ended[: max(0, len(ended) - MAX_ENDED_JOBS)]
+    last_run = max((each.run for other in deleted for each in other.assignments), default=0)
+    kept = tuple(other for other in jobs if other not in deleted)
+    work = replace(document.work, done=False)  # `down_when = "done"` waits for the new job
+    return replace(document, jobs=(*kept, job), last_run=max(document.last_run, last_run), work=work)
 
 
 def with_events(document: Document, events: Iterable[Event]) -> Document:
-    """With what happened."""
     return replace(document, events=(*document.events, *events)[-MAX_EVENTS:])

@@ -1,4 +1,4 @@
-"""Fleets as commands find them: by swarm.toml, or by what this computer remembers of those it has made."""
+"""Find fleets, by swarm.toml or by name, and load, create and change their documents."""
 
 import getpass
 import json
@@ -37,76 +37,71 @@ from tpuswarm.remote.sync.tree import KeptTree
 from tpuswarm.train.process.atomic import write_atomically
 
 LEAD_TIMEOUT_S = 60.0
-"""Seconds in which a keeper that was started in the background should lead."""
+"""A background keeper must lead within this time."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Where a fleet is; nothing is asked of a cloud before `provider`."""
+    """The location of a fleet; contacts no cloud."""
 
     name: str
     provider_name: str
     project: str
     bucket: str | None
-    """None: its document is a file of this computer."""
+    """None: the document is a file of this computer."""
 
     @property
-    def called(self) -> str:
-        """PROJECT/NAME, by which no other one is meant: a rehearsed fleet may have the name of one that is paid for."""
+    def full_name(self) -> str:
+        """PROJECT/NAME: a rehearsed fleet may have the name of a real one."""
         return f"{self.project}/{self.name}"
 
     @property
     def folder(self) -> Path:
-        """What this computer keeps of it."""
+        """This computer's files of the fleet."""
         return state_folder() / "fleets" / self.project / self.name
 
     @property
     def history(self) -> History:
-        """What this computer has seen of it."""
         return History(self.folder / "history.db")
 
     @property
     def log(self) -> Path:
-        """What a keeper in the background says."""
+        """The log of a background keeper."""
         return self.folder / "keeper.log"
 
     @property
     def tree(self) -> KeptTree:
-        """The folder that `sync` sent last: machines that come later get it as it was."""
+        """A copy of the folder that `sync` sent last, for machines that come later."""
         return KeptTree(self.folder / "tree")
 
     @property
     def mark(self) -> str:
-        """What the random part of its ids begins with: no fleet of this name that is kept elsewhere has the same."""
-        kept = f"gs://{self.bucket}" if self.bucket else state_folder_mark()
-        return location_mark(f"{kept}/{self.project}/{self.name}")
+        """Letters in the fleet's ids that no fleet of this name with a document elsewhere has."""
+        location = f"gs://{self.bucket}" if self.bucket else state_folder_mark()
+        return location_mark(f"{location}/{self.project}/{self.name}")
 
     def provider(self) -> Provider:
-        """The cloud."""
         from tpuswarm.cloud.google.provider import Google
         from tpuswarm.fleet.spec.providers import open_access
 
         return Google(open_access(self.provider_name, self.project))
 
     def store(self, provider: Provider) -> DocumentStore:
-        """Its document."""
         if self.bucket:
             return DocumentStore(provider.bucket(self.bucket), self.name, f"gs://{self.bucket}")
         folder = state_folder() / "documents" / self.project
         return DocumentStore(LocalBucket(folder), self.name, str(folder))
 
     def remember(self) -> None:
-        """That this computer knows it, for commands without a file."""
+        """Let commands without a file find the fleet."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "fleet.json", json.dumps(asdict(self)))
 
     def forget(self) -> None:
-        """It is gone."""
         (self.folder / "fleet.json").unlink(missing_ok=True)
 
 
 def fleet_of_file(file: SwarmFile) -> Fleet:
-    """The fleet of a file."""
     from tpuswarm.cloud.google.settings import find_project
 
     local = file.provider == "rehearsal"
@@ -115,20 +110,20 @@ def fleet_of_file(file: SwarmFile) -> Fleet:
 
 
 def known_fleets() -> list[Fleet]:
-    """Those that this computer has made and not brought down."""
-    found = []
+    """Return the fleets that this computer has made and not brought down."""
+    fleets = []
     for path in sorted((state_folder() / "fleets").glob("*/*/fleet.json")):
         try:
-            found.append(Fleet(**json.loads(path.read_text(encoding="utf-8"))))
+            fleets.append(Fleet(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
-            continue  # half written or of another version: `up` writes it again
-    return found
+            continue  # half written, or by another version: `up` writes it again
+    return fleets
 
 
 def find_fleet(text: str | None) -> tuple[Fleet, SwarmFile | None]:
-    """The fleet that is meant: by file, name or PROJECT/NAME, or by none where only one is known. Raises InputError."""
+    """Find a fleet by file, NAME or PROJECT/NAME; without a text, the file here or the only known fleet."""
     fleets = known_fleets()
-    if found := next((each for each in fleets if text == each.called), None):
+    if found := next((fleet for fleet in fleets if text == fleet.full_name), None):
         return found, None
     if text is not None and (text.endswith(".toml") or "/" in text):
         file = read_swarm(Path(text))
@@ -136,54 +131,52 @@ def find_fleet(text: str | None) -> tuple[Fleet, SwarmFile | None]:
     if text is None and DEFAULT_FILE.exists():
         file = read_swarm(DEFAULT_FILE)
         return fleet_of_file(file), file
-    named = [each for each in fleets if text in (None, each.name)]
-    if len(named) == 1:
-        return named[0], None
-    if named:
-        raise InputError(f"there are {len(named)} fleets: name one of {', '.join(each.called for each in named)}")
+    matching = [fleet for fleet in fleets if text in (None, fleet.name)]
+    if len(matching) == 1:
+        return matching[0], None
+    if matching:
+        names = ", ".join(fleet.full_name for fleet in matching)
+        raise InputError(f"there are {len(matching)} fleets: name one of {names}")
     if text is None:
         raise InputError("there is no swarm.toml here, and this computer has made no fleet: name the file")
-    raise InputError(f"there is no fleet {text!r}; {did_you_mean(text, [each.name for each in fleets])}")
+    raise InputError(f"there is no fleet {text!r}; {did_you_mean(text, [fleet.name for fleet in fleets])}")
 
 
 def recovered_id(fleet: Fleet, listing: Listing, adopt: str | None) -> str | None:
-    """The id of a fleet whose document is lost, from the labels of its machines; None: there are none.
+    """Return the id of a fleet whose document is lost, from the labels of its machines, if there are any.
 
-    A name alone proves nothing: a colleague's fleet may have the same. It is ours where its document was kept where
-    ours would be, or where a person says so (`adopt`). Raises InputError for machines of which neither is true.
+    A colleague's fleet may have the same name. An id is ours if its mark fits our document's location, or if the user
+    adopts it. Raise InputError for other machines of a fleet of this name.
     """
-    there = {each.fleet for each in listing.machines if each.fleet}
+    ids = {machine.fleet for machine in listing.machines if machine.fleet}
     if adopt is not None:
-        if adopt not in there:
-            raise InputError(f"no machine carries the id {adopt}; {did_you_mean(adopt, there)}")
+        if adopt not in ids:
+            raise InputError(f"no machine carries the id {adopt}; {did_you_mean(adopt, ids)}")
         return adopt
-    alike = sorted(each for each in there if each.rpartition("-")[0] == fleet.name)
-    mine = [each for each in alike if each.rpartition("-")[2].startswith(fleet.mark)]
-    if len(alike) > 1 or (alike and not mine):
+    same_name = sorted(id_ for id_ in ids if id_.rpartition("-")[0] == fleet.name)
+    own = [id_ for id_ in same_name if id_.rpartition("-")[2].startswith(fleet.mark)]
+    if len(same_name) > 1 or (same_name and not own):
         raise InputError(
-            f"machines of a fleet {fleet.name} are there already ({', '.join(alike)}), which is kept elsewhere or by "
-            f"somebody else: take another name, or take it over with `tpuswarm up --adopt {alike[0]}`"
+            f"machines of a fleet {fleet.name} exist already ({', '.join(same_name)}), whose document is elsewhere: "
+            f"choose another name, or take it over with `tpuswarm up --adopt {same_name[0]}`"
         )
-    return mine[0] if mine else None
+    return own[0] if own else None
 
 
 class Store(Protocol):
-    """Something that holds a document: a `DocumentStore`, or the memory of a command."""
+    """A `DocumentStore`, or a document in memory."""
 
     where: str
 
-    def load(self) -> Document | None:
-        """As it is now; None: there is none."""
+    def load(self) -> Document | None: ...
 
-    def save(self, document: Document) -> None:
-        """Write what was loaded last, changed."""
+    def save(self, document: Document) -> None: ...
 
-    def change(self, make: Callable[[Document | None], Document]) -> Document:
-        """Read, change and write."""
+    def change(self, make: Callable[[Document | None], Document]) -> Document: ...
 
 
 class MemoryStore:
-    """The document of a fleet that has lost its own, for as long as its machines are deleted."""
+    """A document in memory, to delete the machines of a fleet that has lost its own."""
 
     where = "memory"
 
@@ -191,15 +184,12 @@ class MemoryStore:
         self._document = document
 
     def load(self) -> Document | None:
-        """See Held."""
         return self._document
 
     def save(self, document: Document) -> None:
-        """See Held."""
         self._document = document
 
     def change(self, make: Callable[[Document | None], Document]) -> Document:
-        """See Held."""
         self._document = make(self._document)
         return self._document
 
@@ -207,10 +197,10 @@ class MemoryStore:
 def inspect_fleet(
     fleet: Fleet, store: Store, cloud: Provider, file: SwarmFile | None, adopt: str | None = None
 ) -> tuple[Document | None, Listing, str]:
-    """The document, the machines, and a note for the user.
+    """Return the document, the machines, and a note for the user.
 
-    A document that is damaged or lost is made again from the file and the labels of the machines, as `recovered_id`
-    has it; without a file, Damaged is raised, or InputError.
+    A lost or damaged document is made again from the file and `recovered_id`; without a file, raise Damaged or
+    InputError.
     """
     zones = tuple(dict.fromkeys(zone for pool in file.pool for zone in pool.zones)) if file else ()
     note = ""
@@ -223,69 +213,66 @@ def inspect_fleet(
     listing = cloud.machines(dict.fromkeys((*zones, *(document.zones if document else ()))))
     if document is not None:
         if adopt not in (None, document.desired.fleet):
-            raise InputError(
-                f"{store.where} is there, of fleet {document.desired.fleet}: only what has none is adopted"
-            )
+            raise InputError(f"{store.where} exists, of fleet {document.desired.fleet}: there is nothing to adopt")
         note = _changed_by(document)
     elif lost := recovered_id(fleet, listing, adopt):
         if file is None:
             raise InputError(
-                f"machines of {lost} are there, and their document is lost: `tpuswarm up` with their swarm.toml makes "
-                f"it again, `tpuswarm down --orphans {lost}` deletes them"
+                f"machines of {lost} exist, and their document is lost: `tpuswarm up` with their swarm.toml makes it "
+                f"again, `tpuswarm down --orphans {lost}` deletes them"
             )
-        note = note or f"{store.where} is lost: it is made again from {file.name}'s file and the labels of machines"
+        note = note or f"{store.where} is lost; it is made again from {file.name}'s file and the machines' labels"
         document = new_document(fleet, file, desired_from_file(file, lost, False, None))
     return document, listing, note
 
 
 def _changed_by(document: Document) -> str:
-    """Who has changed a fleet last, where that was somebody else; empty: this person here, or nobody knows."""
+    """Return a note if somebody else changed the fleet last."""
     if document.asked_by in ("", current_user()):
         return ""
-    since = format_age(time.time() - document.asked_at)
-    return f"{document.desired.fleet} was last changed by {document.asked_by}, {since} ago: it may be in use"
+    age = format_age(time.time() - document.asked_at)
+    return f"{document.desired.fleet} was last changed by {document.asked_by}, {age} ago: it may be in use"
 
 
 def current_user() -> str:
-    """Who gives this command, and where."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
-def new_document(fleet: Fleet, file: SwarmFile, wanted: Desired) -> Document:
-    """A new one."""
-    found = Document(file.name, file.provider, fleet.project, wanted, wanted.zones)
-    return replace(found, asked_by=current_user(), asked_at=time.time())
-
-
-def merge_desired(file: SwarmFile, mark: str, before: Desired | None, paid: bool, public_key: str | None) -> Desired:
-    """What the file asks, with what earlier commands have asked. `mark`: the fleet's."""
-    if before is None:
-        return desired_from_file(file, new_fleet_id(file.name, mark), paid, public_key)
-    wanted = desired_from_file(file, before.fleet, paid or before.paid, public_key)
-    pools = tuple(keep_ssh_keys(each, before.pools) for each in wanted.pools)
-    kept_on = before.kept_on if any(each.name == before.kept_on for each in pools) else None
-    return replace(
-        wanted, pools=pools, paused=before.paused, dropped=before.dropped, revision=before.revision + 1, kept_on=kept_on
+def new_document(fleet: Fleet, file: SwarmFile, desired: Desired) -> Document:
+    return Document(
+        file.name, file.provider, fleet.project, desired, desired.zones, asked_by=current_user(), asked_at=time.time()
     )
 
 
-def store_desired(fleet: Fleet, store: Store, file: SwarmFile, wanted: Desired, shown: Desired | None) -> None:
-    """Store what is wanted from now on, in the place of a damaged document as well.
+def merge_desired(file: SwarmFile, mark: str, before: Desired | None, paid: bool, public_key: str | None) -> Desired:
+    """Combine the file with what earlier commands have requested. `mark`: the fleet's."""
+    if before is None:
+        return desired_from_file(file, new_fleet_id(file.name, mark), paid, public_key)
+    desired = _with_keys(desired_from_file(file, before.fleet, paid or before.paid, public_key), before)
+    kept_on = before.kept_on if any(pool.name == before.kept_on for pool in desired.pools) else None
+    return replace(desired, paused=before.paused, dropped=before.dropped, revision=before.revision + 1, kept_on=kept_on)
 
-    `shown`: what was wanted when `wanted` was made of it and a person was asked; InputError if it is not so any more.
+
+def store_desired(fleet: Fleet, store: Store, file: SwarmFile, desired: Desired, shown: Desired | None) -> None:
+    """Store the desired state, also in place of a damaged document.
+
+    `shown`: the state that `desired` was derived from when the user confirmed. Raise InputError if it has changed.
     """
 
     def make(found: Document | None) -> Document:
         if found is None:
-            return new_document(fleet, file, wanted)
-        _require_same(store, found, shown)
-        zones = tuple(dict.fromkeys((*found.zones, *wanted.zones)))
-        if found.desired.down is not None:  # what ran on it has ended with it
-            found = replace(found, work=WorkStatus(), jobs=tuple(end_job(each) for each in found.jobs))
-        kept = _with_keys(wanted, found.desired)
-        # What was done before is not what is asked for now: a job may be on its way, to come down after.
-        work = replace(found.work, done=False)
-        return replace(found, desired=kept, zones=zones, work=work, asked_by=current_user(), asked_at=time.time())
+            return new_document(fleet, file, desired)
+        _require_unchanged(store, found, shown)
+        if found.desired.down is not None:  # its jobs have ended with it
+            found = replace(found, work=WorkStatus(), jobs=tuple(end_job(job) for job in found.jobs))
+        return replace(
+            found,
+            desired=_with_keys(desired, found.desired),
+            zones=tuple(dict.fromkeys((*found.zones, *desired.zones))),
+            work=replace(found.work, done=False),  # a job may follow
+            asked_by=current_user(),
+            asked_at=time.time(),
+        )
 
     try:
         store.change(make)
@@ -294,69 +281,66 @@ def store_desired(fleet: Fleet, store: Store, file: SwarmFile, wanted: Desired, 
     fleet.remember()
 
 
-def change_desired(store: Store, wanted: Desired, shown: Desired) -> None:
-    """Store what is wanted from now on of a fleet that exists; `shown` as in `store_wanted`."""
+def change_desired(store: Store, desired: Desired, shown: Desired) -> None:
+    """Store the desired state of an existing fleet; `shown` as in `store_desired`."""
 
     def make(found: Document | None) -> Document:
         if found is None:
-            raise RunFailed(f"{store.where} is gone: somebody has deleted it")
-        _require_same(store, found, shown)
-        return replace(found, desired=_with_keys(wanted, found.desired), asked_by=current_user(), asked_at=time.time())
+            raise RunFailed(f"{store.where} was deleted")
+        _require_unchanged(store, found, shown)
+        return replace(found, desired=_with_keys(desired, found.desired), asked_by=current_user(), asked_at=time.time())
 
     store.change(make)
 
 
-def _require_same(store: Store, found: Document, shown: Desired | None) -> None:
-    """Raises InputError where somebody, or the keeper at a limit, has asked for something else meanwhile."""
+def _require_unchanged(store: Store, found: Document, shown: Desired | None) -> None:
     now = found.desired
     if shown is None or (now.fleet, now.revision, now.down) != (shown.fleet, shown.revision, shown.down):
-        raise InputError(
-            f"{store.where} was changed while this command asked: give it again, and it shows what is wanted now"
-        )
+        raise InputError(f"{store.where} was changed while this command asked: repeat it to see the new state")
 
 
-def _with_keys(wanted: Desired, found: Desired) -> Desired:
-    """With the keys that other computers have added meanwhile, which is no change of what is wanted."""
-    return replace(wanted, pools=tuple(keep_ssh_keys(each, found.pools) for each in wanted.pools))
+def _with_keys(desired: Desired, found: Desired) -> Desired:
+    """Keep the SSH keys that other computers have added."""
+    return replace(desired, pools=tuple(keep_ssh_keys(pool, found.pools) for pool in desired.pools))
 
 
 def start_background_keeper(fleet: Fleet, store: Store, file: Path | None) -> None:
-    """Start a keeper in the background, which outlives this command and the terminal, unless one leads already."""
+    """Start a keeper that outlives this command and its terminal, unless one leads already."""
     document = store.load()
-    if document and document.lease and _is_detached(document.lease):
+    if document and document.lease and _is_background_keeper(document.lease):
         return
     fleet.folder.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "-m", "tpuswarm", "keep", str(file.absolute()) if file else fleet.called]
+    words = [sys.executable, "-m", "tpuswarm", "keep", str(file.absolute()) if file else fleet.full_name]
     with fleet.log.open("a") as log:
         subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def wait_for_keeper(fleet: Fleet, store: Store) -> None:
-    """Wait until a keeper leads that outlives this command. RunFailed, with the end of its log, where none does."""
-    until = time.monotonic() + LEAD_TIMEOUT_S
-    while time.monotonic() < until:
+    """Wait until a keeper leads that outlives this command. Raise RunFailed with the end of its log."""
+    deadline = time.monotonic() + LEAD_TIMEOUT_S
+    while time.monotonic() < deadline:
         document = store.load()
         if document is None or document.desired.down is not None:
-            return  # there is nothing to be kept any more
-        if (lease := document.lease) and (_is_detached(lease) or is_holder_alive(lease) is None):
+            return
+        if (lease := document.lease) and (_is_background_keeper(lease) or is_holder_alive(lease) is None):
             return
         time.sleep(0.3)
     lines = fleet.log.read_text(errors="replace").splitlines() if fleet.log.exists() else []
-    said = lines[-1] if lines else "it said nothing"
-    raise RunFailed(f"no keeper leads after {LEAD_TIMEOUT_S:.0f} s: {said}; `tpuswarm keep` keeps the fleet from here")
+    words = lines[-1] if lines else "its log is empty"
+    raise RunFailed(f"no keeper leads after {LEAD_TIMEOUT_S:.0f} s: {words}; `tpuswarm keep` keeps the fleet from here")
 
 
-def _is_detached(lease: KeeperLease) -> bool:
-    """Whether the holder of a lease is a keeper in the background of this computer: one of no terminal."""
+def _is_background_keeper(lease: KeeperLease) -> bool:
+    """Whether the holder is a keeper without a terminal on this computer."""
     try:
-        title = Path(f"/proc/{lease.pid}/cmdline").read_bytes().split(b"\0")
-        return bool(is_holder_alive(lease)) and b"keep" in title and os.getsid(lease.pid) == lease.pid
-    except OSError:  # it has ended this moment
+        words = Path(f"/proc/{lease.pid}/cmdline").read_bytes().split(b"\0")
+        return bool(is_holder_alive(lease)) and b"keep" in words and os.getsid(lease.pid) == lease.pid
+    except OSError:  # it has just ended
         return False
 
 
 def find_orphans(fleet: Fleet, store: Store, cloud: Provider, fleet_id: str) -> tuple[Document, Listing]:
-    """What stands for a fleet of which there are only machines, and they. Raises InputError where there are none."""
+    """Return a document and the machines of a fleet that has lost its document. Raise InputError without machines."""
     try:
         document = store.load()
     except Damaged:
@@ -364,8 +348,8 @@ def find_orphans(fleet: Fleet, store: Store, cloud: Provider, fleet_id: str) -> 
     listing = cloud.machines(document.zones if document else ())
     if document is not None and document.desired.fleet == fleet_id:
         raise InputError(f"{fleet_id} is this fleet: `tpuswarm down` without --orphans")
-    found = [each for each in listing.machines if each.fleet == fleet_id]
-    if not found:
+    machines = [machine for machine in listing.machines if machine.fleet == fleet_id]
+    if not machines:
         raise InputError(f"no machine carries the id {fleet_id}")
-    zones = tuple(dict.fromkeys(each.zone for each in found))
+    zones = tuple(dict.fromkeys(machine.zone for machine in machines))
     return Document(fleet.name, fleet.provider_name, fleet.project, Desired(fleet_id, ()), zones), listing

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.chaos import SMALL
 from benchmarks.goodput import measure
 from benchmarks.report import Settings, Table, verdict
-from tpuswarm.cli.demo.demo_cloud import FILE, SPEED, Here, epoch_of, training, version_of
+from tpuswarm.cli.demo.demo_cloud import CLOCK_FACTOR, FILE, CloudDemo, epoch_of, training, version_of
 from tpuswarm.train.run.directory import EVENTS, read_rows
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.watch.state import State
@@ -34,9 +34,9 @@ def run(settings: Settings) -> Iterable[Table]:
         folder, before = Path(name), Path.cwd()
         (folder / "swarm.toml").write_text(FILE)
         environment = dict(os.environ)
-        here = Here(folder)
+        here = CloudDemo(folder)
         try:
-            here.run("rehearsal", "start", "--speed", str(SPEED), shows=False)
+            here.run("rehearsal", "start", "--speed", str(CLOCK_FACTOR), shows=False)
             here.run("init", "--yes", shows=False)
             yield _times(here)
             yield _goodput(here, 2.0 if settings.quick else MINUTES)
@@ -48,21 +48,21 @@ def run(settings: Settings) -> Iterable[Table]:
             os.environ.update(environment)
 
 
-def _times(here: Here) -> Table:
+def _times(here: CloudDemo) -> Table:
     here.run("up", "--yes", "--paid", "--keep", shows=False)
     began = time.time()
     here.run("train", "swarm.toml", "--yes", "--paid", "--detach", shows=False)
-    here.until("the first version", lambda seen: version_of(seen) >= 1)
+    here.wait_until("the first version", lambda seen: version_of(seen) >= 1)
     first = next(commit["time"] for commit in _events(here, "commit")) - began
-    all_ = here.until("all train", lambda seen: len(training(seen)) == 2)
+    all_ = here.wait_until("all train", lambda seen: len(training(seen)) == 2)
     victim = next(each for each in training(all_) if "v5e" in each)
     back = _back(here, victim)
     lost = _lost_with_notice(here, victim)
-    before = here.see()
+    before = here.read_state()
     here.delete("demo-head")
     died = time.time()
-    here.until("another head", lambda seen: epoch_of(seen) > epoch_of(before))
-    here.until("a commit", lambda seen: version_of(seen) > version_of(before))
+    here.wait_until("another head", lambda seen: epoch_of(seen) > epoch_of(before))
+    here.wait_until("a commit", lambda seen: version_of(seen) > version_of(before))
     head = next(each["time"] for each in _events(here, "commit") if each["epoch"] > epoch_of(before)) - died
     rows = [
         ("`train swarm.toml` on ready machines to version 1", f"{first:.0f} s", f"at most {FIRST_S:.0f} s",
@@ -81,30 +81,30 @@ def _times(here: Here) -> Table:
     return Table("One model over a fleet", ("what", "measured", "limit", "verdict"), rows, notes)
 
 
-def _back(here: Here, victim: str) -> float:
+def _back(here: CloudDemo, victim: str) -> float:
     """Seconds from a machine's return until its member has a version of its own work."""
     here.run("rehearsal", "preempt", victim, shows=False)
-    here.until("it is gone", lambda seen: victim not in training(seen))
-    here.until("its machine is back", lambda seen: any(each.name == victim and each.state == "ready"
+    here.wait_until("it is gone", lambda seen: victim not in training(seen))
+    here.wait_until("its machine is back", lambda seen: any(each.name == victim and each.state == "ready"
                                                        for each in seen.there))  # fmt: skip
     began = time.time()
-    here.until("its member trains", lambda seen: victim in training(seen))
-    here.until("it has contributed", lambda seen: bool(_contributions(here, victim, began)))
+    here.wait_until("its member trains", lambda seen: victim in training(seen))
+    here.wait_until("it has contributed", lambda seen: bool(_contributions(here, victim, began)))
     return _contributions(here, victim, began)[0] - began
 
 
-def _lost_with_notice(here: Here, victim: str) -> int:
+def _lost_with_notice(here: CloudDemo, victim: str) -> int:
     """Tokens lost by a preemption whose notice lasts as long as on a real machine; then its member is back."""
-    _, before = here.until("it trains again", lambda seen: victim in training(seen)), time.time()
+    _, before = here.wait_until("it trains again", lambda seen: victim in training(seen)), time.time()
     here.run("rehearsal", "start", "--speed", "1", shows=False)
     here.run("rehearsal", "preempt", victim, shows=False)
-    here.until("its member goes", lambda seen: victim not in training(seen))
-    here.run("rehearsal", "start", "--speed", str(SPEED), shows=False)
-    here.until("it trains again", lambda seen: victim in training(seen))
+    here.wait_until("its member goes", lambda seen: victim not in training(seen))
+    here.run("rehearsal", "start", "--speed", str(CLOCK_FACTOR), shows=False)
+    here.wait_until("it trains again", lambda seen: victim in training(seen))
     return sum(each["tokens"] for each in _events(here, "lost") if each["time"] > before)
 
 
-def _contributions(here: Here, machine: str, after: float) -> list[float]:
+def _contributions(here: CloudDemo, machine: str, after: float) -> list[float]:
     """When commits came that have work of a machine's member, of its lives that began after a time."""
     joined = [each for each in _events(here, "joined") if each["time"] > after]
     lives = {each["incarnation"] for each in joined if each["member"].endswith(machine)}
@@ -112,21 +112,21 @@ def _contributions(here: Here, machine: str, after: float) -> list[float]:
     return [each["time"] for each in commits if lives & {one["incarnation"] for one in each["contributors"]}]
 
 
-def _events(here: Here, kind: str) -> list[dict[str, Any]]:
+def _events(here: CloudDemo, kind: str) -> list[dict[str, Any]]:
     """What the run itself says and when; a look at its picture comes up to some seconds later."""
     return [each for each in read_rows(bring(here.url) / EVENTS) if each["event"] == kind]
 
 
-def _goodput(here: Here, minutes: float) -> Table:
-    first = here.until("all train", lambda seen: len(training(seen)) == 2)
+def _goodput(here: CloudDemo, minutes: float) -> Table:
+    first = here.wait_until("all train", lambda seen: len(training(seen)) == 2)
     began, preempted = time.monotonic(), 0
     while time.monotonic() - began < 60 * minutes:
-        alive = training(here.see())
+        alive = training(here.read_state())
         if alive:
             here.run("rehearsal", "preempt", alive[preempted % len(alive)], check=False, shows=False)
             preempted += 1
         time.sleep(max(0.0, 60 * preempted - (time.monotonic() - began)))
-    last = here.see()
+    last = here.read_state()
     (settled, counted), (settled_before, counted_before) = _books(last), _books(first)
     share = (counted - counted_before) / max(1, settled - settled_before)
     here.run("stop", here.url, shows=False)

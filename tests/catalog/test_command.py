@@ -56,13 +56,13 @@ def test_list_is_filtered_by_generation_zone_and_chips(run):
     [
         ("v5e-9", "did you mean v5e-8"),
         ("--zone us-west9", "no TPU in the catalogue is offered in 'us-west9': did you mean us-west4?"),
-        ("v4 --zone us-central1", "v4 is not offered in 'us-central1': `tpuswarm catalog v4` lists open zones"),
+        ("v4 --zone us-central1", "v4 is not offered in 'us-central1'. Open zones: `tpuswarm catalog v4`"),
         ("v4 --zone us-central3", "v4 is not offered in 'us-central3': did you mean us-central2?"),
-        ("v5e --zone us-east5-a", "v5e is not offered to everyone in 'us-east5-a' (single tenant only: v5e): "),
-        ("--zone us-east5-c", "is offered to everyone in 'us-east5-c' (single tenant only: v5e, v5p, v6e): `tpus"),
-        ("--zone us-east4-b", "in 'us-east4-b' (single tenant only: v6e; only on a price list: v5e): "),
+        ("v5e --zone us-east5-a", "v5e is not offered to everyone in 'us-east5-a' (single tenant only: v5e). "),
+        ("--zone us-east5-c", "is offered to everyone in 'us-east5-c' (single tenant only: v5e, v5p, v6e). Open"),
+        ("--zone us-east4-b", "in 'us-east4-b' (single tenant only: v6e; only on a price list: v5e). "),
         ("v4 --max-chips 2", "the smallest is v4-8 with 4"),
-        ("v3-8 --zone us-central1", "v3-8 is a single type: leave them out"),
+        ("v3-8 --zone us-central1", "v3-8 is one type: leave them out"),
         ("--max-chips 0", "--max-chips"),
     ],
 )

@@ -42,7 +42,7 @@ def test_detached_run_outlives_its_terminal(tmp_path, swarm):
     with terminal([*TRAIN, *swarm, "--detach"], tmp_path) as opened:
         opened.wait("starting gpt2-tiny in runs/a … ")
         text = opened.finish()
-        assert "runs/a is training, process " in text and "to stop it: `tpuswarm stop runs/a`" in text
+        assert "runs/a trains in the background, process " in text and "to stop it: `tpuswarm stop runs/a`" in text
         assert updates(tmp_path / FOLDER) > 0
     pid = read_life(tmp_path / FOLDER).pid
     assert pid and os.getsid(pid) == pid, "it has no terminal"
@@ -91,12 +91,12 @@ for step in (lambda: None, run.close, lambda: None):
 
 
 def test_following_logs_waits_for_the_last_lines_of_a_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "PARTING", 600.0)
+    monkeypatch.setattr(control, "LAST_WORDS_S", 600.0)
     program = [sys.executable, "-c", RELEASES_ITS_RUN]
     process = start([], tmp_path, program, stdin=subprocess.PIPE)
     assert process.stdin and process.stdout
     process.stdout.readline()
-    speaker, late = control.Speaker(tmp_path / FOLDER), control.Speaker(tmp_path / FOLDER)
+    speaker, late = control.RunProcess(tmp_path / FOLDER), control.RunProcess(tmp_path / FOLDER)
     assert speaker.may_speak()
     print(file=process.stdin, flush=True)
     process.stdout.readline()

@@ -96,7 +96,7 @@ def test_killed_run_is_reported_and_a_finished_one_is_not(typed, tmp_path, finis
 
 def test_fix_is_refused_for_a_run(typed, finished_run):
     code, _, err = typed("doctor", str(finished_run.run), "--fix")
-    assert code == 2 and "nothing of a run is safe to mend without a person: leave --fix out" in " ".join(err.split())
+    assert code == 2 and "--fix mends machines only" in " ".join(err.split())
 
 
 def test_document_lists_every_check():

@@ -8,7 +8,7 @@ import typer
 
 from tests.journeys.documents import ROOT
 from tpuswarm.cli.app import make_app
-from tpuswarm.cli.train.recipe import make_recipe
+from tpuswarm.cli.train.train_options import make_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def test_published_model_without_a_tokenizer_is_pointed_out(tmp_path, capsys):
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):
         (copy / name).unlink(missing_ok=True)
     assert note() == (
-        f"note: hf:{copy} has no tokenizer, so gpt2-tiny uses its usual one; set --tokenizer if the parameters were "
+        f"note: hf:{copy} has no tokenizer, so gpt2-tiny uses its default; set --tokenizer if the parameters were "
         "trained with another\n"
     )
     assert note(tokenizer="bytes") == ""
@@ -42,7 +42,7 @@ import jax
 import numpy as np
 from tpuswarm import Options
 from tpuswarm.cli import main
-from tpuswarm.cli.train import export
+from tpuswarm.cli.train import trained
 from tpuswarm.recipes.gpt2.recipe import GPT2
 
 class Loaded:
@@ -52,7 +52,7 @@ class Loaded:
         jax.eval_shape(recipe.program(Options()).init, jax.eval_shape(jax.random.key, 0)),
     )
 
-export.load = lambda *_: Loaded
+trained.load = lambda *_: Loaded
 sys.argv = ["tpuswarm", "export", "run", sys.argv[1] + "/out", "--format", "hf"]
 sys.stderr = sys.stdout
 try:

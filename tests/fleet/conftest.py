@@ -80,8 +80,8 @@ class CommandLine:
 def cli(typed, signed_out, monkeypatch):
     found = CommandLine(typed, signed_out)
     monkeypatch.setattr(Fleet, "provider", lambda self: found.cloud)
-    monkeypatch.setattr("tpuswarm.cli.fleet.apply.preflight", lambda *_: None)
-    monkeypatch.setattr("tpuswarm.cli.machine.setup.route_now", lambda routes: None)  # no fake machine answers
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.require_checks", lambda *_: None)
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.set_up_routers", lambda routes: None)  # no fake machine answers
     monkeypatch.setattr("tpuswarm.fleet.store.fleets.new_fleet_id", lambda name, mark: f"{name}-abc234")
     monkeypatch.setattr(Fleet, "mark", "abc2")
     command, real_sleep = threading.get_ident(), time.sleep

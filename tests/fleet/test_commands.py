@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.fleet.conftest import GOLDEN
-from tpuswarm.cli.fleet.view import _drawn, look_at
-from tpuswarm.cli.machine.jobs import carry
+from tpuswarm.cli.fleet.view import _draw_fleet, open_fleet
+from tpuswarm.cli.machine.jobs import run_jobs_until
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.jobs import Assignment, Job
@@ -68,8 +68,8 @@ def test_command_that_asks_nobody_imports_neither_google_nor_jax(tmp_path, line,
 def test_fleet_from_up_to_down(cli, golden):
     out = cli.run("up --yes")
     assert cli.ready == ["gpt2-head", "gpt2-router", "v2-usc1f-0", "v2-usc1f-1", "v3-euw4a-0", "v5e-usw4a-0"]
-    assert "nobody keeps it from now on" in out and "v3-euw4a-0: ready: it is ready" in out
-    assert "there is nothing to do" in cli.run("up --yes")
+    assert "no keeper runs from now on" in out and "v3-euw4a-0: ready: it is ready" in out
+    assert "nothing to do" in cli.run("up --yes")
 
     out = cli.run("router show --from swarm.toml")
     assert "# port 22000: v2-usc1f-0/0" in out and "# port 22001: v2-usc1f-1/0" in out and "gpt2-head" not in out
@@ -80,7 +80,7 @@ def test_fleet_from_up_to_down(cli, golden):
     out = cli.run("up --yes")
     assert "1. delete v2-8 in us-central1-f: v2-usc1f-1; the cloud took it away (PREEMPTED)" in out
     assert "2. create v2-8 (spot) in us-central1-f: v2-usc1f-1; $1.35 an hour" in out
-    assert "together: 6 machines" in out and len(cli.ready) == 6
+    assert "total: 6 machines" in out and len(cli.ready) == 6
     preemptions = {row["name"]: row["preemptions"] for row in json.loads(cli.run("list --json"))["machines"]}
     assert preemptions["v2-usc1f-1"] == 1 and preemptions["v2-usc1f-0"] == 0
     listed = cli.run("list")
@@ -90,7 +90,7 @@ def test_fleet_from_up_to_down(cli, golden):
     assert json.loads(cli.run("cost --json"))["pools"]["small"]["hourly"]["dollars"] == pytest.approx(2.7)
 
     assert "v5e-usw4a-0 is a pod of 4 hosts" in cli.run("pause v5e", code=2)
-    assert "v2-usc1f-0 is spot, and could not be started again" in cli.run("pause v2-usc1f-0", code=2)
+    assert "v2-usc1f-0 is spot, so it could not be resumed" in cli.run("pause v2-usc1f-0", code=2)
     cli.run("pause v3 --yes")
     assert cli.cloud.names("stopped") == ["v3-euw4a-0"]
     cli.run("resume v3 --yes")
@@ -103,11 +103,11 @@ def test_fleet_from_up_to_down(cli, golden):
     cli.cloud.add_foreign("theirs", A)
     golden("down", "down --dry-run", cli.run("down --dry-run"))
     out = cli.run("down --yes")
-    assert cli.cloud.names() == ["theirs"] and "`tpuswarm up` brings it back" in out
-    assert "nothing that carries the id gpt2-abc234 is left in project model, as its lists show" in out
+    assert cli.cloud.names() == ["theirs"] and "create it again: `tpuswarm up`" in out
+    assert "project model lists nothing with the id gpt2-abc234 any more" in out
     listed = cli.run("list")
     assert "the fleet is down: requested by `tpuswarm down`; it has cost $" in listed and "keep" not in listed
-    assert cli.run("down --yes").startswith("gpt2-abc234 is down already: requested by `tpuswarm down`")
+    assert cli.run("down --yes").startswith("gpt2-abc234 is deleted already: requested by `tpuswarm down`")
     cli.run("up --yes")
     assert len(cli.ready) == 7
 
@@ -136,11 +136,11 @@ def test_interrupted_command_lists_what_exists_and_continues_when_repeated(cli, 
             return cli.run(line, code=130)
 
     out = interrupt("up --yes", sleeps=2)
-    assert "nobody keeps the fleet now" in out and "the same command goes on from here" in out
-    assert "6 machines are there: gpt2-head (staging), gpt2-router (staging)" in out
+    assert "no keeper runs now, and machines still cost money" in out and "the same command continues" in out
+    assert "6 machines exist: gpt2-head (staging), gpt2-router (staging)" in out
     cli.run("up --yes")
     assert len(cli.ready) == 6
-    assert "6 machines are there" in interrupt("down --yes", sleeps=0)
+    assert "6 machines exist" in interrupt("down --yes", sleeps=0)
     cli.run("down --yes")
     assert cli.cloud.existing == {}
 
@@ -168,8 +168,8 @@ def test_fleet_that_ended_by_itself_comes_up_again_without_its_old_jobs(cli):
         return replace(found, jobs=(job,), work=WorkStatus(done=True), desired=wanted)
 
     store.change(end)
-    with pytest.raises(RunFailed, match="gpt2 comes down"):
-        carry(FLEET_OF_FILE, "main", lambda job: job.is_over)
+    with pytest.raises(RunFailed, match="fleet gpt2 is being deleted"):
+        run_jobs_until(FLEET_OF_FILE, "main", lambda job: job.is_over)
     cli.run("keep")
     assert cli.cloud.existing == {}
     cli.run("up --yes")
@@ -200,7 +200,7 @@ def test_machines_of_an_unknown_fleet_are_listed_and_deleted_on_request(cli):
         ("up swarm.toml --type v2-8", "give a file or --type, not both"),
         ("up --type v2-8 --zone us-west1-a", "no list has a v2-8 in us-west1-a; zones that have it: asia-east1-c"),
         ("up none.toml", "there is no file none.toml"),
-        ("list", "there is no fleet gpt2 in project model: `tpuswarm up` makes it"),
+        ("list", "there is no fleet gpt2 in project model. Create it: `tpuswarm up`"),
     ],
 )
 def test_wrong_command_is_explained_and_changes_nothing(cli, line, message):
@@ -220,7 +220,7 @@ def test_wrong_change_of_a_running_fleet_is_refused(cli):
 def test_up_fails_with_a_reason_if_some_machines_cannot_be_created(cli):
     cli.write(TRC)
     out = cli.run("up --yes --scale five=6 --scale small=1", code=1)
-    assert "not all of it can be had: 1 of pool five: europe-west4-a: no grant covers another v3-8" in out
+    assert "some machines cannot be created: 1 of pool five: europe-west4-a: no grant covers another v3-8" in out
     assert len(cli.ready) == 6
 
 
@@ -229,9 +229,9 @@ def test_live_list_fits_its_screen_and_drops_healthy_machines_first(cli, width, 
     cli.write(TRC)
     cli.run("up --yes --scale small=60")
     cli.cloud.preempt((A, "v2-usc1f-57"))
-    _, read = look_at(None)
+    _, read = open_fleet(None)
     screen = Console(width=width, height=height, file=io.StringIO())
-    screen.print(_drawn(*read(), screen.width, screen))
+    screen.print(_draw_fleet(*read(), screen.width, screen))
     lines = screen.file.getvalue().splitlines()
     assert len(lines) == height - 1 and max(map(len, lines)) <= width, lines
     assert lines[1].startswith("v2-usc1f-57  v2-8") and "preempted" in lines[1]
@@ -265,12 +265,12 @@ def test_failed_up_keep_leaves_a_background_keeper(cli, monkeypatch):
 
     def fail(*_):
         assert started, "the keeper starts first"
-        raise RunFailed("not all of it can be had")
+        raise RunFailed("some machines cannot be created")
 
-    monkeypatch.setattr("tpuswarm.cli.fleet.apply.work", fail)
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.run_keeper", fail)
     monkeypatch.setattr("tpuswarm.cli.fleet.apply.label_bucket", lambda *_: None)
     cli.write(f"allow_cross_region = true\n{SWARM}{STORAGE}")
-    assert "it is kept in the background" in cli.run("up --yes --keep", code=1)
+    assert "the keeper runs in the background" in cli.run("up --yes --keep", code=1)
     assert started == [Path("swarm.toml")]
 
 
@@ -297,4 +297,4 @@ def test_invalid_training_is_refused_before_anything_is_created(cli, old, new, m
     cli.write(TRAINED.replace(old, new))
     assert message in cli.run("train swarm.toml --yes --paid", 2)
     assert cli.cloud.existing == {}
-    assert "--steps stands in [train]" in cli.run("train swarm.toml --steps 3", 2)
+    assert "--steps has to reach all machines: write it under [train]" in cli.run("train swarm.toml --steps 3", 2)

@@ -92,7 +92,7 @@ def test_existing_file_is_prepared_for_and_not_overwritten(init):
     assert "write swarm.toml – already done" in out and "--source-tags=tpuswarm-mine" in out
     for option in ("--type v3-8", "--provider rehearsal", "--count 2"):
         code, _, err = init(f"--dry-run {option}")
-        assert code == 2 and "swarm.toml is there already" in err
+        assert code == 2 and "swarm.toml exists. Change it there" in err
     Path("swarm.toml").write_text('name = "mine"\n[head]\ntype = "e2-small"\nzone = "us-central1-b"\n')
     code, _, err = init("--dry-run")
     assert code == 2 and "no project is named" in err

@@ -73,7 +73,7 @@ def test_interrupted_init_continues_with_the_same_command(init, access, monkeypa
         interrupted.setattr(Project, "make_network", interrupt)
         code, out, _ = init("--yes", "half-1")
     assert code == 130 and done_steps(out) == ["4"]
-    assert "5. not finished: make the network tpuswarm-swarm" in out and "the same command goes on" in out
+    assert "5. not finished: make the network tpuswarm-swarm" in out and "the same command continues" in out
     Project(access("half-1")).make_network("tpuswarm-swarm", "tpuswarm swarm")
     code, out, _ = init("--yes", "half-1")
     assert code == 0 and done_steps(out) == ["6", "7", "8", "9"]

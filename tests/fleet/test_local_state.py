@@ -13,7 +13,7 @@ import pytest
 from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ManagedFleet
 from tpuswarm.cli.console import make_console
-from tpuswarm.cli.fleet.progress import Watching
+from tpuswarm.cli.fleet.progress import FleetProgress
 from tpuswarm.cloud.errors import Changed
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.actions import Event
@@ -140,11 +140,11 @@ class Disk(io.StringIO):
 def test_full_disk_loses_a_keepers_output_but_not_the_keeper(monkeypatch):
     disk = Disk()
     monkeypatch.setattr(sys, "stdout", disk)
-    watching = Watching(make_console())
+    watching = FleetProgress(make_console())
     for _ in range(5):
-        watching.say("x" * 40)
+        watching.print_note("x" * 40)
     disk.is_full = False
-    watching.say("y")
+    watching.print_note("y")
     assert disk.getvalue() == "y\n"
 
 

@@ -160,5 +160,5 @@ def test_head_needs_the_memory_that_the_plan_says():
     text = TEXT.replace("[head]", '[train]\nrecipe = "gpt2-124m"\nsteps = 10\nmembers = 4\n\n[head]')
     exchanged = Exchanged(124_439_808, 1.0, 50)
     needed = head(4, exchanged, traffic(exchanged), "nesterov").memory_bytes
-    assert apply.head_bytes(read(text)) == pytest.approx(needed, rel=1e-3)
-    assert apply.head_bytes(read(TEXT)) is None
+    assert apply.head_memory_bytes(read(text)) == pytest.approx(needed, rel=1e-3)
+    assert apply.head_memory_bytes(read(TEXT)) is None

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from tests.fleet.conftest import GOLDEN
 from tests.fleet.loop import FLEET, ZONE, machine, pool, vm
-from tpuswarm.cli.plan.pools import planned as plan_of
+from tpuswarm.cli.plan.pools import read_pools
 from tpuswarm.cli.train import auto_batch
-from tpuswarm.cli.train.auto_batch import batches_of
+from tpuswarm.cli.train.auto_batch import choose_batches
 from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training
@@ -25,7 +25,6 @@ from tpuswarm.remote.host import Host, Silent
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.ports import Ports, parse_ports
 from tpuswarm.swarm.views.status import Look, MemberStatus, SwarmStatus
-from tpuswarm.train.storage import bucket as stored
 from tpuswarm.watch.state import Machines, State
 
 NOW = 10_000.0
@@ -229,12 +228,12 @@ def test_overview_shows_machines_before_the_run_begins(overview):
 
 
 def test_auto_batch_is_the_largest_per_pool_that_divides_the_others(capsys):
-    assert batches_of({"a": 416}, {"a": 8}) == {"a": 416}
-    assert batches_of({"a": 416, "b": 768}, {"a": 8, "b": 8}) == {"a": 384, "b": 768}
+    assert choose_batches({"a": 416}, {"a": 8}) == {"a": 416}
+    assert choose_batches({"a": 416, "b": 768}, {"a": 8, "b": 8}) == {"a": 384, "b": 768}
     assert "a 384 (fits 416), b 768 (fits 768)" in capsys.readouterr().out
-    assert batches_of({"a": 416, "b": 3_000}, {"a": 8, "b": 256}) == {"a": 352, "b": 2_816}
-    with pytest.raises(InputError, match=r"no batches go together: .*a 100 on 8 devices, b 200 on 256 devices"):
-        batches_of({"a": 100, "b": 200}, {"a": 8, "b": 256})
+    assert choose_batches({"a": 416, "b": 3_000}, {"a": 8, "b": 256}) == {"a": 352, "b": 2_816}
+    with pytest.raises(InputError, match=r"no batches suit all pools: .*a 100 on 8 devices, b 200 on 256 devices"):
+        choose_batches({"a": 100, "b": 200}, {"a": 8, "b": 256})
 
 
 def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
@@ -248,22 +247,22 @@ def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
         def create(self, name: str, data: bytes) -> bool:
             return objects.setdefault(name, data) is data
 
-    monkeypatch.setattr(stored, "Bucket", Bucket)
+    monkeypatch.setattr(auto_batch, "Bucket", Bucket)
     monkeypatch.setattr(
-        auto_batch, "_largest", lambda file, train: computed.append(file) or {"small": 416, "slice": 832}
+        auto_batch, "_choose", lambda file, train: computed.append(file) or {"small": 416, "slice": 832}
     )
     read('batch = "auto"')
     path = tmp_path / "swarm.toml"
 
     def job_lines() -> list[str]:
-        return list(lines(auto_batch.with_batch(read_swarm(path), "gs://b/runs/all")).values())
+        return list(lines(auto_batch.resolve_auto_batch(read_swarm(path), "gs://b/runs/all")).values())
 
     first = job_lines()
     assert "--batch 832 " in first[0] and first[1].endswith("--batch 416") and first[2].endswith("--batch 832")
     objects["files/config.toml"] = b""
     assert job_lines() == first and len(computed) == 1
     path.write_text(path.read_text().replace('name = "small"', 'name = "other"'))
-    with pytest.raises(InputError, match="begun with batches for the pools small, slice, and the file has other, sl"):
+    with pytest.raises(InputError, match="began with batches for the pools small, slice, and the file has other, sl"):
         job_lines()
     del objects["batches.json"]
     assert not any("--batch" in line for line in job_lines()), "a run that began with a number keeps it"
@@ -272,7 +271,7 @@ def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
 def test_each_pool_has_its_own_batch(read, tmp_path):
     head, small, slices = training.train_jobs(read("batch = {small = 16, slice = 64}"))
     assert "--batch 64 " in head.line and small.line.endswith("--batch 16") and slices.line.endswith("--batch 64")
-    assert plan_of(tmp_path / "swarm.toml")[1].batches == {"v2-8": 16, "v5p-16": 64}
+    assert read_pools(tmp_path / "swarm.toml")[1].batches == {"v2-8": 16, "v5p-16": 64}
     assert small.says == "100 members, one on each v2-8 of pool small, batch 16"
     head, small, _ = training.train_jobs(read("batch = 64"))
     assert "--batch 64 " in head.line and "--batch" not in small.line

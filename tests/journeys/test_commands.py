@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli import my_recipe
 from tpuswarm.cli import main
-from tpuswarm.cli.train.join import print_result
+from tpuswarm.cli.train.results import print_swarm_result
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.supervision.start import SwarmResult
 from tpuswarm.swarm.supervision.supervisor import Ended
@@ -36,7 +36,7 @@ def test_commands_over_the_life_of_a_run(call, capsys):
     assert code == 0 and out.startswith("runs/a finished at step 4 of 4: loss ")
     assert "parameter" in err and "step 4 of 4: held-out loss" in err
     assert "rows/s" in err and "tokens/s" not in err  # a row of this recipe counts for one
-    print_result(SwarmResult(Path("runs/a"), Ended("finished", "", None), {}, 4, 7_680), as_json=False)
+    print_swarm_result(SwarmResult(Path("runs/a"), Ended("finished", "", None), {}, 4, 7_680), as_json=False)
     assert capsys.readouterr().out == "runs/a finished at commit 4: 7,680 rows; runs/a/report.html\n"
     assert "width = 5\nlr = 0.1" in Path("runs/a/config.toml").read_text()
     code, out, err = call(f"{LINE} --run runs/a --json")
@@ -102,10 +102,10 @@ def test_internal_error_is_one_sentence(call, monkeypatch):
     def broken(*_):
         raise KeyError("this is not there")
 
-    monkeypatch.setattr("tpuswarm.train.run.listing.find_run", broken)
+    monkeypatch.setattr("tpuswarm.cli.train.control.find_run", broken)
     code, out, err = call("logs last")
     assert (code, out) == (1, "") and err == (
-        "error: internal error: KeyError: 'this is not there'; `tpuswarm --debug logs last` shows where\n"
+        "error: internal error: KeyError: 'this is not there'. Traceback: `tpuswarm --debug logs last`\n"
     )
 
 

@@ -36,7 +36,7 @@ def test_demo_trains_through_a_kill(tmp_path, monkeypatch):
         opened.wait(lambda shown: re.search(r"m1 +alive", shown.screen))
         opened.finish()
     assert "runs/demo finished at commit" in opened.sentences and "none twice" in opened.sentences
-    assert "finished" in opened.screen and "what the model writes now" in opened.screen, "the end fits on a screen"
+    assert "finished" in opened.screen and "a sample of its text" in opened.screen, "the end fits on a screen"
     folder = tmp_path / "runs" / "demo"
     page = (folder / "report.html").read_text()
     assert "data:image/png;base64," in page and "kill" in page

@@ -89,7 +89,7 @@ def test_learning_rate_is_searched_for_once(call):
     line = f"{TINY} --data fake --steps 3 --lr auto --run runs/found"
     code, _, err = call(line)
     assert code == 0, err
-    found = re.search(r"learning rate (\S+): there the loss falls fastest, of 1e-06 to 1 in 100 steps", err)
+    found = re.search(r"learning rate (\S+): the loss falls fastest there, of 100 steps from 1e-06 to 1", err)
     assert found and read_config(Path("runs/found"))["recipe"]["options"]["lr"] == float(found[1])
     code, _, err = call(line)
     assert code == 0 and "looking for the learning rate" not in err and "falls fastest" not in err

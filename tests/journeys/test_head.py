@@ -99,8 +99,8 @@ def keepers_here(folder: Path) -> list[int]:
 def test_keeper_on_the_head_is_restored(place, tmp_path):
     run("init --yes")
     printed = run("up --yes --paid --keep")
-    assert "kept by duo-head" in printed and "duo-head keeps it: this computer may go" in printed
-    assert "duo-door routes: its port 22000 leads to SSH" in printed
+    assert "keeper: on duo-head" in printed and "the keeper runs on duo-head; you may switch" in printed
+    assert "duo-door forwards its port 22000 to SSH" in printed
     (rules,) = place.machines.glob("duo-door-0-*/etc/tpuswarm-router.nft")
     routed = rules.read_text()
     assert "# 22000  10." in routed and "map targets" in routed
@@ -150,6 +150,6 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     wait_until(lambda: job()["run"] > 2 and job()["phase"] == "running", "the new keeper carries no jobs")
 
     printed = run("down --yes")
-    assert "nothing that carries the id duo-" in printed
+    assert "lists nothing with the id duo-" in printed
     status = ask(place, "status")
     assert status["machines"] == [] and status["requests"] == [], status

@@ -37,7 +37,7 @@ CONFIG = {
 
 @pytest.fixture
 def call(call, monkeypatch):
-    monkeypatch.setattr(control, "LOOK", 0.02)
+    monkeypatch.setattr(control, "DISK_POLL_INTERVAL_S", 0.02)
     return call
 
 
@@ -138,13 +138,13 @@ def test_ledger_is_read_by_its_url(call, chain):
     [
         ("ledger show runs/plain", "runs/plain is a plain run and has no ledger"),
         ("ledger verify plain", "is a plain run and has no ledger"),
-        ("ledger show runs/young", "runs/young has no commits: its first commit has not been made yet"),
+        ("ledger show runs/young", "runs/young has no commits yet"),
         ("ledger verify runs/young", "has no commits"),
         ("ledger show runs/a -n 0", "-n, a number of commits, must be at least 1, not 0"),
         ("logs runs/a mO", "runs/a has no process 'mO'; did you mean m0?"),
         ("logs runs/plain m0", "runs/plain has no process 'm0'; none of its processes has said anything"),
-        ("stop runs/plain", "runs/plain is not running: stopped"),
-        ("stop runs/a", "runs/a is not running: killed"),
+        ("stop runs/plain", "runs/plain is not running (stopped)"),
+        ("stop runs/a", "runs/a is not running (killed)"),
         ("status runs/a", "runs/a/status.json is not a swarm status"),
     ],
 )
@@ -186,11 +186,11 @@ def test_status_of_a_running_swarm(call, chain, plain):
     assert found["version"] == COMMITS and found["tokens"]["applied"] == chain.records[-1].tokens
     assert found["members"][0]["pid"] == 11 and found["alarms"] == ["m1 is far [away]"]
     code, out, err = call("status runs/a")
-    assert code == 0 and err == "" and "alarm: m1 is far [away]" in out and "no update" not in out
+    assert code == 0 and err == "" and "alarm: m1 is far [away]" in out and "does not respond" not in out
     assert re.search(rf"commit +{COMMITS} ", out) and re.search("m0 +alive +11 ", out)
     assert re.search("m1 +lost ", out) and "to add a machine: `tpuswarm join host:1 --token-file runs/a/token`\n" in out
     status(chain, age=60.0)
-    assert f"no update for 60 s: process {os.getpid()} does not respond" in call("status runs/a")[1]
+    assert f"process {os.getpid()} does not respond; this status is 60 s old" in call("status runs/a")[1]
     both = {run["run"]: run for run in json.loads(call("status --json")[1])["runs"]}
     assert both["runs/plain"]["state"] == "stopped" and both["runs/a"]["version"] == COMMITS
     status(chain)
@@ -200,7 +200,7 @@ def test_status_of_a_running_swarm(call, chain, plain):
     with_lock.close()
     Path("runs/a/status.json").write_text("{")
     code, out, err = call("status")  # the others are still listed
-    assert code == 0 and "runs/plain" in out and "not shown: runs/a/status.json" in err
+    assert code == 0 and "runs/plain" in out and "left out: runs/a/status.json" in err
 
 
 def test_watching_ends_with_the_run(call, chain):
@@ -300,7 +300,7 @@ def test_following_logs_ends_with_the_run(call, chain, monkeypatch):
             held.close()
 
     monkeypatch.setattr(control, "time", SimpleNamespace(sleep=between_reads, monotonic=time.monotonic))
-    monkeypatch.setattr(control, "PARTING", 0.0)  # the run's process is this one, and lives on
+    monkeypatch.setattr(control, "LAST_WORDS_S", 0.0)  # the run's process is this one, and lives on
     code, out, _ = call("logs runs/a -f")
     texts = [line[21:].split(maxsplit=1)[1] for line in out.splitlines()]
     assert code == 0 and texts == ["started: 4 members", *(f"step {n}" for n in range(9)), "finished: 100 steps"]
@@ -333,7 +333,7 @@ if sys.argv[1] != "killed":
 
 @pytest.mark.parametrize("end", ["stopped", "killed", "late"])
 def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
-    monkeypatch.setattr(control, "PATIENCE", 0.1 if end == "late" else 60.0)
+    monkeypatch.setattr(control, "STOP_OVERDUE_S", 0.1 if end == "late" else 60.0)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -346,9 +346,9 @@ def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
 
     monkeypatch.setattr(control, "say", say)
     code, out, err = call("stop a")
-    assert process.wait(240) == 0 and f"asked process {process.pid} to stop" in err
+    assert process.wait(240) == 0 and f"stopping process {process.pid}" in err
     assert "note: members hand in what they have done" in err and "started" not in err
-    assert err.count(f"`kill -9 {process.pid}` ends it at once") == (end == "late")
+    assert err.count(f"`kill -9 {process.pid}`; nothing committed is lost") == (end == "late")
     if end == "killed":
         assert (code, out) == (1, "") and err.endswith("error: runs/a killed\n")
     else:

@@ -39,7 +39,7 @@ def test_evaluate_sample_and_project_digits(call, tmp_path):
     with Image.open(tmp_path / "walk.gif") as film:
         assert (film.n_frames, film.size) == (4, (8, 8))
     code, printed, err = call(f"project {run} {out} --steps 3 --out {tmp_path / 'found.png'}")
-    assert code == 0 and printed.startswith(f"{tmp_path / 'found.png'}: {out} beside what {run} makes of it, "), err
+    assert code == 0 and printed.startswith(f"{tmp_path / 'found.png'}: {out} beside the picture of {run}, "), err
     assert imread(tmp_path / "found.png").shape[:2] == (8, 16) and np.load(tmp_path / "found.npy").shape == (4,)
     (tmp_path / "torn.png").write_bytes(out.read_bytes()[:100])
     code, _, err = call(f"project {run} {tmp_path / 'torn.png'}")
@@ -50,7 +50,7 @@ def test_evaluate_sample_and_project_digits(call, tmp_path):
     code, _, err = call(f"{larger} --init-from {run} --run {tmp_path / 'larger'}")
     assert code == 2 and f"{run} holds a different model: 19 parameters differ" in " ".join(err.split())
     code, _, err = call(f"sample {run}")
-    assert code == 2 and "makes pictures, not text: add --grid 8x8" in err
+    assert code == 2 and "makes pictures, not text; add --grid 8x8" in err
 
 
 OWN = """

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.terminal import PROGRAM
 from tpuswarm import catalog
-from tpuswarm.cli.plan.plan import USUAL
+from tpuswarm.cli.plan.plan import DEFAULT_TPUS
 from tpuswarm.plan.estimate import estimate, tables
 from tpuswarm.plan.order import Found, Program
 from tpuswarm.plan.row import Row
@@ -145,7 +145,7 @@ MIB_USED = {"v2-8": 20.96, "v6e-8": 60.80}
 """For each device; real sizes: test_sizes.py."""
 
 
-@pytest.mark.parametrize("on", [["v2-8", "v6e-8"], pytest.param(USUAL, marks=pytest.mark.tpu_compiler)])
+@pytest.mark.parametrize("on", [["v2-8", "v6e-8"], pytest.param(DEFAULT_TPUS, marks=pytest.mark.tpu_compiler)])
 def test_gpt2_trains_with_the_attention_and_layers_of_each_generation(plan, plan_rows, on):
     """The oldest generations recompute layers; the newer ones do not."""
     line = f"gpt2-tiny --data fake --layers 2 --context 128 --batch 64 {' '.join(f'--on {tpu}' for tpu in on)}"
@@ -224,12 +224,12 @@ def test_model_that_fits_nowhere_is_explained(plan, plan_rows):
         ("gpt2-tiny --on v5e-8 --batch 12", r"12 rows does not divide evenly over devices \(8\).*; use --batch 16\n"),
         ("gpt2-tiny --on v5e-8 --batch 16 --accumulate 4", r"\(4\) = 32; use --batch 32 or --accumulate 2\n"),
         ("swarm.toml --on v5e-1", "swarm.toml names the TPUs: leave --on out, or name a recipe"),
-        ("swarm.toml --members 3", "here the file says how many there are"),
+        ("swarm.toml --members 3", "which give the number of machines"),
         ("gpt2-tiny --mine --on v5e-1", "--on and --mine exclude each other"),
         ("swarm.toml [train]=>[training]", r"has no key training; did you mean train\?"),
         ("swarm.toml width=>widht", "swarm.toml, line 23: train.options.widht: my_recipe.py:wide has no"),
         ("swarm.toml my_recipe.py:wide=>gpt3", "line 19: train.recipe: unknown recipe 'gpt3'"),
-        ("gpt2-tiny --mine 2099=>2020", r"has no \[\[grant\]\] that still holds"),
+        ("gpt2-tiny --mine 2099=>2020", r"has no \[\[grant\]\] that is valid now"),
     ],
 )
 def test_wrong_input_is_one_sentence(plan, project, line, words):

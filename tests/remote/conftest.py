@@ -48,8 +48,8 @@ def swarm_toml(name: str, region: str, *pools: str) -> str:
 
 FILE = swarm_toml("trio", "us-central1", "one v2-8 us-central1-f 1", 'slice v5e-16 us-central1-a 1\nhow = "on-demand"')
 INTERVALS = {
-    "tpuswarm.cli.machine.job_logs.ASKED_S": 1.0,
-    "tpuswarm.cli.machine.job_logs.LOOK": 0.1,
+    "tpuswarm.cli.machine.job_logs.REFRESH_INTERVAL_S": 1.0,
+    "tpuswarm.cli.machine.job_logs.POLL_INTERVAL_S": 0.1,
     "tpuswarm.fleet.decide.jobs.FIRST_BACKOFF_S": 0.2,
     "tpuswarm.fleet.decide.jobs.MISSING_GRACE_S": 0.5,
     "tpuswarm.fleet.decide.state.FIRST_BACKOFF_S": 0.2,

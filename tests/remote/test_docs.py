@@ -43,7 +43,7 @@ def test_running_programs(tmp_path):
     commands, printed = run_document("running-programs.md", tmp_path, tmp_path / "cloud")
     assert sum(line.endswith("step 3") for line in printed["logs"].splitlines()) == 4
     assert "exit 0 on every worker" in printed["jobs"]
-    assert len(commands) == 7 and "nothing that carries the id programs-" in printed["down"]
+    assert len(commands) == 7 and "lists nothing with the id programs-" in printed["down"]
 
 
 def test_set_up(tmp_path):
@@ -57,4 +57,4 @@ def test_set_up(tmp_path):
     assert "v2-usc1f-0/0 has ~/project" in printed["sync"]
     assert all(text in printed["exec"] for text in ("hello", "train.py", "Python 3."))
     assert (project / "results/v2-usc1f-0-0/data/state").read_text() == "ready\n"
-    assert len(commands) == 8 and "nothing that carries the id mine-" in printed["down"]
+    assert len(commands) == 8 and "lists nothing with the id mine-" in printed["down"]

@@ -88,7 +88,7 @@ def test_cloud_is_checked_for_costs_and_as_before_the_first_machine(fleet):
     with fleet.broken(project, "no-billing"):
         (finding,) = findings(fleet, "cloud")
         assert finding["check"] == "billing" and "billing projects link" in finding["mend"]
-    assert "leave --fix out" in fleet.run("doctor", "cloud", "--fix", code=2)[1]
+    assert "--fix mends machines only" in fleet.run("doctor", "cloud", "--fix", code=2)[1]
 
 
 def test_machine_at_work_is_healthy_and_one_that_costs_and_does_nothing_is_not(fleet, monkeypatch):
@@ -259,9 +259,9 @@ def test_jax_on_the_cpu_beside_idle_chips_is_found_unless_it_was_asked_for(fleet
 def test_missing_bucket_and_unreachable_head_are_found_from_a_machine(fleet, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr("tpuswarm.cli.look.doctor._head", lambda: address)
+        monkeypatch.setattr("tpuswarm.cli.look.doctor._head_address", lambda: address)
         assert findings(fleet, code=0) == []
-    monkeypatch.setattr("tpuswarm.cli.look.doctor._bucket", lambda meant: "rehearsal-gone")
+    monkeypatch.setattr("tpuswarm.cli.look.doctor._bucket_name", lambda meant: "rehearsal-gone")
     found = {finding["check"]: finding["what"] for finding in findings(fleet)}
     assert found.keys() == {"bucket", "head"}
     assert found["bucket"] == "gs://rehearsal-gone does not answer from here: there is no such bucket"

@@ -67,7 +67,7 @@ def test_copy_goes_to_all_workers_and_comes_back_from_each(fleet, tmp_path):
     assert (tmp_path / "of-a-pool/v2-usc1f-0-0/data.txt").exists() and (tmp_path / "of-a-machine").is_file()
     assert out == f"1 file copied from v2-usc1f-0/0 to {tmp_path}/of-a-machine\n"
     for words, sentence in [
-        (("a", "b"), "one of SRC and DST is WHERE:path"),
+        (("a", "b"), "one of SRC and DST is on machines, as WHERE:path"),
         (("nothing", "slice:"), "there is no file or folder nothing"),
         (("slyce:x", "y"), "did you mean slice?"),
     ]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import fleet_of, swarm_toml
-from tpuswarm.cli.machine.flags import tell_pods
+from tpuswarm.cli.machine.flags import update_pods
 from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, FLEET_LABEL, POOL_LABEL, Machine, TpuSpec, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
@@ -28,7 +28,7 @@ A, B, OLD = "v2-usc1f-0", "v2-usc1f-1", "v3-euw4a-0"
 MEMBER = f"echo began with $LIBTPU_INIT_ARGS; sleep 1000; cat ~/{TOKEN_FILE}"
 """The token makes it a member of a swarm."""
 METADATA = "curl -s -H Metadata-Flavor:Google http://$GCE_METADATA_HOST/computeMetadata/v1/instance/attributes/"
-RESTARTED = f"{OLD}: tpu-runtime was begun anew on 4 workers"
+RESTARTED = f"{OLD}: tpu-runtime restarted on 4 workers"
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,10 @@ def test_flags_of_the_file_apply_then_those_that_were_set(fleet):
     ("words", "sentence"),
     [
         (("set", "v2", f"{VMEM[:-1]}=1"), f"neither XLA nor libtpu has a flag {VMEM[:-1]}; did you mean {VMEM}?"),
-        (("set", "v2", VMEM), f"KEY=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536, not '{VMEM}'"),
+        (("set", "v2", VMEM), f"a flag is KEY=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536, not '{VMEM}'"),
         (("set", f"{A}/0", f"{VMEM}=1"), f"{A}/0 is one worker; flags apply to a whole machine: {A}"),
-        (("set", "v2", f"{VMEM}=1", "--job", "train"), "there is no job 'train' that is not over"),
-        (("unset", "v2", VMEM), f"{VMEM} for generation v2 stands in swarm.toml: take it out, and `tpuswarm up`"),
+        (("set", "v2", f"{VMEM}=1", "--job", "train"), "no job 'train' is running or waiting"),
+        (("unset", "v2", VMEM), f"{VMEM} for generation v2 is in swarm.toml. Remove it there, then `tpuswarm up`"),
         (("unset", "v3", VMEM), f"{VMEM} is not set for generation v3"),
     ],
 )
@@ -93,8 +93,8 @@ def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypa
     monkeypatch.setattr("tpuswarm.fleet.decide.jobs.FLAG_RESTART_INTERVAL_S", 0.1)
     members, began = "members-small", f"began with --{VMEM}=2000"
     with fleet.job("small", members, MEMBER), fleet.job(A, "mine", "sleep 1000"), fleet.flag("v2", VMEM, "2000") as out:
-        assert "2 members of the swarm go on as they began: nobody keeps the fleet" in out
-        assert "job mine goes on with the flags it began with: `tpuswarm stop mine` and begin it again" in out
+        assert "2 members of the swarm keep their old flags: no keeper runs" in out
+        assert "job mine keeps its old flags until it restarts: `tpuswarm stop mine`" in out
         fleet.carry_jobs(
             lambda jobs: [seat.run for seat in jobs[members].assignments if seat.phase == "running"] == [2, 2]
         )
@@ -108,7 +108,7 @@ def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypa
 def test_flags_of_one_job_reach_it_alone(fleet):
     with fleet.job(A, "first", "sleep 1000"):
         out = fleet.run("flags", "set", "all", f"{VMEM}=7", "--job", "first")[0]
-        assert f"{VMEM}=7 for all, job first" in out and "job first goes on with the flags it began with" in out
+        assert f"{VMEM}=7 for all, job first" in out and "job first keeps its old flags" in out
         assert variables(fleet, A)[f"{A}/0"][0] != f"--{VMEM}=7"
     fleet.detach(A, "first", "echo it is $LIBTPU_INIT_ARGS", "--restart", "never", prints=f"it is --{VMEM}=7")
 
@@ -132,16 +132,18 @@ def test_tensorflow_pod_has_flags_in_its_metadata_and_its_service_restarts_on_al
     try:
         for again in (words, words):
             failed = fleet.run(*again, code=1)[1]
-            assert f"begun anew on 3 of 4 workers, not on {OLD}/1: exit 5: no bus: give the command again" in failed
+            assert (
+                f"restarted on 3 of 4 workers, not on {OLD}/1: exit 5: no bus. The flags are in its metadata" in failed
+            )
         file.write_text(FILE + "[setup]\n")
-        monkeypatch.setattr("tpuswarm.cli.machine.setup.set_up_now", lambda *about: set_up.append(about))
+        monkeypatch.setattr("tpuswarm.cli.fleet.apply.set_up_machines", lambda *about: set_up.append(about))
         assert f"not on {OLD}/1: exit 5: no bus" in fleet.run("up", "--yes", "--paid", code=1)[1]
     finally:
         file.write_text(FILE)
         systemctl.with_name("systemctl.real").replace(systemctl)
     assert set_up, "the rest of `up` is done all the same"
     assert RESTARTED in fleet.run(*words)[0]
-    assert "begun anew" not in fleet.run(*words)[0]
+    assert "restarted" not in fleet.run(*words)[0]
     fleet.run("flags", "unset", "old", PRECISION)
 
 
@@ -161,9 +163,11 @@ def test_pod_that_cannot_be_told_does_not_stop_the_others(monkeypatch):
 
     desired = Desired("knob-1", (PoolSpec("old", spec, (spec.zone,), 3),))
     flags = (Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all"),)
-    monkeypatch.setattr("tpuswarm.cli.machine.flags._restart", lambda routes, name: told.append((name, "restarts")))
+    monkeypatch.setattr(
+        "tpuswarm.cli.machine.flags._restart_runtime", lambda routes, name: told.append((name, "restarts"))
+    )
     pods = [pod("pod-0", ""), pod("pod-1", None), pod("pod-2", env[ENV_VARS])]
-    errors = tell_pods(Pods(), Document("knob", "rehearsal", "p", desired, (), flags=flags), pods)
+    errors = update_pods(Pods(), Document("knob", "rehearsal", "p", desired, (), flags=flags), pods)
     assert errors == ["pod-0 is not itself today"]
     assert [what for _, what in told] == [{**env, ENV_VARS_NEW: "TRUE"}, "restarts", {ENV_VARS_NEW: "FALSE"}]
     assert {name for name, _ in told} == {"pod-1"}, "pod-2 has the flag"
@@ -178,7 +182,7 @@ def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fle
         broken.setattr("tpuswarm.fleet.hosts.routes.Routes.set_metadata", refuse)
         assert "not itself today" in fleet.run(*words, code=1)[1]
     assert RESTARTED in fleet.run(*words)[0]
-    assert "begun anew" not in fleet.run(*words)[0], "it has the flag, and what runs there goes on"
+    assert "restarted" not in fleet.run(*words)[0], "it has the flag, and what runs there goes on"
     fleet.run("flags", "unset", OLD, PRECISION)
     file = fleet.folder / "swarm.toml"
     file.write_text(FILE + f"flags = {{ {PRECISION} = true }}\n")
@@ -186,6 +190,6 @@ def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fle
         out = fleet.run("up", "--yes", "--paid")[0]
     finally:
         file.write_text(FILE)
-    assert f"{OLD} gets other flags, and its tpu-runtime begins anew: what runs on it ends" in out
+    assert f"{OLD} gets new flags: its tpu-runtime restarts" in out
     assert RESTARTED in out
     assert f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true" in fleet.exec(f"{OLD}/2", f"{METADATA}tensorflow-env-vars")

@@ -44,11 +44,11 @@ def test_silent_job_is_restarted_and_stop_ends_it_with_its_children(fleet, machi
     assert jobs["still"].assignments[0].lost >= 1
     following = fleet.start("logs", "still", "-f")
     following.stdout.readline()
-    assert "job still stays: `tpuswarm stop still` ends it" in fleet.interrupt(following)
+    assert "job still still runs; stop it: `tpuswarm stop still`" in fleet.interrupt(following)
     out, err = fleet.run("stop", "still")
-    assert "stopped, requested by `tpuswarm stop`" in out and "asked job still to end" in err
+    assert "stopped, requested by `tpuswarm stop`" in out and "stopping job still" in err
     fleet.wait_until_gone("sleep 888")
-    assert "job still is over: stopped" in fleet.run("stop", "still", code=2)[1]
+    assert "job still has ended: stopped" in fleet.run("stop", "still", code=2)[1]
 
 
 def test_commands_notice_an_end_without_a_keeper_and_the_name_is_free_again(fleet, machine):
@@ -57,7 +57,7 @@ def test_commands_notice_an_end_without_a_keeper_and_the_name_is_free_again(flee
     assert out == f"{machine}/1 │ hello\n"
     (seat,) = fleet.jobs()["short"]
     assert (seat["phase"], seat["why"]) == ("done", "exit 0 on every worker")
-    assert "job short is over: done" in fleet.run("stop", "short", code=2)[1]
+    assert "job short has ended: done" in fleet.run("stop", "short", code=2)[1]
     fleet.detach(f"{machine}/1", "short", "echo again; exit 3")
     until(lambda: fleet.jobs()["short"][0]["phase"] == "failed")
     out, _ = fleet.run("logs", machine)
@@ -65,7 +65,7 @@ def test_commands_notice_an_end_without_a_keeper_and_the_name_is_free_again(flee
     assert fleet.run("logs", f"{machine}/0")[0].count("short") == 0
     assert "no run, job or machine is called shirt: `tpuswarm status`" in fleet.run("logs", "shirt", code=2)[1]
     (fleet.folder / "runs" / "short").mkdir(parents=True)
-    assert "short is a run and a job: say ./short or runs/short" in fleet.run("logs", "short", code=2)[1]
+    assert "short is a run and a job. For the run, write ./short or runs/short" in fleet.run("logs", "short", code=2)[1]
 
 
 def test_host_that_cannot_start_a_job_is_reported_and_retried(fleet, machine):
@@ -136,10 +136,10 @@ def test_machine_of_a_removed_pool_stops_neither_jobs_nor_logs(fleet, machine):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--name", "x"), "--name, --restart, --failures and --alive-for are a job's: give --detach too"),
+        (("--name", "x"), "--name, --restart, --failures and --alive-for need --detach"),
         (("--detach", "--restart", "often"), "--restart is one of preempted, always, never, not 'often'"),
-        (("--detach", "--name", "A b"), "--name takes small letters, digits and -"),
-        (("--detach", "--time-out", "5"), "--time-out is for a command that is waited for"),
+        (("--detach", "--name", "A b"), "--name is at most 30 lower-case letters, digits and dashes"),
+        (("--detach", "--time-out", "5"), "--time-out does not work with --detach"),
     ],
 )
 def test_wrong_options_of_a_job(fleet, options, sentence):

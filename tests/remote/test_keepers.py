@@ -90,11 +90,11 @@ def test_one_command_gets_a_machine_runs_a_program_until_it_succeeds_and_deletes
     line = "if [ -e tried ]; then exit 0; fi; touch tried; exit 5"
     words = ["up", "--type", "v2-8", "--spot", "--keep", "--provider", "rehearsal", "--paid", "--yes"]
     err = fleet.run(*words, "--down-when", "done", "--", line)[1]
-    assert "running, run 1 on v2-" in err and "nobody keeps" not in err
+    assert "running, run 1 on v2-" in err and "no keeper runs" not in err
     log = fleet.folder / "state/tpuswarm/fleets/rehearsal/v2-8/keeper.log"
     until(lambda: "deleting: down_when: the work is done" in log.read_text())
     until(lambda: "v2-8" not in {machine["type"] for machine in fleet.machines()})
     (seat,) = fleet.run_json("jobs", "v2-8")["jobs"][0]["seats"]
     assert (seat["phase"], seat["failed"], seat["run"]) == ("done", 1, 2)
     assert "'b' is too much" in fleet.run("up", "a.toml", "b", "--", "true", code=2)[1]
-    assert "-- CMD goes with --type" in fleet.run("up", "--", "true", code=2)[1]
+    assert "-- CMD needs --type" in fleet.run("up", "--", "true", code=2)[1]

@@ -16,13 +16,13 @@ from tpuswarm.remote.notebook.begin import line_that_reads
 
 
 def test_notebook_needs_one_whole_machine_and_a_free_port(fleet):
-    assert f"2 machines: name one, such as {ONE}" in fleet.run("notebook", "all", code=2)[1]
+    assert f"2 machines; name one, such as {ONE}" in fleet.run("notebook", "all", code=2)[1]
     wrong = fleet.run("notebook", f"{SLICE}/7", code=2)[1]
-    assert f"of a whole machine, not of a worker: `tpuswarm notebook {SLICE}`" in wrong
+    assert f"on a whole machine, not on one worker: `tpuswarm notebook {SLICE}`" in wrong
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         _, err = fleet.run("notebook", ONE, "--port", str(port), code=2)
-    assert f"port {port} of this computer is taken" in err and f"notebook {ONE} --port" in err
+    assert f"another program on this computer uses port {port}." in err and f"notebook {ONE} --port" in err
 
 
 def test_process_that_holds_the_tpu_is_named(fleet):
@@ -43,9 +43,9 @@ def test_unknown_holder_of_the_tpu_is_a_warning(fleet, monkeypatch):
         raise RunFailed("it would begin")
 
     monkeypatch.setattr("tpuswarm.doctor.examine.sent", lambda *names: broken)
-    monkeypatch.setattr("tpuswarm.cli.look.notebook._begin", stops)
+    monkeypatch.setattr("tpuswarm.cli.look.notebook._begin_jupyter", stops)
     _, err = fleet.run("notebook", ONE, code=1)
-    why = f"warning: nobody knows who has the chips of {ONE}/0: holders could not be looked at: ValueError: 7"
+    why = f"warning: cannot see who uses the chips of {ONE}/0: holders could not be looked at: ValueError: 7"
     assert err.splitlines()[-2:] == [why, "error: it would begin"], err
 
 

@@ -101,9 +101,9 @@ def served(routes, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
             ready.set()
 
     async def work() -> None:
-        first = await notebook._first(routes, await asyncio.to_thread(notebook._one, routes, ONE))
+        first = await notebook._start(routes, await asyncio.to_thread(notebook._find_machine, routes, ONE))
         direct.append(Server(first.url(first.port, path="lab")))
-        await notebook._serve(routes, ONE, port, first)
+        await notebook._forward(routes, ONE, port, first)
 
     before, notebook.say = notebook.say, say
     task = loop.create_task(work())
@@ -122,7 +122,7 @@ def served(routes, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
 def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, routes, tmp_path, monkeypatch):
     with opened(fleet, ONE, "--yes"):
         pass  # Jupyter is there
-    monkeypatch.setattr("tpuswarm.remote.connect.Connections", Unplugged)
+    monkeypatch.setattr("tpuswarm.cli.look.notebook.Connections", Unplugged)
     counts = (
         "import os, time\nfor n in range(20):\n    print('at', n, flush=True)\n"
         f"    while n == 5 and not os.path.exists('{tmp_path}/go'): time.sleep(0.02)\n"

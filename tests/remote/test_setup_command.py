@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import FILE, ONE, SLICE
 from tests.terminal import terminal
-from tpuswarm.cli.machine.setup import Watching
+from tpuswarm.cli.machine.setup import SetupProgress
 from tpuswarm.fleet.hosts.setup import SavedSetup, find_setup_targets, prepare_machine
 from tpuswarm.remote.setup.table import Setup
 
@@ -42,7 +42,7 @@ def test_dry_run_shows_the_steps_without_a_machine(fleet, file):
     ]  # fmt: skip
     router = '\n[[vm]]\nname = "door"\nrole = "router"\nip_forward = true\ntype = "e2-small"\nzone = "us-central1-f"\n'
     file.write_text(file.read_text() + router)
-    assert "network: buffers of the kernel, on TPUs behind the router\n" in fleet.run("setup", "--dry-run")[0]
+    assert "network: larger network buffers, on TPUs behind the router\n" in fleet.run("setup", "--dry-run")[0]
 
 
 def test_terminal_shows_set_up_of_all_hosts_and_later_ones_do_what_changed(fleet, file):
@@ -67,9 +67,9 @@ def test_terminal_shows_set_up_of_all_hosts_and_later_ones_do_what_changed(fleet
 def test_terminal_is_drawn_before_the_first_machine_is_known():
     """As where the keeper is put on a head that is still looked for."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Watching(console, ()) as watching:
+    with SetupProgress(console, ()) as watching:
         watching._live.refresh()
-        watching.told(SimpleNamespace(label="demo-head/0"), "keeper", "begun")
+        watching.set_step(SimpleNamespace(label="demo-head/0"), "keeper", "begun")
         watching._live.refresh()
     assert "demo-head" in console.file.getvalue() and "0 of 1 done" in console.file.getvalue()
 
@@ -148,4 +148,4 @@ def test_job_starts_with_folder_and_set_up_and_names_a_lost_secret(fleet, file, 
 
 def test_file_without_set_up_says_where_it_is_described(fleet):
     _, err = fleet.run("setup", code=2)
-    assert "has no [setup]: docs/set-up.md" in err
+    assert "has no [setup]. docs/set-up.md" in err

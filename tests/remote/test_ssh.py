@@ -20,21 +20,20 @@ def test_command_returns_its_exit_code_and_reads_a_pipe(fleet):
 
 
 LOG_IN = """
-import json, sys
+import json, sys, typer
 from pathlib import Path
 from types import SimpleNamespace
-from tpuswarm.cli.machine import ssh as shell
-from tpuswarm.fleet.hosts import routes
-from tpuswarm.fleet.store import fleets
+from tpuswarm.cli.machine import ssh
 from tpuswarm.remote.host import Host
 
 def hosts(name):
     about = json.loads(Path("route.json").read_text())
     return [Host(**{**about, "keys": tuple(about["keys"]), "known_hosts": Path(about["known_hosts"])})], ()
 
-fleets.find_fleet = lambda fleet: (None, None)
-routes.open_routes = lambda fleet: SimpleNamespace(hosts=hosts, key=Path("key").absolute())
-sys.exit(shell.log_in("node-0", [], None))
+ssh.find_fleet = lambda fleet: (None, None)
+ssh.open_routes = lambda fleet: SimpleNamespace(hosts=hosts, key=Path("key").absolute())
+sys.argv = ["ssh", "node-0"]
+typer.run(ssh.ssh)
 """
 
 
@@ -54,7 +53,7 @@ def test_shell_comes_back_to_the_same_tmux_after_a_lost_connection_at_another_ad
             shown.wait("it is 42")
             moved = host.address.removesuffix("1") + "77"
             machines.move(0, moved)
-            shown.wait(lambda screen: b"is lost; it is made again" in b" ".join(screen.written.split()))
+            shown.wait(lambda screen: b"lost; reconnecting" in b" ".join(screen.written.split()))
             route(moved)
             shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)  # what tmux begins with
             shown.send(b"echo still $answer\n")

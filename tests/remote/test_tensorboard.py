@@ -17,7 +17,7 @@ from tests.hosts import free_port
 from tests.processes import finish
 from tests.remote.conftest import ONE
 from tests.watch.fake_run import FakeRun
-from tpuswarm.cli.look.tensorboard import _name
+from tpuswarm.cli.look.tensorboard import unique_name
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
 from tpuswarm.watch.boards import Far, Made, of_run
@@ -66,9 +66,9 @@ def test_long_swarm_has_a_curve_for_each_member_from_its_first_row_and_new_rows_
 
 def test_run_is_called_as_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert [_name(run, {}) for run in (".", f"../{tmp_path.name}/", "gs://b/runs/far/")] == [tmp_path.name] * 2 + [
-        "far"
-    ]
+    assert [unique_name(run, {}) for run in (".", f"../{tmp_path.name}/", "gs://b/runs/far/")] == [
+        tmp_path.name
+    ] * 2 + ["far"]
 
 
 def test_curves_and_traces_are_found_without_following_links_to_folders(tmp_path):
@@ -133,7 +133,7 @@ def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage
     near = FakeRun(fleet.folder / "runs" / "near", 2, 1000)
     near.grow(15)
     port = free_port()
-    intervals = {"tpuswarm.cli.look.tensorboard.LOOK": 0.5, "tpuswarm.cloud.google.access.PATIENCE": 0.2}
+    intervals = {"tpuswarm.cli.look.tensorboard.POLL_INTERVAL_S": 0.5, "tpuswarm.cloud.google.access.PATIENCE": 0.2}
     command = fleet.start("tensorboard", "runs/near", f"{ONE}:runs", "--port", str(port), intervals=intervals)
 
     def read(path: str):
@@ -153,7 +153,7 @@ def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage
         browser.open(f"http://127.0.0.1:{port}/#timeseries")
         browser.wait(lambda browser: "far" in browser.js(TEXT) and "loss" in browser.js(TEXT), "the curve of the loss")
         with fleet.broken(ZONE, "unreachable"):
-            assert "it is tried again" in command.stderr.readline()
+            assert "; retrying" in command.stderr.readline()
             board.write({"step": 11, "tokens": 88, "loss": 2.0})
             board.flush()
         until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0], [11, 2.0]], 240)

@@ -227,7 +227,7 @@ def test_remove_restores_rules_and_settings_exactly(lab, tmp_path):
 def test_printed_commands_undo_an_apply_by_hand(lab, tmp_path):
     rules, settings = lab.rules(), lab.settings()
     out = lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune", "--persist")
-    assert "to undo it: `tpuswarm router remove`, or by hand (kept in /var/lib/tpuswarm/router.json)" in out
+    assert "to undo it: `tpuswarm router remove`, or these commands, which /var/lib/tpuswarm/router.json keeps:" in out
     commands = [line.strip() for line in out.splitlines() if line.startswith("  ") and "systemctl" not in line]
     lab.router.sh("\n".join([*commands, "rm -r /var/lib/tpuswarm"]))
     assert (lab.rules(), lab.settings()) == (rules, settings)

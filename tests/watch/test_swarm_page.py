@@ -40,7 +40,7 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
         newest = browser.js("return seen.columns.at(-1)[0]")
         os.kill(pid := swarm.pids()["m1"], signal.SIGSTOP)  # it cannot answer, and then it is no more
         profiling = start(["profile", "run", "--member", "m1"], tmp_path)
-        assert "asked m1 to trace 5 steps" in profiling.stderr.readline()
+        assert "requested a trace of 5 steps from m1" in profiling.stderr.readline()
         swarm.wait(lambda: not (swarm.run / profile.TRACE_REQUEST).exists())
         os.kill(pid, signal.SIGKILL)
         assert "m1 ended before its trace was taken" in finish(profiling, 1)[1]
@@ -65,7 +65,10 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
 def is_traced(swarm: Swarm, folder) -> str:
     """One member when it is named, and the first when none is; the name of the first trace."""
     out, err = finish(start(["profile", "run", "--steps", "3", "--member", "m1"], folder))
-    assert "asked m1 to trace 3 steps" in err and "trace of 3 steps of m1 in run/tensorboard/m1; to open it" in out
+    assert (
+        "requested a trace of 3 steps from m1" in err
+        and "trace of 3 steps of m1 in run/tensorboard/m1; to open it" in out
+    )
     [trace] = profile.traces(swarm.run)
     assert trace.is_relative_to(swarm.run / "tensorboard/m1/plugins/profile")
     assert profile.traces(swarm.run, "m1") == [trace] and profile.traces(swarm.run, "m0") == []

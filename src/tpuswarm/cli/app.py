@@ -25,7 +25,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Train": {
         "train": "train.train:train", "status": "train.status:status", "logs": "train.control:logs",
         "stop": "train.control:stop", "sample": "train.trained:sample", "join": "train.join:join",
-        "evaluate": "train.trained:evaluate", "export": "train.export:export", "project": "train.trained:project",
+        "evaluate": "train.trained:evaluate", "export": "train.trained:export", "project": "train.trained:project",
         "profile": "train.profile:profile", "ledger": "train.ledger:app",
     },
     "Get TPUs": {
@@ -34,7 +34,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "keep": "fleet.up:keep", "cost": "fleet.view:cost", "rehearsal": "fleet.rehearsal:app",
     },
     "Machines": {
-        "ssh": "machine.exec:ssh", "exec": "machine.exec:exec_", "jobs": "machine.jobs:jobs",
+        "ssh": "machine.ssh:ssh", "exec": "machine.exec:exec_", "jobs": "machine.jobs:jobs",
         "copy": "machine.files:copy", "sync": "machine.files:sync", "setup": "machine.setup:setup",
         "flags": "machine.flags:app", "forward": "machine.tunnels:forward", "ssh-config": "machine.tunnels:ssh_config",
     },
@@ -135,7 +135,6 @@ def _options(
         bool, typer.Option("--version", help="Show versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Train one model on all the Cloud TPUs you can get."""
     if debug:
         os.environ["TPUSWARM_DEBUG"] = "1"
 

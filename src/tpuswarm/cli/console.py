@@ -1,4 +1,4 @@
-"""What several commands share: options, tables on stdout, the question before something costs money, checks."""
+"""Options, consoles, questions and checks that several commands share."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,20 +13,22 @@ if TYPE_CHECKING:
 
     from tpuswarm.fleet.apply.preflight import Check
 
-Run = Annotated[str, typer.Argument(help="A run's directory, its name in ./runs, gs://BUCKET/FOLDER, or `last`.")]
+RUN_HELP = "A run's directory, its name in ./runs, gs://BUCKET/FOLDER, or `last`."
+Run = Annotated[str, typer.Argument(help=RUN_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Best = Annotated[bool, typer.Option("--best", help="The checkpoint that --keep-best kept, not the newest.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="The fleet, by name or file. Default: ./swarm.toml.")]
 Target = Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="swarm.toml, or a fleet's name.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
-PIPE_COLUMNS = 240
+PIPE_WIDTH_CHARS = 240
 ANSWERS = {"y": True, "yes": True, "n": False, "no": False}
 
 
-def option(flag: str, text: str, panel: str | None = None) -> Any:
-    """Return a typer option whose help shows no default."""
-    return typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
+def option(text: str, panel: str | None = None, flag: str | None = None) -> Any:
+    """Return a typer option whose help shows no default. A flag without a value needs its name."""
+    names = [flag] if flag else []
+    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
 
 
 def make_console() -> "Console":
@@ -34,7 +36,7 @@ def make_console() -> "Console":
     from rich.console import Console
 
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_COLUMNS)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH_CHARS)
 
 
 def confirm(yes: bool) -> None:

@@ -121,8 +121,7 @@ def _write_recipe(words: Sequence[str], command_options: set[str | None], format
             formatter.write_dl(rows)
 
 
-def _type_name(annotation: Any) -> str:
-    """Return NUMBER for float | None, and nothing without an annotation."""
+def _type_name(annotation: Any) -> str:  # NUMBER for float | None
     ignored = (type(None), inspect.Parameter.empty)
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind not in ignored]
     names = (getattr(kind, "__name__", str(kind)) for kind in kinds)
@@ -136,7 +135,6 @@ def _default_text(value: Any) -> str:
 
 
 def _write_lines(heading: str, lines: Iterable[str], formatter: Any) -> None:
-    """Write lines without wrapping them, so that a command can be copied."""
-    with formatter.section(heading):
+    with formatter.section(heading):  # unwrapped, so that a command can be copied
         for line in lines:
             formatter.write(f"{'':>{formatter.current_indent}}{line}\n")

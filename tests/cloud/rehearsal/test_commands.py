@@ -48,7 +48,7 @@ def test_start_status_and_weather(rehearsal, tpu, place):
         ("preempt no-such", "the local cloud has no machine 'no-such'"),
         ("stockout us-south1-x", "there is no zone 'us-south1-x'; did you mean us-south1-"),
         ("stockout nowhere", "there is no zone 'nowhere'; they are called like us-central1-f\n"),
-        ("quota us-south1-a", "us-south1-a: write ZONE=N, such as us-central1-f=16, or ZONE=none"),
+        ("quota us-south1-a", "a quota is ZONE=N, such as us-central1-f=16, or ZONE=none, not us-south1-a"),
         ("quota us-south1-a/v55=1", "there is no generation 'v55' of TPUs; did you mean v5"),
         ("break us-south1-a hiden", "there is no fault 'hiden'; did you mean hidden?"),
         ("break no-such lock", "the local cloud has no machine 'no-such'"),
@@ -61,7 +61,7 @@ def test_wrong_input_is_one_sentence(rehearsal, line, sentence):
 
 def test_only_start_starts_a_cloud(typed, tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(tmp_path))
-    nothing = f"no local cloud runs in {tmp_path}; `tpuswarm rehearsal start` starts it\n"
+    nothing = f"no local cloud runs in {tmp_path}. Start it: `tpuswarm rehearsal start`\n"
     assert typed("rehearsal", "status")[:2] == (0, nothing)
     assert json.loads(typed("rehearsal", "status", "--json")[1]) == {"running": False, "folder": str(tmp_path)}
     assert typed("rehearsal", "preempt", "x")[0] == 2 and typed("rehearsal", "status", "--env")[0] == 2

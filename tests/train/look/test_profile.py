@@ -13,8 +13,8 @@ import pytest
 from tests.swarm.views.test_status import M0, M1, M2, composed
 from tests.train import toy
 from tpuswarm import InputError, Trainer
-from tpuswarm.cli.train.profile import _training as find_training_member
 from tpuswarm.cli.train.profile import profile as command
+from tpuswarm.cli.train.profile import wait_for_member
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.views.status import write_status
 from tpuswarm.train.look import profile
@@ -113,7 +113,7 @@ def test_running_run_is_traced_on_request(tmp_path, monkeypatch, capsys):
     traced = steps_in(trace)
     out, err = capsys.readouterr()
     assert len(traced) == 3 and f"steps {traced[0]} to {traced[-1]}" in out
-    assert "to trace 3 steps" in err and f"pip install xprof, then xprof {run}/tensorboard" in out
+    assert "a trace of 3 steps" in err and f"pip install xprof, then xprof {run}/tensorboard" in out
     assert not (run / profile.TRACE_REQUEST).exists()
     command(str(run))
     assert str(trace) in capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_run_without_a_trace_says_what_to_do(tmp_path):
     Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=run)
     assert profile.traces(run) == trace_messages(run) == []
     for options, words in (
-        ({}, "no trace; train with --profile"),
+        ({}, "no trace. Train with --profile"),
         ({"steps": 0}, "--steps must be at least 1, not 0"),
         ({"member": "m0"}, "is not a swarm: leave --member out"),
     ):
@@ -155,13 +155,13 @@ def test_member_that_does_not_train_is_named_with_those_that_do(tmp_path):
     lost = replace(M2, state="lost")
     members = (M0, lost, replace(M1, state="left"), *(replace(M0, id=f"j-{number}") for number in range(9)))
     write_status(tmp_path, composed(members=members))
-    assert find_training_member(tmp_path, None) == "m0" and find_training_member(tmp_path, "j-8") == "j-8"
+    assert wait_for_member(tmp_path, None) == "m0" and wait_for_member(tmp_path, "j-8") == "j-8"
     for member, why in (("m2", "m2 is lost, so"), ("m1", "m1 has left, so"), ("m9", "has no member m9;")):
         with pytest.raises(InputError, match=f"{why}.*training now: m0, j-0, j-1, j-2, j-3 and 5 more$"):
-            find_training_member(tmp_path, member)
+            wait_for_member(tmp_path, member)
     write_status(tmp_path, composed(members=(lost,)))
-    with pytest.raises(InputError, match="has no steps to trace: nobody trains yet; try again once one does"):
-        find_training_member(tmp_path, None)
+    with pytest.raises(InputError, match="has no steps to trace: no member trains yet; try again later"):
+        wait_for_member(tmp_path, None)
 
 
 @pytest.mark.parametrize("member", ["m2", None])
@@ -173,8 +173,8 @@ def test_member_that_is_joining_is_waited_for(tmp_path, monkeypatch, member):
         return 1
 
     with monkeypatch.context() as patch:
-        patch.setattr("tpuswarm.train.run.directory.holder", holder)
-        assert find_training_member(tmp_path, member) == "m2"
+        patch.setattr("tpuswarm.cli.train.profile.holder", holder)
+        assert wait_for_member(tmp_path, member) == "m2"
     write_status(tmp_path, composed(members=(M2,)))
     with pytest.raises(RunFailed, match=f"ended before {member or 'a member'} trained"):
-        find_training_member(tmp_path, member)
+        wait_for_member(tmp_path, member)

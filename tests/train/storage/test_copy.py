@@ -167,7 +167,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
 def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, monkeypatch, capsys):
     """Its event arrives first, and it is larger than what a command downloads by itself."""
     monkeypatch.setattr("tpuswarm.train.storage.copy.MAX_SMALL_BYTES", 2**12)
-    monkeypatch.setattr(cli, "LOOK_FAR", 0.05)
+    monkeypatch.setattr(cli, "BUCKET_POLL_INTERVAL_S", 0.05)
     run = start_run()
     run._sync.upload()
     use_disk("two")

@@ -1,4 +1,4 @@
-"""`tpuswarm demo`: a swarm that loses a member and does not care, in two minutes."""
+"""`tpuswarm demo`: train a swarm that loses a member, in two minutes."""
 
 import os
 import shutil
@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.process import platform
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.run.directory import Run
 
 if TYPE_CHECKING:
     from tpuswarm.swarm.supervision.supervisor import Supervisor
     from tpuswarm.swarm.views.screen import Screen
 
 STEPS = 720
-LR = 3e-3
-"""Higher than a long run wants: the demo has a minute and a half."""
+LEARNING_RATE = 3e-3
+"""Higher than a long run needs: the demo trains for a minute and a half."""
 MEMBERS, CYCLE = 3, 20
 VICTIM = "m1"
 PROMPT = '"""Return the '
 FOLDER = Path("runs/demo")
-REPLAYED = 3
-"""Newest lines of the ledger on the screen."""
-WRITTEN = 3
-"""Lines of the model's text: how the run ended stays on a screen of 24."""
+LEDGER_LINES, TEXT_LINES = 3, 3
+"""So few that the end of the run stays on a screen of 24 lines."""
 
 
 def demo(
@@ -43,17 +43,15 @@ def demo(
 
         demo_cloud()
         return
-    _look_for_room()
+    _check_folder()
     say(
         f"A swarm of {MEMBERS} trains a small GPT-2, about two minutes; halfway, {VICTIM} is killed and comes back.\n"
         "Goodput is the share of the trained tokens that counts; an incarnation is one life of a member.",
         err=True,
     )
-    from tpuswarm.train.process.platform import load_jax
-
-    load_jax()
+    platform.load_jax()
     with waiting("loading Ray", short=0.0):
-        from tpuswarm.cli.train.join import print_result
+        from tpuswarm.cli.train.results import print_swarm_result
         from tpuswarm.recipes.gpt2.recipe import GPT2
         from tpuswarm.swarm.storage.store import Store
         from tpuswarm.swarm.supervision.decide import Asked
@@ -64,68 +62,62 @@ def demo(
 
     screen = auto_screen()
     swarm = Asked(members=MEMBERS, cycle=CYCLE, outer="average", demo=True)
-    recipe = GPT2(size="tiny", lr=LR)
+    recipe = GPT2(size="tiny", lr=LEARNING_RATE)
     settings = Trainer(eval_every=STEPS // 3).settings(STEPS)
-    _look_for_room(make=True)  # not before: who interrupts what is loaded keeps the earlier one
+    _check_folder(remove=True)  # not earlier: an interrupt during loading keeps the last demo
     result = train(recipe, swarm, settings, None, None, FOLDER, screen, _Killer(screen).watch)
     if result.ended.how == "stopped":
         say(
-            f"{FOLDER}: {result.ended.message}; `tpuswarm train gpt2-tiny --members {MEMBERS} --run {FOLDER}` resumes "
-            "it, a new demo replaces it"
+            f"{FOLDER}: {result.ended.message}. Resume: "
+            f"`tpuswarm train gpt2-tiny --members {MEMBERS} --run {FOLDER}`; a new demo replaces it"
         )
     else:
-        print_result(result, as_json=False)
+        print_swarm_result(result, as_json=False)
     if result.ended.signal is not None:
         raise typer.Exit(128 + result.ended.signal)
     say("\nthe ledger, replayed:")
     with waiting("replaying"):
         lines = list(replay_lines(Store(FOLDER)))
-    say(f"  … {len(lines) - REPLAYED} more")
-    for line in lines[-REPLAYED:]:
+    say(f"  … {len(lines) - LEDGER_LINES} more")
+    for line in lines[-LEDGER_LINES:]:
         say(f"  {line}", hang=4)
-    written = "\n".join(_sample().splitlines()[:WRITTEN]).rstrip()
-    say("\nwhat the model writes now:")
-    print(written)
+    text = "\n".join(_sample().splitlines()[:TEXT_LINES]).rstrip()
+    say("\na sample of its text:")
+    print(text)
     say('\nnext: `tpuswarm ledger verify runs/demo`, `tpuswarm sample runs/demo --prompt "import "`')
 
 
-def _look_for_room(make: bool = False) -> None:
-    """Find nothing, or what an earlier demo left; make: remove that.
-
-    Raises InputError for a run of the user's, and for one that is in use.
-    """
-    from tpuswarm.train.run.directory import Run
-
+def _check_folder(remove: bool = False) -> None:
+    """Check that the folder is free or an earlier demo's; remove that if wanted. Raises InputError for another run."""
     if not FOLDER.exists():
         return
-    held = Run(FOLDER)  # raises, naming the pid, while a living process uses it
+    run = Run(FOLDER)  # raises, with the pid, while another process uses it
     try:
-        config = held.config()
+        config = run.config()
         if config is not None and not config.get("swarm", {}).get("demo"):
             raise InputError(
-                f"{FOLDER} is a run of yours, which the demo would replace: rename it (mv {FOLDER} runs/mine), or run "
-                "the demo in another folder"
+                f"{FOLDER} is a run of yours, which the demo would replace. Rename it (mv {FOLDER} runs/mine), or run "
+                "the demo in another folder."
             )
-        if make:
+        if remove:
             shutil.rmtree(FOLDER)
     finally:
-        held.close()
+        run.close()
 
 
 class _Killer:
-    """Kills a member when half of the tokens are counted."""
+    """Kills a member once half of the tokens are counted."""
 
     def __init__(self, screen: "Screen"):
-        self._screen, self._done = screen, False
+        self._screen, self._has_killed = screen, False
 
     def watch(self, supervisor: "Supervisor") -> None:
-        """Look at how the run stands."""
         status = supervisor.status
-        if self._done or status is None or status.tokens.applied < status.horizon // 2:
+        if self._has_killed or status is None or status.tokens.applied < status.horizon // 2:
             return
-        victim = next(each for each in status.members if each.id == VICTIM)
+        victim = next(member for member in status.members if member.id == VICTIM)
         if victim.state == "alive" and victim.pid:
-            self._done = True
+            self._has_killed = True
             self._screen.note(f"kill -9 {victim.pid} ({VICTIM})")
             os.kill(victim.pid, signal.SIGKILL)
 
@@ -133,9 +125,8 @@ class _Killer:
 def _sample() -> str:
     from tpuswarm.swarm.storage.load import load_swarm
     from tpuswarm.train.optional import WritesText
-    from tpuswarm.train.process import platform
 
     with waiting("generating text"):
         loaded = load_swarm(FOLDER, platform.local_devices())
-        assert isinstance(loaded.recipe, WritesText)  # a GPT-2
+        assert isinstance(loaded.recipe, WritesText)
         return f"{PROMPT}{loaded.recipe.sample(loaded.state, PROMPT, tokens=200, temperature=0.5, seed=1)}"

@@ -1,4 +1,4 @@
-"""`tpuswarm demo --cloud`: one model over machines of a local cloud that come and go, and a head that dies."""
+"""`tpuswarm demo --cloud`: a local cloud preempts machines and loses the head, and the model trains on."""
 
 import os
 import shutil
@@ -7,22 +7,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tpuswarm.cli.console import make_console
+from tpuswarm.cli.fleet.training_view import find_fleet_training
+from tpuswarm.cloud.rehearsal.place import VARIABLE
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.train.process.terminal import say
-
-if TYPE_CHECKING:
-    from tpuswarm.watch.state import State
+from tpuswarm.watch.state import State
 
 FOLDER = Path("runs/demo-cloud")
-SPEED = 300
-"""Of the cloud's clock: a machine comes within a second, and is taken away as fast."""
-PATIENCE = 300.0
-"""Seconds for each thing that is waited for."""
-LOOK = 1.0
-MARK = ".demo-cloud"
-"""The file that says that a folder is a demo's, which the next one may replace."""
+CLOCK_FACTOR = 300
+"""Fast enough that the cloud creates and preempts machines within a second."""
+STEP_TIMEOUT_S = 300.0
+POLL_INTERVAL_S = 1.0
+MARKER_FILE = ".demo-cloud"
+"""Marks a folder that the next demo may replace."""
 FILE = """\
 name = "demo"
 provider = "rehearsal"
@@ -60,61 +60,58 @@ steps = 1000000
 
 
 def demo_cloud() -> None:
-    """All of it, with its commands on the screen. Raises RunFailed for what does not come."""
-    _make_room()
-    began = time.monotonic()
+    """Run the demo and print its commands. Raises RunFailed if a step takes too long."""
+    _prepare_folder()
+    start = time.monotonic()
     say(
         "Two machines of a local cloud, one of them a slice of two hosts, train one model; their head is a third.\n"
         "Then one of them is preempted, and the head is deleted with its disk. About four minutes.",
         err=True,
     )
-    here = Here(FOLDER.absolute())
+    demo = CloudDemo(FOLDER.absolute())
     try:
-        here.run("rehearsal", "start", "--speed", str(SPEED), shows=False)
-        here.run("init", "--yes", shows=False)
-        here.run("train", "swarm.toml", "--yes", "--paid", "--detach")
-        first = here.until("both train", lambda seen: version_of(seen) >= 2 and len(training(seen)) == 2)
-        victim = next(each for each in training(first) if "v5e" in each)
-        here.run("rehearsal", "preempt", victim)
-        here.until(f"{victim} is lost", lambda seen: victim not in training(seen))
-        here.until(f"{victim} is back, as the same member", lambda seen: victim in training(seen))
-        before = here.see()
-        here.delete("demo-head")
-        here.until("another head goes on", lambda seen: epoch_of(seen) > epoch_of(before))
-        here.until("it commits what a member has trained", lambda seen: version_of(seen) > version_of(before))
-        here.run("stop", here.url)
-        here.run("ledger", "verify", here.url)
+        demo.run("rehearsal", "start", "--speed", str(CLOCK_FACTOR), shows=False)
+        demo.run("init", "--yes", shows=False)
+        demo.run("train", "swarm.toml", "--yes", "--paid", "--detach")
+        first = demo.wait_until("both train", lambda state: version_of(state) >= 2 and len(training(state)) == 2)
+        victim = next(name for name in training(first) if "v5e" in name)
+        demo.run("rehearsal", "preempt", victim)
+        demo.wait_until(f"{victim} is lost", lambda state: victim not in training(state))
+        demo.wait_until(f"{victim} is back, as the same member", lambda state: victim in training(state))
+        before = demo.read_state()
+        demo.delete("demo-head")
+        demo.wait_until("another head leads", lambda state: epoch_of(state) > epoch_of(before))
+        demo.wait_until("it commits a contribution", lambda state: version_of(state) > version_of(before))
+        demo.run("stop", demo.url)
+        demo.run("ledger", "verify", demo.url)
     finally:
-        here.run("down", "--yes", check=False)
-        here.run("rehearsal", "stop", check=False, shows=False)
-    say(f"{time.monotonic() - began:.0f} s; {FOLDER}/swarm.toml is what was trained with")
+        demo.run("down", "--yes", check=False)
+        demo.run("rehearsal", "stop", check=False, shows=False)
+    say(f"done in {time.monotonic() - start:.0f} s; the fleet's file is {FOLDER}/swarm.toml")
 
 
-def _make_room() -> None:
-    if FOLDER.exists() and not (FOLDER / MARK).exists():
-        raise InputError(f"{FOLDER} is not a demo's, which would replace it: rename it, or use another folder")
+def _prepare_folder() -> None:
+    if FOLDER.exists() and not (FOLDER / MARKER_FILE).exists():
+        raise InputError(f"{FOLDER} is not a demo's, and the demo would replace it. Rename it, or use another folder.")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    (FOLDER / MARK).touch()
+    (FOLDER / MARKER_FILE).touch()
     (FOLDER / "swarm.toml").write_text(FILE)
 
 
-class Here:
-    """The folder of the demo: commands run in it as a person's would, with a home and a cloud of its own."""
+class CloudDemo:
+    """Runs commands in the demo's folder as a user would, with a home and a local cloud of their own."""
 
     def __init__(self, folder: Path):
-        from tpuswarm.cli.console import make_console
-        from tpuswarm.cloud.rehearsal.place import VARIABLE
-
         self.url = "gs://rehearsal-demo/runs/demo"
-        self._console, self._seen = make_console(), ""
-        own = {VARIABLE: str(folder / "cloud"), "XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder)}
-        own["TPUSWARM_CACHE"] = str(folder / "cache")  # a copy of an earlier demo's run would be taken for this one's
-        os.environ |= own  # for what looks on from this process, too
+        self._console = make_console()
+        environment = {VARIABLE: str(folder / "cloud"), "XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder)}
+        environment["TPUSWARM_CACHE"] = str(folder / "cache")  # not the copy of an earlier demo's run
+        os.environ |= environment  # this process reads the run too
         os.chdir(folder)
 
     def run(self, *words: str, check: bool = True, shows: bool = True) -> None:
-        """A command, to its end; what it prints is on the screen, or shown where it fails."""
+        """Run a command to its end. Its output is shown at once, or only if it fails."""
         say(f"\n$ tpuswarm {' '.join(words)}")
         sys.stdout.flush()
         pipe = None if shows else subprocess.PIPE
@@ -124,51 +121,46 @@ class Here:
         if done.returncode and check:
             raise RunFailed(f"tpuswarm {' '.join(words)} ended with {done.returncode}: {done.stdout or 'see above'}")
 
-    def see(self) -> "State":
-        """The picture as it is now."""
-        from tpuswarm.cli.fleet.training_view import training_here
-
-        training = training_here(self.url)
+    def read_state(self) -> State:
+        training = find_fleet_training(self.url)
         assert training is not None
-        return training.see()
+        return training.read()
 
-    def until(self, what: str, condition: "Callable[[State], bool]") -> "State":
-        """Draw the picture until then."""
+    def wait_until(self, goal: str, is_reached: Callable[[State], bool]) -> State:
+        """Draw the training until it reaches a state."""
         from tpuswarm.train.process.drawn import Drawn
 
-        say(f"\nwaiting until {what}")
-        end = time.monotonic() + PATIENCE
+        say(f"\nwaiting until {goal}")
+        end = time.monotonic() + STEP_TIMEOUT_S
         with Drawn(console=self._console, auto_refresh=False) as live:
-            while not condition(seen := self.see()):
+            while not is_reached(state := self.read_state()):
                 if time.monotonic() > end:
-                    raise RunFailed(f"{what}: not within {PATIENCE:.0f} s")
+                    raise RunFailed(f"{goal}: not within {STEP_TIMEOUT_S:.0f} s")
                 if self._console.is_terminal:
-                    live.update(seen.draw(self._console.width, self._console.height - 2), refresh=True)
-                time.sleep(LOOK)
-            live.update(seen.draw(self._console.width, self._console.height - 2), refresh=True)
-        return seen
+                    live.update(state.draw(self._console.width, self._console.height - 2), refresh=True)
+                time.sleep(POLL_INTERVAL_S)
+            live.update(state.draw(self._console.width, self._console.height - 2), refresh=True)
+        return state
 
     def delete(self, name: str) -> None:
-        """As somebody in the console would: with its disk."""
-        from tpuswarm.fleet.store.fleets import find_fleet
-
+        """Delete a machine with its disk behind tpuswarm's back, as somebody in the console might."""
         say(f"\n{name} is deleted in the console, with its disk")
         cloud = find_fleet(None)[0].provider()
-        (machine,) = [each for each in self.see().there if each.name == name]
+        (machine,) = [machine for machine in self.read_state().there if machine.name == name]
         cloud.delete(machine)
 
 
-def training(seen: "State") -> list[str]:
-    """Machines whose member trains."""
-    members = seen.swarm.status.members if seen.swarm else ()
-    return [each.id.removeprefix("j-") for each in members if each.lives]
+def training(state: State) -> list[str]:
+    """Return the machines whose members train."""
+    members = state.swarm.status.members if state.swarm else ()
+    return [member.id.removeprefix("j-") for member in members if member.lives]
 
 
-def version_of(seen: "State") -> int:
-    """The newest; 0 before the first."""
-    return (seen.swarm.status.version or 0) if seen.swarm else 0
+def version_of(state: State) -> int:
+    """Return the newest version; 0 before the first."""
+    return (state.swarm.status.version or 0) if state.swarm else 0
 
 
-def epoch_of(seen: "State") -> int:
-    """Of its head; 0 before the first."""
-    return (seen.swarm.status.epoch or 0) if seen.swarm else 0
+def epoch_of(state: State) -> int:
+    """Return the epoch of the head; 0 before the first."""
+    return (state.swarm.status.epoch or 0) if state.swarm else 0

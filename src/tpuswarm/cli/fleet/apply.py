@@ -1,4 +1,4 @@
-"""What the commands that change a fleet have in common: show it, ask, and watch until it is done."""
+"""Preview a change of a fleet, ask for confirmation, and work on it until it is done."""
 
 import os
 import textwrap
@@ -7,327 +7,300 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from tpuswarm import recipes
 from tpuswarm.cli.console import confirm, make_console, print_checks
+from tpuswarm.cli.fleet.progress import FleetProgress
+from tpuswarm.cli.machine.flags import update_pods
+from tpuswarm.cli.machine.setup import set_up_machines, set_up_routers, start_head_keeper
+from tpuswarm.cloud.errors import Denied
+from tpuswarm.cloud.keys import make_key, public_key
+from tpuswarm.cloud.protocol import FLEET_LABEL, Listing, Provider
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.fleet.apply.preview import Preview, make_preview
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.jobs import busy_machines
+from tpuswarm.fleet.decide.plan import make_plan
+from tpuswarm.fleet.decide.state import FleetState, Observed
+from tpuswarm.fleet.decide.traffic import Traffic
+from tpuswarm.fleet.hosts.routers import RouterUpdater
+from tpuswarm.fleet.hosts.routes import Routes, Snapshot
+from tpuswarm.fleet.hosts.setup import SavedSetup
+from tpuswarm.fleet.keeper.head_keeper import HeadKeeper
+from tpuswarm.fleet.keeper.job_runner import JobRunner, JobThread
+from tpuswarm.fleet.keeper.keeper import MACHINE_VARIABLE, Keeper, Tick, rotate_log
+from tpuswarm.fleet.spec import desired_from_file
+from tpuswarm.fleet.spec.file import HEAD, SwarmFile
+from tpuswarm.fleet.store import fleets
+from tpuswarm.fleet.store.document import Document, DocumentStore
+from tpuswarm.fleet.store.fleets import Fleet, Store
+from tpuswarm.fleet.store.machine_flags import is_tf_pod, outdated_pods
+from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.terminal import say
-
-if TYPE_CHECKING:
-    from tpuswarm.cloud.protocol import Listing, Provider
-    from tpuswarm.fleet.apply.preview import Preview
-    from tpuswarm.fleet.decide.desired import Desired
-    from tpuswarm.fleet.hosts.routes import Routes
-    from tpuswarm.fleet.keeper.keeper import Tick
-    from tpuswarm.fleet.spec.file import SwarmFile
-    from tpuswarm.fleet.store.document import Document, DocumentStore
-    from tpuswarm.fleet.store.fleets import Fleet, Store
-    from tpuswarm.remote.setup.table import Setup
+from tpuswarm.train.process.waiting import waiting
 
 
-class Agreed(NamedTuple):
-    """What was shown, agreed to and stored."""
+class Confirmed(NamedTuple):
+    """A change that was shown, confirmed and stored."""
 
-    cloud: "Provider"
-    store: "DocumentStore"
-    wanted: "Desired"
+    cloud: Provider
+    store: DocumentStore
+    desired: Desired
 
 
-def agree(
-    fleet: "Fleet",
-    read: "SwarmFile",
-    make: "Callable[[Desired], Desired]",
+def preview_and_confirm(
+    fleet: Fleet,
+    file: SwarmFile,
+    adjust: Callable[[Desired], Desired],
     paid: bool,
     yes: bool,
     keep: bool,
-    also: Callable[[], None] = lambda: None,
+    print_more: Callable[[], None] = lambda: None,
     adopt: str | None = None,
-) -> Agreed:
-    """Look at what there is, check, show, ask, and store what is wanted from now on; nothing is created yet.
+) -> Confirmed:
+    """Check the desired fleet, preview the steps, ask, and store it. Creates nothing yet.
 
-    make: changes what the file wants, as options of the command say; also: says what else it will do; paid, adopt: see
-    `up`. Raises InputError where something speaks against it.
+    `adjust` applies the command's options, `print_more` adds to the preview. Raises InputError if a check fails.
     """
-    from tpuswarm.cloud.keys import make_key, public_key
-    from tpuswarm.fleet.hosts.setup import SavedSetup
-    from tpuswarm.fleet.spec import desired_from_file
-    from tpuswarm.fleet.store import fleets
-    from tpuswarm.fleet.store.machine_flags import outdated_pods
-
-    if read.setup:
-        SavedSetup(fleet).secrets.gather(read.setup.secrets, os.environ)
+    if file.setup:
+        SavedSetup(fleet).secrets.gather(file.setup.secrets, os.environ)
     cloud = fleet.provider()
     store = fleet.store(cloud)
-    document, listing, note = fleets.inspect_fleet(fleet, store, cloud, read, adopt)
+    document, listing, note = fleets.inspect_fleet(fleet, store, cloud, file, adopt)
     if note:
         say(f"note: {note}", err=True)
     before = document.desired if document else None
     make_key()
-    wanted = make(fleets.merge_desired(read, fleet.mark, before, paid, public_key()))
+    desired = adjust(fleets.merge_desired(file, fleet.mark, before, paid, public_key()))
     if keep:
-        wanted = desired_from_file.with_keeper_home(wanted, fleet.bucket)
-    desired_from_file.require_same_types(before, wanted)
-    if not any(each.fleet == wanted.fleet for each in listing.machines):
-        preflight(cloud, read, wanted.paid)
-    shown = previewed(wanted, listing, cloud.project, document)
-    print_preview(shown, wanted, read.provider, keep or wanted.kept_on is not None)
-    pods = outdated_pods(replace(document, desired=wanted), listing.machines) if document else {}
+        desired = desired_from_file.with_keeper_home(desired, fleet.bucket)
+    desired_from_file.require_same_types(before, desired)
+    if not any(machine.fleet == desired.fleet for machine in listing.machines):
+        require_checks(cloud, file, desired.paid)
+    steps = preview_change(desired, listing, cloud.project, document)
+    print_preview(steps, desired, file.provider, keep or desired.kept_on is not None)
+    pods = outdated_pods(replace(document, desired=desired), listing.machines) if document else {}
     for name in pods:
-        say(f"{name} gets other flags, and its tpu-runtime begins anew: what runs on it ends")
-    also()
-    if shown.steps or pods:
+        say(f"{name} gets new flags: its tpu-runtime restarts, which ends programs on its TPU")
+    print_more()
+    if steps.steps or pods:
         confirm(yes)
-    fleets.store_desired(fleet, store, read, wanted, before)
+    fleets.store_desired(fleet, store, file, desired, before)
     if before is None:
-        label_bucket(cloud, fleet, wanted)
-    return Agreed(cloud, store, wanted)
+        label_bucket(cloud, fleet, desired)
+    return Confirmed(cloud, store, desired)
 
 
-def bring_up(fleet: "Fleet", agreed: Agreed, table: "Setup | None", keep: bool, file: Path | None) -> "Routes":
-    """Make what was agreed to: machines, what they need, the fleet's routers, and who keeps them; the way to them.
+def create_fleet(fleet: Fleet, confirmed: Confirmed, table: Setup | None, keep: bool, file: Path | None) -> None:
+    """Create the machines, set them up, and start their keeper.
 
-    What is kept has its keeper first, in the background of this computer: whatever then goes wrong here, that one goes
-    on, and puts a keeper on the head. file: swarm.toml, for it; None: the fleet has none. Raises RunFailed at the end
-    where a pod could not be given its flags.
+    The keeper starts first, in the background here, and survives later errors; then it moves to the head.
+    Raises RunFailed at the end if a pod did not get its flags. `file`: the swarm.toml that the keeper reads.
     """
-    from tpuswarm.cli.machine.flags import tell_pods
-    from tpuswarm.cli.machine.setup import route_now, seat_now, set_up_now
-    from tpuswarm.fleet.hosts.routes import Routes
-    from tpuswarm.fleet.hosts.setup import SavedSetup
-    from tpuswarm.fleet.store import fleets
-    from tpuswarm.fleet.store.machine_flags import is_tf_pod
-    from tpuswarm.train.process.waiting import waiting
-
-    cloud, store, wanted = agreed
+    cloud, store, desired = confirmed
     SavedSetup(fleet).save(table)
     if keep:
         fleets.start_background_keeper(fleet, store, file)
-    work(fleet, cloud, store, is_up)
+    run_keeper(fleet, cloud, store, is_up)
     routes = Routes(fleet, cloud, store)
     failed: list[str] = []
-    if any(is_tf_pod(each.spec) for each in wanted.pools):
-        seen = routes.snapshot()
-        failed = tell_pods(routes, seen.document, seen.listing.machines)
+    if any(is_tf_pod(pool.spec) for pool in desired.pools):
+        snapshot = routes.snapshot()
+        failed = update_pods(routes, snapshot.document, snapshot.listing.machines)
     if table is not None:
-        set_up_now(routes, table)
-    if any(each.routes for each in wanted.pools):
-        route_now(routes)
-    if wanted.kept_on is not None:
-        seat_now(routes, store)
+        set_up_machines(routes, table)
+    if any(pool.routes for pool in desired.pools):
+        set_up_routers(routes)
+    if desired.kept_on is not None:
+        start_head_keeper(routes, store)
     elif keep:
-        with waiting("waiting until the keeper in the background leads"):
+        with waiting("waiting for the keeper in the background"):
             fleets.wait_for_keeper(fleet, store)
-    if failed:  # all else is done
+    if failed:
         raise RunFailed("; ".join(failed))
-    return routes
 
 
-def dry_run(
-    read: "SwarmFile",
-    make: "Callable[[Desired], Desired]",
+def print_dry_run(
+    file: SwarmFile,
+    adjust: Callable[[Desired], Desired],
     paid: bool,
     keep: bool,
-    also: Callable[[], None] = lambda: None,
+    print_more: Callable[[], None] = lambda: None,
 ) -> None:
-    """Show what `agree` would where nothing is there yet."""
-    from tpuswarm.fleet.spec import desired_from_file
-
-    wanted = make(
-        desired_from_file.desired_from_file(read, f"{read.name}-{desired_from_file.ID_PLACEHOLDER}", paid, None)
-    )
+    """Print the preview of a new fleet."""
+    desired = desired_from_file.desired_from_file(file, f"{file.name}-{desired_from_file.ID_PLACEHOLDER}", paid, None)
+    desired = adjust(desired)
     if keep:
-        wanted = desired_from_file.with_keeper_home(wanted, read.storage.bucket if read.storage else None)
-    print_preview(previewed(wanted, None, read.project or "PROJECT"), wanted, read.provider, keep)
-    also()
-    say("nothing was done; a dry run does not look at what exists already")
+        desired = desired_from_file.with_keeper_home(desired, file.storage.bucket if file.storage else None)
+    print_preview(preview_change(desired, None, file.project or "PROJECT"), desired, file.provider, keep)
+    print_more()
+    say("nothing was done; a dry run does not check what exists already")
 
 
-def preflight(cloud: "Provider", read: "SwarmFile", paid: bool) -> None:
-    """Raises InputError, after saying how to mend it, if something is wrong before the first machine."""
+def require_checks(cloud: Provider, file: SwarmFile, paid: bool) -> None:
+    """Run the checks before the first machine. Raises InputError if one fails, after printing how to mend it."""
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.cloud.google.provider import Google
     from tpuswarm.fleet.apply.preflight import run_checks
     from tpuswarm.fleet.apply.project_facts import collect_facts
-    from tpuswarm.train.process.waiting import waiting
 
     assert isinstance(cloud, Google)
     with waiting("checking project, quota, zones, firewall and bucket"):
-        facts = collect_facts(cloud, Project(cloud.access), read)
-        found = run_checks(read, facts, time.time(), paid, head_bytes(read))
-    for each in found:
-        if not each.known:
-            say(f"note: {each.id} {each.sentence}", err=True)
-    if wrong := [each for each in found if not each.ok]:
-        print_checks(wrong)
+        facts = collect_facts(cloud, Project(cloud.access), file)
+        checks = run_checks(file, facts, time.time(), paid, head_memory_bytes(file))
+    for check in checks:
+        if not check.known:
+            say(f"note: {check.id} {check.sentence}", err=True)
+    if failed := [check for check in checks if not check.ok]:
+        print_checks(failed)
         raise InputError(
-            f"{len(wrong)} of {len(found)} checks say no: mend them, or let `tpuswarm init` do it; nothing was created"
+            f"{len(failed)} of {len(checks)} checks failed; nothing was created. Mend them, or run `tpuswarm init`."
         )
 
 
-def head_bytes(read: "SwarmFile") -> float | None:
-    """Memory that the head needs for what is trained; None: nothing is, or there is no head."""
-    if read.train is None or read.head is None:
+def head_memory_bytes(file: SwarmFile) -> float | None:
+    """Return the memory that the head needs for the training; None without a training or a head."""
+    if file.train is None or file.head is None:
         return None
-    from tpuswarm import recipes
     from tpuswarm.plan.head import elements_of, memory_bytes
     from tpuswarm.train.user_code import build_recipe
 
-    target, preset = recipes.find(read.train.recipe)
-    recipe = build_recipe(target, {**preset, **read.train.options})
-    rule = read.train.outer or recipe.defaults.get("outer", "nesterov")
-    members = read.train.members or sum(each.count for each in read.pool)
-    form: Any = read.train.quantize or "plain"
+    target, preset = recipes.find(file.train.recipe)
+    recipe = build_recipe(target, {**preset, **file.train.options})
+    rule = file.train.outer or recipe.defaults.get("outer", "nesterov")
+    members = file.train.members or sum(pool.count for pool in file.pool)
+    form: Any = file.train.quantize or "plain"
     return memory_bytes(members, elements_of(recipe), form, "average" if rule == "average" else "nesterov")
 
 
-def label_bucket(cloud: "Provider", fleet: "Fleet", wanted: "Desired") -> None:
-    """Write the fleet's id on its bucket, where nobody has written one; who may not is told, and goes on."""
-    from tpuswarm.cloud.errors import Denied
+def label_bucket(cloud: Provider, fleet: Fleet, desired: Desired) -> None:
+    """Write the fleet's id on its bucket, if this is allowed and the bucket has none."""
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.cloud.google.provider import Google
-    from tpuswarm.cloud.protocol import FLEET_LABEL
 
     if fleet.bucket is None:
         return
     assert isinstance(cloud, Google)
     try:
-        Project(cloud.access).label_bucket(fleet.bucket, {FLEET_LABEL: wanted.fleet})
+        Project(cloud.access).label_bucket(fleet.bucket, {FLEET_LABEL: desired.fleet})
     except Denied as error:
-        say(f"note: the bucket does not carry the fleet's id: {error}", err=True)
+        say(f"note: could not write the fleet's id on the bucket: {error}", err=True)
 
 
-def previewed(
-    wanted: "Desired", listing: "Listing | None", project: str, document: "Document | None" = None
-) -> "Preview":
-    """What is about to be done about these machines; None: nothing is known of any. `document`: the fleet's so far."""
-    from tpuswarm.cloud.protocol import Listing
-    from tpuswarm.fleet.apply.preview import make_preview
-    from tpuswarm.fleet.decide.jobs import busy_machines
-    from tpuswarm.fleet.decide.plan import make_plan
-    from tpuswarm.fleet.decide.state import FleetState, Observed
-    from tpuswarm.fleet.decide.traffic import Traffic
-
+def preview_change(
+    desired: Desired, listing: Listing | None, project: str, document: Document | None = None
+) -> Preview:
+    """Return the next steps toward the desired fleet. Without a listing, assume that no machine exists."""
     now = time.time()
     known = listing or Listing((), frozenset())
     observed = Observed(
         known,
-        FleetState(revision=wanted.revision),
+        FleetState(revision=desired.revision),
         traffic=document.traffic if document else Traffic(),
         busy=busy_machines(document.jobs if document else ()),
     )
-    return make_preview(wanted, known, make_plan(wanted, observed, now), project, now)
+    return make_preview(desired, known, make_plan(desired, observed, now), project, now)
 
 
-def print_preview(shown: "Preview", wanted: "Desired", provider: str, kept: bool, ending: bool = False) -> None:
-    """Numbered steps, what they cost, and the gcloud lines that do the same."""
-    for number, step in enumerate(shown.steps, 1):
+def print_preview(steps: Preview, desired: Desired, provider: str, has_keeper: bool, is_ending: bool = False) -> None:
+    """Print numbered steps, their cost, and the gcloud commands that do the same."""
+    for number, step in enumerate(steps.steps, 1):
         say(f"{number}. {step.says}{f'; {step.costs}' if step.costs else ''}", hang=3)
         print(textwrap.indent(step.line, "     "))
-    for wait in shown.waits:
+    for wait in steps.waits:
         say(f"not now: {wait.subject} – {wait.why}")
-    if not shown.steps:
-        say("there is nothing to do")
-    if ending:
+    if not steps.steps:
+        say("nothing to do")
+    if is_ending:
         return
-    total = shown.free + shown.paid
-    money = f"{shown.rate.hour} an hour, {shown.rate.day} a day" if shown.paid else "nothing"
-    rehearsed = ", at Google's prices: a rehearsal costs nothing" if provider == "rehearsal" and shown.paid else ""
-    say(f"together: {total:,} machine{'s' * (total != 1)}, {shown.free:,} under grants; {money}{rehearsed}")
-    if kept:
-        say(f"kept by {_home(wanted)}")
-    limited = wanted.budget.total is not None or wanted.down_when or any(each.expires for each in wanted.grants)
-    if limited and not kept:
-        say("budget, grants and down_when hold only while a keeper lives: `tpuswarm up --keep`, or `tpuswarm keep`")
+    total = steps.free + steps.paid
+    money = f"{steps.rate.hour} an hour, {steps.rate.day} a day" if steps.paid else "nothing"
+    rehearsed = ", at Google's prices (a rehearsal is free)" if provider == "rehearsal" and steps.paid else ""
+    say(f"total: {total:,} machine{'s' * (total != 1)}, {steps.free:,} under grants; {money}{rehearsed}")
+    if has_keeper:
+        say(f"keeper: {_keeper_home(desired)}")
+    has_limits = desired.budget.total is not None or desired.down_when or any(grant.expires for grant in desired.grants)
+    if has_limits and not has_keeper:
+        say("budget, grants and down_when apply only while a keeper runs: `tpuswarm up --keep`, or `tpuswarm keep`")
 
 
-def _home(wanted: "Desired") -> str:
-    from tpuswarm.fleet.spec.file import HEAD
-
-    if wanted.keeper_machine:
-        return f"{wanted.keeper_machine}: tpuswarm goes there, with the secrets of [setup] and the synced folder"
-    if any(each.name == HEAD for each in wanted.pools):
-        return "this computer, in the background: a keeper on the head needs a bucket under [storage]"
-    return "this computer, in the background"
+def _keeper_home(desired: Desired) -> str:
+    if desired.keeper_machine:
+        return f"on {desired.keeper_machine}, which gets tpuswarm, the secrets of [setup] and the synced folder"
+    if any(pool.name == HEAD for pool in desired.pools):
+        return "on this computer, in the background; to run it on the head, add a bucket under [storage]"
+    return "on this computer, in the background"
 
 
-def work(
-    fleet: "Fleet",
-    cloud: "Provider",
-    store: "Store",
-    until: Callable[["Tick"], bool],
-    stays: bool = False,
+def run_keeper(
+    fleet: Fleet,
+    cloud: Provider,
+    store: Store,
+    is_done: Callable[[Tick], bool],
+    is_permanent: bool = False,
     patient: bool = False,
-) -> "Tick":
-    """Be the keeper, or watch the one there is, until then; on Ctrl-C say what there is.
+) -> Tick:
+    """Be the keeper, or watch another one, until the fleet is done. On Ctrl-C print which machines exist.
 
-    stays: as a keeper that outlives what it makes now: leave it to one on the fleet's head, where it is to live there,
-    and lead routers to what comes later; patient: see Keeper.run.
+    A permanent keeper also moves itself to the fleet's head and updates the routers. For `patient` see Keeper.run.
     """
-    from tpuswarm.cli.fleet.progress import Watching
-    from tpuswarm.fleet.hosts.routers import RouterUpdater
-    from tpuswarm.fleet.hosts.routes import Routes, Snapshot
-    from tpuswarm.fleet.keeper.head_keeper import HeadKeeper
-    from tpuswarm.fleet.keeper.job_runner import JobRunner, JobThread
-    from tpuswarm.fleet.keeper.keeper import MACHINE_VARIABLE, Keeper, rotate_log
-
     keeper = Keeper(cloud, store, fleet.history)
-    watching = Watching(make_console())
-    keeper.log_line = watching.say
+    progress = FleetProgress(make_console())
+    keeper.log_line = progress.print_note
 
     def make_routes() -> Routes:
         return Routes(fleet, cloud, fleet.store(cloud))
 
+    jobs = JobThread(lambda: JobRunner(make_routes(), fleet.store(cloud)), progress.print_note)
     routes = make_routes()
-    job_thread = JobThread(lambda: JobRunner(make_routes(), fleet.store(cloud)), watching.say)
-    head_keeper = HeadKeeper(keeper, make_routes, watching.say)
-    router_updater = RouterUpdater(make_routes, watching.say)
+    head_keeper = HeadKeeper(keeper, make_routes, progress.print_note)
+    routers = RouterUpdater(make_routes, progress.print_note)
 
-    def show(tick: "Tick") -> None:
-        watching.show(tick)
+    def show(tick: Tick) -> None:
+        progress.show(tick)
         rotate_log(fleet.log)
         routes.refresh_ssh_config(Snapshot(tick.document, tick.observed.listing))
-        if tick.leads and stays:
+        if tick.leads and is_permanent:
             head_keeper.update(tick, os.environ.get(MACHINE_VARIABLE))
-            router_updater.update(tick.document.desired, tick.observed.listing)
+            routers.update(tick.document.desired, tick.observed.listing)
         if tick.leads:
-            job_thread.update(tick.observed.listing, tick.document)
+            jobs.update(tick.observed.listing, tick.document)
 
     try:
-        with watching:
-            return keeper.run(show, until, time.sleep, patient)
+        with progress:
+            return keeper.run(show, is_done, time.sleep, patient)
     except KeyboardInterrupt:
-        for line in watching.what_exists():
+        for line in progress.describe_machines():
             say(line, err=True)
-        say("the same command goes on from here", err=True)
+        say("the same command continues", err=True)
         raise
     finally:
-        job_thread.stop()
-        with suppress(TpuswarmError):  # else it ends by itself after a minute; what ended this command is to be seen
+        jobs.stop()
+        with suppress(TpuswarmError):  # the lease expires by itself; do not hide the first error
             keeper.release()
 
 
-def is_up(tick: "Tick") -> bool:
-    """Whether all is there; RunFailed where the rest needs a person."""
+def is_up(tick: Tick) -> bool:
+    """Return whether all machines are ready. Raises RunFailed if the rest needs a person."""
     if tick.converged:
         return True
-    settled = not tick.plan.actions and not tick.observed.state.requests
-    moving = any(
-        each.fleet == tick.document.desired.fleet and each.state not in ("ready", "stopped", "dead")
-        for each in tick.observed.machines
+    desired = tick.document.desired
+    is_settled = not tick.plan.actions and not tick.observed.state.requests
+    is_moving = any(
+        machine.fleet == desired.fleet and machine.state not in ("ready", "stopped", "dead")
+        for machine in tick.observed.machines
     )
-    hopeless = tick.plan.waits and all(each.until is None for each in tick.plan.waits)
-    if settled and not moving and hopeless and tick.document.desired.down is None:
-        said = "; ".join(f"{each.subject}: {each.why}" for each in tick.plan.waits)
-        raise RunFailed(f"not all of it can be had: {said}")
+    is_stuck = tick.plan.waits and all(wait.until is None for wait in tick.plan.waits)
+    if is_settled and not is_moving and is_stuck and desired.down is None:
+        reasons = "; ".join(f"{wait.subject}: {wait.why}" for wait in tick.plan.waits)
+        raise RunFailed(f"some machines cannot be created: {reasons}")
     return False
 
 
-def target_of(target: str | None) -> "tuple[Fleet, str | None]":
-    """The fleet, and the machine of it, that a word means."""
-    from tpuswarm.fleet.store import fleets
-
-    if target is None or target.endswith(".toml") or "/" in target:
-        return fleets.find_fleet(target)[0], None
-    if target in {each.name for each in fleets.known_fleets()}:
+def find_fleet_or_machine(target: str | None) -> tuple[Fleet, str | None]:
+    """Return the fleet that a word names, or the default fleet and its machine of that name."""
+    is_fleet = target is None or target.endswith(".toml") or "/" in target
+    if is_fleet or target in {fleet.name for fleet in fleets.known_fleets()}:
         return fleets.find_fleet(target)[0], None
     return fleets.find_fleet(None)[0], target

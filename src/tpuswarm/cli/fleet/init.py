@@ -1,4 +1,4 @@
-"""`tpuswarm init`: from nothing to a project that is ready for a fleet."""
+"""`tpuswarm init`: prepare a project for a fleet."""
 
 import getpass
 import re
@@ -8,182 +8,173 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tpuswarm.cli.console import confirm, print_checks
+from tpuswarm.catalog import find
+from tpuswarm.cli.console import Yes, confirm, option, print_checks
+from tpuswarm.cloud.google.firewall import tag_of
+from tpuswarm.cloud.google.settings import find_project
+from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.apply.init import (
+    GrantText,
+    InitPlan,
+    InitStep,
+    PoolText,
+    ProjectState,
+    inspect_project,
+    list_steps,
+    main_region,
+    parse_grant,
+    plan_from_file,
+    pools_from_grants,
+    run_step,
+    swarm_toml,
+)
+from tpuswarm.fleet.apply.preflight import run_checks
+from tpuswarm.fleet.spec.checks import find_problems
+from tpuswarm.fleet.spec.file import DEFAULT_FILE, SwarmFile, read_swarm
+from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT, check_provider, open_access
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 
-if TYPE_CHECKING:
-    from tpuswarm.fleet.apply.init import GrantText, InitPlan, InitStep, PoolText
+GRANTS_INTRODUCTION = """TPUs that you were granted, for example by TPU Research Cloud, are free. Type
+one grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
+End with an empty line."""
+INFORMATIVE_CHECKS = ("bucket", "quota", "price")
+"""Printed even if they pass."""
 
-GRANTS = """TPUs that you were granted, as by TPU Research Cloud, cost nothing. Type one
-grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
-An empty line ends them."""
-DEFAULT = Path("swarm.toml")
-TOLD = ("bucket", "quota", "price")
-"""Checks of preflight that tell something worth knowing where they are passed."""
-File = Annotated[Path, typer.Argument(metavar="[FILE]", help="swarm.toml: used if it exists, else written.")]
-
-
-def option(flag: str, text: str) -> Any:
-    """A typer option with its help."""
-    return typer.Option(flag, help=text, show_default=False)
+Question = Callable[[str, str, str | None], str]
+"""Asks a question, names the option that answers it, and has a default."""
 
 
 def init(
-    file: File = DEFAULT,
-    project: Annotated[str | None, option("--project", "Google Cloud project. Default: gcloud's.")] = None,
+    file: Annotated[
+        Path, typer.Argument(metavar="[FILE]", help="swarm.toml: used if it exists, else written.")
+    ] = DEFAULT_FILE,
+    project: Annotated[str | None, option("Google Cloud project. Default: gcloud's.")] = None,
     grant: Annotated[
-        list[str] | None,
-        option("--grant", "TPUs that are free: `100 v2-8 us-central1-f spot until 2027-01-31`."),
+        list[str] | None, option("TPUs that are free: `100 v2-8 us-central1-f spot until 2027-01-31`.")
     ] = None,
-    type_: Annotated[str | None, option("--type", "TPU type, where there is no grant.")] = None,
-    zone: Annotated[list[str] | None, option("--zone", "Zones in order of preference.")] = None,
-    count: Annotated[int | None, option("--count", "Machines. Default: 1.")] = None,
+    type_: Annotated[str | None, option("TPU type, without a grant.", flag="--type")] = None,
+    zone: Annotated[list[str] | None, option("Zones in order of preference.")] = None,
+    count: Annotated[int | None, option("Machines. Default: 1.")] = None,
     on_demand: Annotated[
         bool, typer.Option("--on-demand", help="On-demand instead of spot: more expensive, never preempted.")
     ] = False,
     bucket: Annotated[
-        str | None,
-        option("--bucket", "Its name. Default: PROJECT-YOU, or PROJECT-FILE for another FILE than swarm.toml."),
+        str | None, option("Its name. Default: PROJECT-YOU, or PROJECT-FILE for another FILE than swarm.toml.")
     ] = None,
     cross_region: Annotated[
         bool, typer.Option("--allow-cross-region", help="Allow TPUs outside the bucket's region, which costs extra.")
     ] = False,
-    provider: Annotated[str | None, option("--provider", "google or rehearsal. Default: google.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    provider: Annotated[str | None, option("google or rehearsal. Default: google.")] = None,
+    yes: Yes = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the steps, do nothing. Needs no credentials.")
     ] = False,
 ) -> None:
     """Prepare a project for a fleet: APIs, bucket, network, firewall, key, swarm.toml. Skips what already exists."""
-    from tpuswarm.fleet.apply.init import ProjectState, inspect_project, list_steps, run_step
-    from tpuswarm.fleet.spec.providers import check_provider
-
-    ask = _asker(yes or dry_run)
-    given = project, grant, type_, zone, count, bucket, on_demand, cross_region, provider
+    ask = _make_question(yes or dry_run)
+    options = project, grant, type_, zone, count, bucket, on_demand, cross_region, provider
     if file.exists():
-        if any(each not in (None, False, []) for each in given):
-            raise InputError(f"{file} is there already: change it there, or name another file")
-        provider, plan, text = _of_file(file)
+        if any(value not in (None, False, []) for value in options):
+            raise InputError(f"{file} exists. Change it there, or name another file.")
+        provider, plan, text = _plan_of_file(file)
     else:
         provider = provider or "google"
         check_provider(provider)
         if not (grant or type_ or yes or dry_run) and sys.stdin.isatty():
-            print(GRANTS)
-        grants, pools = _machines(ask, grant or [], type_, zone or [], 1 if count is None else count, on_demand)
-        plan, text = _new(ask, file, provider, project, bucket, cross_region, grants, pools)
+            print(GRANTS_INTRODUCTION)
+        grants, pools = _ask_machines(ask, grant or [], type_, zone or [], 1 if count is None else count, on_demand)
+        plan, text = _plan_new_file(ask, file, provider, project, bucket, cross_region, grants, pools)
     say(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if dry_run:
         _print_steps(list_steps(plan, text, ProjectState(file=file.exists())))
-        say("nothing was done; a dry run does not look at what exists already")
+        say("nothing was done; a dry run does not check what exists already")
         return
     from tpuswarm.cloud.google.project import Project
-    from tpuswarm.fleet.spec.providers import open_access
 
-    with waiting("looking at what is there"):
+    with waiting("checking what exists"):
         access = open_access(provider, plan.project)
-        setup = Project(access)
-        found = inspect_project(setup, plan)
-    todo = list_steps(plan, text, found)
-    _print_steps(todo)
-    if not all(each.there for each in todo):
+        cloud_project = Project(access)
+        state = inspect_project(cloud_project, plan)
+    steps = list_steps(plan, text, state)
+    _print_steps(steps)
+    if not all(step.there for step in steps):
         confirm(yes)
-    for number, step in enumerate(todo, 1):
+    for number, step in enumerate(steps, 1):
         if not step.there:
             try:
-                with waiting(step.says) as far:
-                    run_step(step, setup, plan, found, text, far)
+                with waiting(step.says) as show_progress:
+                    run_step(step, cloud_project, plan, state, text, show_progress)
             except KeyboardInterrupt:
-                say(f"{number}. not finished: {step.says}; the same command goes on from here")
+                say(f"{number}. not finished: {step.says}; the same command continues")
                 raise
             say(f"{number}. done: {step.says}")
-    _finish(access, setup, file)
+    _print_next_commands(access, cloud_project, file)
 
 
-def _finish(access: Any, setup: Any, file: Path) -> None:
-    """What preflight says of the file, and how to go on."""
+def _print_next_commands(access: Any, cloud_project: Any, file: Path) -> None:
+    """Check whether machines can be created, and print the next commands."""
     from tpuswarm.cloud.google.provider import Google
-    from tpuswarm.fleet.apply.preflight import run_checks
     from tpuswarm.fleet.apply.project_facts import collect_facts
-    from tpuswarm.fleet.spec.file import read_swarm
 
-    read = read_swarm(file)
+    spec = read_swarm(file)
     with waiting("checking quota, zones and runtime versions"):
-        found = run_checks(read, collect_facts(Google(access), setup, read), time.time(), paid=True)
-    print_checks([each for each in found if not each.ok or not each.known or each.id in TOLD])
-    here = "" if file == DEFAULT else f" {file}"
-    say(f"next: `tpuswarm up{here}`" if all(each.ok for each in found) else f"mend this, then `tpuswarm up{here}`")
-    if read.provider == "google":
+        facts = collect_facts(Google(access), cloud_project, spec)
+        checks = run_checks(spec, facts, time.time(), paid=True)
+    print_checks([check for check in checks if not check.ok or not check.known or check.id in INFORMATIVE_CHECKS])
+    words = "" if file == DEFAULT_FILE else f" {file}"
+    say(f"next: `tpuswarm up{words}`" if all(check.ok for check in checks) else f"mend this, then `tpuswarm up{words}`")
+    if spec.provider == "google":
         say(
-            f"to stop it all at the end: `tpuswarm down{here}`; nothing can cost anything any more after "
-            f"`gcloud billing projects unlink {setup.id}`"
+            f"at the end: `tpuswarm down{words}`. To make sure that nothing costs money then: "
+            f"`gcloud billing projects unlink {cloud_project.id}`"
         )
 
 
-def _of_file(file: Path) -> "tuple[str, InitPlan, str]":
-    from tpuswarm.cloud.google.settings import find_project
-    from tpuswarm.fleet.apply.init import plan_from_file
-    from tpuswarm.fleet.spec.file import read_swarm
-    from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT
-
-    read = read_swarm(file)
-    local = read.provider == "rehearsal"
-    project = (read.project or REHEARSAL_PROJECT) if local else find_project(read.project)
-    return read.provider, plan_from_file(read, file, project), file.read_text(encoding="utf-8")
+def _plan_of_file(file: Path) -> tuple[str, InitPlan, str]:
+    spec = read_swarm(file)
+    is_rehearsal = spec.provider == "rehearsal"
+    project = (spec.project or REHEARSAL_PROJECT) if is_rehearsal else find_project(spec.project)
+    return spec.provider, plan_from_file(spec, file, project), file.read_text(encoding="utf-8")
 
 
-def _machines(
-    ask: Callable[[str, str, str | None], str],
-    typed: list[str],
-    type_: str | None,
-    zones: list[str],
-    count: int,
-    on_demand: bool,
-) -> "tuple[list[GrantText], list[PoolText]]":
-    """Grants and pools, from options or answers."""
-    from tpuswarm.catalog import find
-    from tpuswarm.fleet.apply.init import PoolText, parse_grant, pools_from_grants
-
-    grants = [parse_grant(each) for each in typed]
+def _ask_machines(
+    ask: Question, grant_texts: list[str], type_: str | None, zones: list[str], count: int, on_demand: bool
+) -> tuple[list[GrantText], list[PoolText]]:
+    """Return grants and pools, from options or answers."""
+    grants = [parse_grant(text) for text in grant_texts]
     if not grants and not type_:
         while text := ask("grant", "--grant", ""):
             grants.append(parse_grant(text))
     if grants and not type_:
         return grants, pools_from_grants(grants)
-    wanted = find(type_ or ask("TPU type, such as v5e-8 (`tpuswarm catalog` lists them)", "--type or --grant", None))
+    tpu = find(type_ or ask("TPU type, such as v5e-8 (`tpuswarm catalog` lists them)", "--type or --grant", None))
     if not zones:
-        known = ",".join(wanted.zones())
+        known = ",".join(tpu.zones())
         zones = ask("zones, in order of preference", "--zone", known or None).replace(",", " ").split()
-    return grants, [PoolText(wanted.name, tuple(zones), count, "on-demand" if on_demand else "spot")]
+    return grants, [PoolText(tpu.name, tuple(zones), count, "on-demand" if on_demand else "spot")]
 
 
-def _new(
-    ask: Callable[[str, str, str | None], str],
+def _plan_new_file(
+    ask: Question,
     file: Path,
     provider: str,
     project: str | None,
     bucket: str | None,
     cross_region: bool,
-    grants: "list[GrantText]",
-    pools: "list[PoolText]",
-) -> "tuple[InitPlan, str]":
-    from tpuswarm.cloud.google.firewall import tag_of
-    from tpuswarm.config.toml_file import parse_toml
-    from tpuswarm.fleet.apply.init import InitPlan, main_region, swarm_toml
-    from tpuswarm.fleet.spec.checks import find_problems
-    from tpuswarm.fleet.spec.file import SwarmFile
-    from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT
-
+    grants: list[GrantText],
+    pools: list[PoolText],
+) -> tuple[InitPlan, str]:
     if provider == "rehearsal":
         project = project or REHEARSAL_PROJECT
     else:
-        project = project or _known_project() or ask("Google Cloud project", "--project", None)
-    name = _own_name() if file == DEFAULT else file.stem
+        project = project or _default_project() or ask("Google Cloud project", "--project", None)
+    name = _user_fleet_name() if file == DEFAULT_FILE else file.stem
     zones = Counter({zone: pool.count for pool in pools for zone in pool.zones})
     plan = InitPlan(name, project, tag_of(name), bucket or f"{project}-{name}", main_region(zones), file)
     text = swarm_toml(plan, provider, cross_region, grants, pools)
@@ -197,37 +188,34 @@ def _new(
     return plan, text
 
 
-def _own_name() -> str:
-    """What a person's fleet is called where nothing says it: whoever shares the project has another one."""
+def _user_fleet_name() -> str:  # other users may share the project
     words = re.findall(r"[a-z0-9]+", getpass.getuser().lower())
     name = "-".join(words).lstrip("-0123456789")[:20].rstrip("-")
-    return name or DEFAULT.stem
+    return name or DEFAULT_FILE.stem
 
 
-def _known_project() -> str | None:
-    from tpuswarm.cloud.google.settings import find_project
-
+def _default_project() -> str | None:
     try:
         return find_project()
     except InputError:
         return None
 
 
-def _print_steps(todo: "list[InitStep]") -> None:
-    for number, step in enumerate(todo, 1):
-        there = " – already done" if step.there else ""
-        say(f"{number}. {step.says}{there}", hang=3)
+def _print_steps(steps: list[InitStep]) -> None:
+    for number, step in enumerate(steps, 1):
+        done = " – already done" if step.there else ""
+        say(f"{number}. {step.says}{done}", hang=3)
         if not step.there:
             print(textwrap.indent(step.line, "     "))
 
 
-def _asker(silent: bool) -> Callable[[str, str, str | None], str]:
-    """Asks a person; where there is none, or none is to be asked, takes the default or names the option left out."""
+def _make_question(is_silent: bool) -> Question:
+    """Return a function that asks on a terminal. Elsewhere it returns the default, or raises InputError."""
 
     def ask(question: str, flag: str, default: str | None) -> str:
-        if silent or not sys.stdin.isatty():
+        if is_silent or not sys.stdin.isatty():
             if default is None:
-                raise InputError(f"nobody can be asked here: give {flag}")
+                raise InputError(f"{flag} is needed, since there is no terminal to ask on")
             return default
         return str(typer.prompt(question, default=default, show_default=bool(default)))
 

@@ -1,27 +1,31 @@
-"""`tpuswarm up`, `down`, `pause`, `resume`, `keep`: each shows what it is about to do, and asks."""
+"""`tpuswarm up`, `down`, `pause`, `resume`, `keep`: change a fleet after a preview and a confirmation."""
 
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from tpuswarm.catalog import find
 from tpuswarm.cli.console import FleetOption, Target, Yes, confirm
 from tpuswarm.cli.fleet import apply
 from tpuswarm.cli.help import TYPED_WORDS
+from tpuswarm.cli.machine import jobs
+from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.names import resolve_name
+from tpuswarm.fleet.spec import desired_from_file
+from tpuswarm.fleet.spec.file import DEFAULT_FILE
+from tpuswarm.fleet.store import fleets
+from tpuswarm.fleet.store.document import Document
 from tpuswarm.train.process.terminal import say
 
-if TYPE_CHECKING:
-    from tpuswarm.fleet.decide.desired import Desired
-
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing. Needs no credentials.")]
-FleetOrMachine = Annotated[
-    str | None, typer.Argument(metavar="[FILE|NAME]", help="swarm.toml, a fleet, or a machine of it.")
+MachineName = Annotated[
+    str, typer.Argument(metavar="NAME", help="A machine: its name, its number, or a unique prefix.")
 ]
-Name = Annotated[str, typer.Argument(help="A machine: its name, its number, or a unique prefix.")]
-BY_HAND = "requested by `tpuswarm down`"
+DOWN_REASON = "requested by `tpuswarm down`"
 
 
 def up(
@@ -32,184 +36,173 @@ def up(
         typer.Argument(metavar="[-- CMD]", help="With --type: a job to run on it until it exits 0."),
     ] = None,
     type_: Annotated[str | None, typer.Option("--type", help="Without a file: a TPU of this type.")] = None,
-    zone: Annotated[list[str] | None, typer.Option("--zone", help="Without a file: zones in order.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Without a file: its name.")] = None,
+    zone: Annotated[list[str] | None, typer.Option(help="Without a file: zones in order.")] = None,
+    name: Annotated[str | None, typer.Option(help="Without a file: its name.")] = None,
     spot: Annotated[
         bool, typer.Option("--spot", help="Without a file: a spot TPU: cheaper, may be preempted.")
     ] = False,
-    provider: Annotated[str, typer.Option("--provider", help="Without a file: google or rehearsal.")] = "google",
-    scale: Annotated[
-        list[str] | None, typer.Option("--scale", help="POOL=N: set the number of machines in a pool.")
-    ] = None,
-    down_when: Annotated[
-        str | None, typer.Option("--down-when", help='Without a file: "done", "idle 30m" or a date.')
-    ] = None,
+    provider: Annotated[str, typer.Option(help="Without a file: google or rehearsal.")] = "google",
+    scale: Annotated[list[str] | None, typer.Option(help="POOL=N: set the number of machines in a pool.")] = None,
+    down_when: Annotated[str | None, typer.Option(help='Without a file: "done", "idle 30m" or a date.')] = None,
     paid: Annotated[
         bool, typer.Option("--paid", help="Also create TPUs that no grant covers, and pay for them.")
     ] = False,
     adopt: Annotated[
-        str | None, typer.Option("--adopt", help="Take over the machines of a fleet, by its id: its document is lost.")
+        str | None, typer.Option(help="Take over the machines of a fleet whose document is lost, by its id.")
     ] = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Then start a keeper: on the head, or else on this computer.")
     ] = False,
     yes: Yes = False,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the steps, do nothing. Needs no credentials.")
+    ] = False,
 ) -> None:
-    """Create what swarm.toml asks for, or one TPU, and wait until ready. Run it again to create what is missing."""
-    from tpuswarm.cli.machine import jobs
-    from tpuswarm.fleet.spec import desired_from_file
-    from tpuswarm.fleet.spec.file import DEFAULT_FILE
-
-    file, command = _command(context, file, words or [])
+    """Create the machines of swarm.toml, or one TPU, and wait until ready. Run it again to create missing ones."""
+    file, command = _split_words(context, file, words or [])
     if command and type_ is None:
-        raise InputError("-- CMD goes with --type; on a fleet, `tpuswarm exec POOL --detach -- CMD` starts a job")
-    read, warnings = desired_from_file.file_or_options(file, type_, zone or [], name, spot, provider, down_when)
+        raise InputError("-- CMD needs --type. To start a job on a fleet: `tpuswarm exec POOL --detach -- CMD`")
+    spec, warnings = desired_from_file.file_or_options(file, type_, zone or [], name, spot, provider, down_when)
     for warning in warnings:
         say(f"warning: {warning}", err=True)
 
-    def as_asked(wanted: "Desired") -> "Desired":
-        return desired_from_file.with_machine_name(desired_from_file.with_counts(wanted, scale or []), name)
+    def adjust(desired: Desired) -> Desired:
+        return desired_from_file.with_machine_name(desired_from_file.with_counts(desired, scale or []), name)
 
     if dry_run:
-        apply.dry_run(read, as_asked, paid, keep)
+        apply.print_dry_run(spec, adjust, paid, keep)
         return
-    from tpuswarm.fleet.store import fleets
-
-    fleet = fleets.fleet_of_file(read)
-    agreed = apply.agree(fleet, read, as_asked, paid, yes, keep, adopt=adopt)
-    wanted = agreed.wanted
+    fleet = fleets.fleet_of_file(spec)
+    confirmed = apply.preview_and_confirm(fleet, spec, adjust, paid, yes, keep, adopt=adopt)
+    desired = confirmed.desired
     if command:
-        jobs.store_main(fleet, wanted.pools[0].name, command)
-    at_home = False
+        jobs.store_main_job(fleet, desired.pools[0].name, command)
+    is_on_head = False
     try:
-        apply.bring_up(fleet, agreed, read.setup, keep, None if type_ else file or DEFAULT_FILE)
-        at_home = wanted.kept_on is not None
+        apply.create_fleet(fleet, confirmed, spec.setup, keep, None if type_ else file or DEFAULT_FILE)
+        is_on_head = desired.kept_on is not None
         if command:
-            jobs.see_begin(fleet, jobs.MAIN, kept=keep)
-    finally:  # whatever went wrong: machines may be there, and cost money
-        if at_home:
-            say(f"{wanted.keeper_machine} keeps it: this computer may go")
+            jobs.wait_until_started(fleet, jobs.MAIN_JOB, keep)
+    finally:  # even after an error machines may exist and cost money
+        if is_on_head:
+            say(f"the keeper runs on {desired.keeper_machine}; you may switch this computer off")
         elif keep:
-            say(f"it is kept in the background; what it does is in {fleet.log}")
-        elif any(each.how == "spot" for each in wanted.pools) or wanted.down_when or wanted.budget.total:
-            say("nobody keeps it from now on: run `tpuswarm keep`, or `tpuswarm up --keep` for the background")
+            say(f"the keeper runs in the background; its log is {fleet.log}")
+        elif any(pool.how == "spot" for pool in desired.pools) or desired.down_when or desired.budget.total:
+            say("no keeper runs from now on. Start one: `tpuswarm keep`, or `tpuswarm up --keep` in the background")
 
 
-def _command(context: typer.Context, file: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
-    """FILE and CMD, told apart by the `--` between them."""
+def _split_words(context: typer.Context, file: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
+    """Return FILE and CMD, which `--` separates."""
     typed = context.meta[TYPED_WORDS]
-    after = typed[typed.index("--") + 1 :] if "--" in typed else []
+    command = typed[typed.index("--") + 1 :] if "--" in typed else []
     given = [*([str(file)] if file else []), *words]
-    before = given[: len(given) - len(after)]
+    before = given[: len(given) - len(command)]
     if len(before) > 1:
-        raise InputError(f"{before[1]!r} is too much: give one FILE, and a command after --")
-    return Path(before[0]) if before else None, after
+        raise InputError(f"unexpected argument {before[1]!r}. Give one FILE, and a command after --.")
+    return Path(before[0]) if before else None, command
 
 
 def down(
-    target: FleetOrMachine = None,
-    orphans: Annotated[
-        str | None, typer.Option("--orphans", help="Delete the machines of a lost fleet, by its id.")
+    target: Annotated[
+        str | None, typer.Argument(metavar="[FILE|NAME]", help="swarm.toml, a fleet, or one of its machines.")
     ] = None,
+    orphans: Annotated[str | None, typer.Option(help="Delete the machines of a lost fleet, by its id.")] = None,
     yes: Yes = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
 ) -> None:
     """Delete a fleet, or one of its machines, and check by listing that nothing is left that costs money."""
-    from tpuswarm.fleet.spec import desired_from_file
-    from tpuswarm.fleet.store import fleets
-
-    fleet, machine = apply.target_of(target)
+    fleet, machine = apply.find_fleet_or_machine(target)
     cloud = fleet.provider()
     store: fleets.Store = fleet.store(cloud)
     if orphans is None:
         document, listing, note = fleets.inspect_fleet(fleet, store, cloud, None)
     else:
-        found, listing = fleets.find_orphans(fleet, store, cloud, orphans)
-        document, store, note = found, fleets.MemoryStore(found), ""
+        orphaned, listing = fleets.find_orphans(fleet, store, cloud, orphans)
+        document, store, note = orphaned, fleets.MemoryStore(orphaned), ""
     if note:
         say(f"note: {note}", err=True)
     if document is None:
         say(f"there is no fleet {fleet.name} in project {cloud.project}")
         return
-    desired = document.desired
-    wanted = desired_from_file.without_machine(desired, listing, machine) if machine else replace(desired, down=BY_HAND)
-    wanted = replace(wanted, revision=wanted.revision + 1)
-    shown = apply.previewed(wanted, listing, cloud.project, document)
-    if desired.down is not None and machine is None and not shown.steps:
-        say(f"{desired.fleet} is down already: {desired.down}")
+    before = document.desired
+    if machine:
+        desired = desired_from_file.without_machine(before, listing, machine)
     else:
-        apply.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
+        desired = replace(before, down=DOWN_REASON)
+    desired = replace(desired, revision=desired.revision + 1)
+    steps = apply.preview_change(desired, listing, cloud.project, document)
+    if before.down is not None and machine is None and not steps.steps:
+        say(f"{before.fleet} is deleted already: {before.down}")
+    else:
+        apply.print_preview(steps, desired, fleet.provider_name, has_keeper=True, is_ending=True)
     if dry_run:
         say("nothing was done")
         return
-    if shown.steps:
+    if steps.steps:
         confirm(yes)
-    fleets.change_desired(store, wanted, desired)
-    apply.work(fleet, cloud, store, lambda tick: tick.converged if machine else tick.done)
+    fleets.change_desired(store, desired, before)
+    apply.run_keeper(fleet, cloud, store, lambda tick: tick.converged if machine else tick.done)
     if machine:
-        say("it is gone, and its pool has one machine fewer")
+        say("deleted; its pool now has one machine fewer")
         return
-    stays = f"; the bucket gs://{fleet.bucket} stays, with what is in it" if fleet.bucket else ""
-    say(f"nothing that carries the id {desired.fleet} is left in project {cloud.project}, as its lists show{stays}")
+    bucket = f"; its bucket gs://{fleet.bucket} stays" if fleet.bucket else ""
+    say(f"project {cloud.project} lists nothing with the id {before.fleet} any more{bucket}")
     if orphans is None:
         fleet.forget()
-        say(f"`tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}` brings it back")
+        say(f"create it again: `tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}`")
 
 
-def pause(name: Name, fleet: FleetOption = None, yes: Yes = False) -> None:
+def pause(name: MachineName, fleet: FleetOption = None, yes: Yes = False) -> None:
     """Stop a machine, so that only its disk costs money. Pods cannot be stopped, spot machines cannot be resumed."""
-    _turn(name, fleet, yes, pausing=True)
+    _change_paused(name, fleet, yes, pausing=True)
 
 
-def resume(name: Name, fleet: FleetOption = None, yes: Yes = False) -> None:
+def resume(name: MachineName, fleet: FleetOption = None, yes: Yes = False) -> None:
     """Start a paused machine."""
-    _turn(name, fleet, yes, pausing=False)
+    _change_paused(name, fleet, yes, pausing=False)
 
 
 def keep(target: Target = None) -> None:
-    """Run the keeper in the foreground until Ctrl-C: create what is missing, delete what is dead."""
-    from tpuswarm.fleet.store import fleets
-
+    """Run the keeper in the foreground until Ctrl-C: create missing machines, delete dead ones."""
     fleet, _ = fleets.find_fleet(target)
     cloud = fleet.provider()
-    alone = not sys.stdin.isatty()
-    apply.work(fleet, cloud, fleet.store(cloud), lambda tick: tick.done, stays=True, patient=alone)
+    has_user = sys.stdin.isatty()
+    apply.run_keeper(fleet, cloud, fleet.store(cloud), lambda tick: tick.done, is_permanent=True, patient=not has_user)
 
 
-def _turn(text: str, where: str | None, yes: bool, pausing: bool) -> None:
-    from tpuswarm.catalog import find
-    from tpuswarm.fleet.decide.names import resolve_name
-    from tpuswarm.fleet.store import fleets
-
-    fleet, _ = fleets.find_fleet(where)
+def _change_paused(text: str, target: str | None, yes: bool, pausing: bool) -> None:
+    fleet, _ = fleets.find_fleet(target)
     cloud = fleet.provider()
     store = fleet.store(cloud)
     document, listing, _ = fleets.inspect_fleet(fleet, store, cloud, None)
     if document is None:
         raise InputError(f"there is no fleet {fleet.name} in project {cloud.project}")
-    wanted = document.desired
-    ours = {each.name: each for each in listing.machines if each.fleet == wanted.fleet}
-    name = resolve_name(text, {**ours, **wanted.paused})
-    machine = ours.get(name)
-    paused = dict(wanted.paused)
+    desired = _with_paused(document, listing, text, pausing)
+    steps = apply.preview_change(desired, listing, cloud.project, document)
+    apply.print_preview(steps, desired, fleet.provider_name, has_keeper=True, is_ending=True)
+    if steps.steps:
+        confirm(yes)
+    fleets.change_desired(store, desired, document.desired)
+    apply.run_keeper(fleet, cloud, store, lambda tick: tick.converged)
+
+
+def _with_paused(document: Document, listing: Listing, text: str, pausing: bool) -> Desired:
+    """Return the desired fleet with a machine paused or resumed. Raises InputError if that is impossible."""
+    desired = document.desired
+    machines = {machine.name: machine for machine in listing.machines if machine.fleet == desired.fleet}
+    name = resolve_name(text, {**machines, **desired.paused})
+    machine = machines.get(name)
+    paused = dict(desired.paused)
     if not pausing:
         if paused.pop(name, None) is None:
             raise InputError(f"{name} is not paused")
     elif machine is None:
-        raise InputError(f"{name} is not there at the moment")
+        raise InputError(f"{name} does not exist now")
     elif machine.spot:
-        raise InputError(f"{name} is spot, and could not be started again: `tpuswarm down {name}` deletes it")
+        raise InputError(f"{name} is spot, so it could not be resumed. Delete it: `tpuswarm down {name}`")
     elif machine.kind == "tpu" and (hosts := find(machine.type).hosts) > 1:
-        raise InputError(
-            f"{name} is a pod of {hosts} hosts, which cannot be stopped: `tpuswarm down {name}` deletes it"
-        )
+        raise InputError(f"{name} is a pod of {hosts} hosts, which cannot be paused. Delete it: `tpuswarm down {name}`")
     else:
         paused[name] = machine.pool or ""
-    wanted = replace(wanted, paused=paused, revision=wanted.revision + 1)
-    shown = apply.previewed(wanted, listing, cloud.project, document)
-    apply.print_preview(shown, wanted, fleet.provider_name, kept=True, ending=True)
-    if shown.steps:
-        confirm(yes)
-    fleets.change_desired(store, wanted, document.desired)
-    apply.work(fleet, cloud, store, lambda tick: tick.converged)
+    return replace(desired, paused=paused, revision=desired.revision + 1)

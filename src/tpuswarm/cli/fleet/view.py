@@ -1,24 +1,31 @@
-"""`tpuswarm list`, `describe`, `cost`: looking at a fleet."""
+"""`tpuswarm list`, `describe`, `cost`: show a fleet."""
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tpuswarm.cli.console import FleetOption, Json, Target, make_console
+from tpuswarm.cloud.protocol import Listing
+from tpuswarm.config.formatting import format_age
 from tpuswarm.errors import InputError
+from tpuswarm.fleet import view
+from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.money import Rate, format_dollars
+from tpuswarm.fleet.decide.names import resolve_name
+from tpuswarm.fleet.decide.spending import PoolSpending
+from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.train.process.terminal import say
 
-if TYPE_CHECKING:
-    from tpuswarm.cloud.protocol import Listing
-    from tpuswarm.fleet.decide.actions import Event
-    from tpuswarm.fleet.store.document import Document
-    from tpuswarm.fleet.store.fleets import Fleet
+POLL_INTERVAL_S = 5.0
+STATES_WITHOUT_COST = ("dead", "deleting", "waiting", "stopped")
 
-LOOKS = 5.0
-"""Seconds between two looks of --live."""
+FleetReader = Callable[[], tuple[Document, Listing, list[Event]]]
+"""Reads a fleet's document, the cloud's list of its machines, and its events."""
 
 
 def list_(
@@ -27,30 +34,23 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List a fleet's machines in all zones: state, age, losses and price; and its grants."""
-    _fleet, read = look_at(target)
+    _, read = open_fleet(target)
     if as_json:
-        from tpuswarm.fleet.view import fleet_object
-
-        document, listing, events = read()
-        print(json.dumps(fleet_object(document, listing, events, time.time())))
+        print(json.dumps(view.fleet_object(*read(), time.time())))
         return
+    console = make_console()
     if not live:
-        console = make_console()
-        document, listing, events = read()
-        console.print(_drawn(document, listing, events, console.width))
+        console.print(_draw_fleet(*read(), console.width))
         return
     from tpuswarm.train.process.drawn import Drawn
 
-    console = make_console()
+    def draw() -> Any:
+        return _draw_fleet(*read(), console.width, console)
 
-    def look() -> Any:
-        document, listing, events = read()
-        return _drawn(document, listing, events, console.width, console)
-
-    with Drawn(look(), console=console, auto_refresh=False) as screen:
+    with Drawn(draw(), console=console, auto_refresh=False) as screen:
         while True:
-            time.sleep(LOOKS)
-            screen.update(look(), refresh=True)
+            time.sleep(POLL_INTERVAL_S)
+            screen.update(draw(), refresh=True)
 
 
 def describe(
@@ -59,121 +59,97 @@ def describe(
     as_json: Json = False,
 ) -> None:
     """Show everything known about a machine: what it is, what happened to it and why, even after it is gone."""
-    from tpuswarm.config.formatting import format_age
-    from tpuswarm.fleet.decide.names import resolve_name
-    from tpuswarm.fleet.view import machine_rows
-
-    _, read = look_at(fleet)
+    _, read = open_fleet(fleet)
     document, listing, events = read()
-    now = time.time()
-    there = {row.name: row for row in machine_rows(document.desired, listing, events, now)}
-    found = resolve_name(name, {*there, *(each.machine for each in events if each.machine)})
-    mine = [each for each in events if each.machine == found]
-    row = there.get(found)
+    rows = {row.name: row for row in view.machine_rows(document.desired, listing, events, time.time())}
+    machine = resolve_name(name, {*rows, *(event.machine for event in events if event.machine)})
+    history = [event for event in events if event.machine == machine]
+    row = rows.get(machine)
     if as_json:
-        print(json.dumps({"machine": asdict(row) if row else None, "events": [each._asdict() for each in mine]}))
+        objects = [event._asdict() for event in history]
+        print(json.dumps({"machine": asdict(row) if row else None, "events": objects}))
         return
     if row is None:
-        say(f"{found}: it is not there any more")
+        say(f"{machine} no longer exists")
     else:
-        health = {True: "healthy", False: f"unhealthy: {row.why}", None: row.why or "health not known"}[row.healthy]
+        health = {True: "healthy", False: f"unhealthy: {row.why}", None: row.why or "health unknown"}[row.healthy]
         say(f"{row.name}: {row.type} ({row.how}) of pool {row.pool} in {row.zone}")
         say(f"state: {row.said}, {health}" + (f"; {format_age(row.age_s)} old" if row.age_s is not None else ""))
         for number, (internal, external) in enumerate(row.workers):
-            say(f"worker {number}: {internal or '–'} inside, {external or '–'} outside")
+            say(f"worker {number}: internal address {internal or '–'}, external {external or '–'}")
         price = (
-            "unknown"
-            if row.hourly is None
-            else "free under a grant"
-            if row.hourly == 0
-            else f"${row.hourly:,.2f} an hour"
+            "unknown" if row.hourly is None else f"${row.hourly:,.2f} an hour" if row.hourly else "free under a grant"
         )
         say(f"price: {price}" + (f"; ${row.cost:,.2f} since it was created" if row.cost else ""))
-    say("history:" if mine else "no history of it is known here")
-    for each in mine:
-        say(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(each.at))}  {each.kind}: {each.text}")
+    say("history:" if history else "no history is stored")
+    for event in history:
+        say(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.at))}  {event.kind}: {event.text}")
 
 
 def cost(target: Target = None, as_json: Json = False) -> None:
-    """Show what a fleet has cost so far and costs per hour, by pool, from what was observed and public prices."""
-    from tpuswarm.fleet.decide.money import Rate, format_dollars
-    from tpuswarm.fleet.decide.spending import PoolSpending
-    from tpuswarm.fleet.view import machine_rows
-    from tpuswarm.fleet.view import total_spending as spent_by
-
-    _, read = look_at(target)
-    document, listing, _ = read()
-    now = time.time()
-    ledger = spent_by(document, listing, now)
-    rates: dict[str, Rate] = {}
-    for row in machine_rows(document.desired, listing, (), now):
-        if row.state not in ("dead", "deleting", "waiting", "stopped"):
-            rates[row.pool] = rates.get(row.pool, Rate()).plus(row.hourly)
-    spent = ledger.pools
-    pools = list(dict.fromkeys((*(each.name for each in document.desired.pools), *spent)))
-    if as_json:
-        shown = {
-            pool: {**asdict(spent.get(pool, PoolSpending())), "hourly": asdict(rates.get(pool, Rate()))}
-            for pool in pools
-        }
-        print(json.dumps({"dollars": ledger.dollars, "at": ledger.at, "pools": shown}))
-        return
+    """Show what a fleet has cost so far and costs per hour, by pool, from observed hours and public prices."""
     from rich.table import Table
 
+    _, read = open_fleet(target)
+    document, listing, _ = read()
+    now = time.time()
+    spending = view.total_spending(document, listing, now)
+    rates: dict[str, Rate] = {}
+    for row in view.machine_rows(document.desired, listing, (), now):
+        if row.state not in STATES_WITHOUT_COST:
+            rates[row.pool] = rates.get(row.pool, Rate()).plus(row.hourly)
+    names = dict.fromkeys((*(pool.name for pool in document.desired.pools), *spending.pools))
+    pools = {name: (spending.pools.get(name, PoolSpending()), rates.get(name, Rate())) for name in names}
+    if as_json:
+        objects = {name: {**asdict(spent), "hourly": asdict(rate)} for name, (spent, rate) in pools.items()}
+        print(json.dumps({"dollars": spending.dollars, "at": spending.at, "pools": objects}))
+        return
     table = Table(box=None, pad_edge=False)
     for column in ("pool", "machine-hours", "under grants", "unknown price", "so far", "an hour"):
         table.add_column(column, justify="left" if column == "pool" else "right", no_wrap=True)
-    for pool in pools:
-        one = spent.get(pool, PoolSpending())
-        table.add_row(
-            pool, f"{one.hours:,.2f}", f"{one.free_hours:,.2f}", f"{one.unknown_hours:,.2f}",
-            format_dollars(one.dollars), rates.get(pool, Rate()).hour,
-        )  # fmt: skip
+    for name, (spent, rate) in pools.items():
+        hours = (f"{spent.hours:,.2f}", f"{spent.free_hours:,.2f}", f"{spent.unknown_hours:,.2f}")
+        table.add_row(name, *hours, format_dollars(spent.dollars), rate.hour)
     make_console().print(table)
-    say(f"{format_dollars(ledger.dollars)} so far, without traffic, buckets and disks of TPUs; Google's bill decides")
+    total = format_dollars(spending.dollars)
+    say(f"{total} so far, without traffic, buckets and disks of TPUs; only Google's bill is exact")
 
 
-def look_at(target: str | None) -> "tuple[Fleet, Any]":
-    """A fleet, and what reads it: document, listing, events."""
-    from tpuswarm.fleet.store import fleets
-
-    fleet, _ = fleets.find_fleet(target)
+def open_fleet(target: str | None) -> tuple[Fleet, FleetReader]:
+    """Return a fleet and its reader, which raises InputError if the fleet does not exist."""
+    fleet, _ = find_fleet(target)
     cloud = fleet.provider()
     store = fleet.store(cloud)
 
-    def read() -> "tuple[Document, Listing, list[Event]]":
+    def read() -> tuple[Document, Listing, list[Event]]:
         document = store.load()
         if document is None:
-            raise InputError(f"there is no fleet {fleet.name} in project {cloud.project}: `tpuswarm up` makes it")
+            raise InputError(f"there is no fleet {fleet.name} in project {cloud.project}. Create it: `tpuswarm up`")
         listing = cloud.machines(document.zones)
-        seen = {*fleet.history.events(), *document.events}
-        return document, listing, sorted(seen)
+        return document, listing, sorted({*fleet.history.events(), *document.events})
 
     return fleet, read
 
 
-def _drawn(document: "Document", listing: "Listing", events: "list[Event]", width: int, screen: Any = None) -> Any:
-    """`screen`: a console on which all has to be seen at once; what does not fit there is what is well."""
+def _draw_fleet(document: Document, listing: Listing, events: list[Event], width: int, screen: Any = None) -> Any:
+    """Draw the machines. If they do not fit on `screen`, leave out healthy ones first."""
     from rich.console import Group
     from rich.text import Text
 
-    from tpuswarm.fleet.view import list_strangers, machine_rows, machines_table, summary_lines
-
     now = time.time()
-    shown = machine_rows(document.desired, listing, events, now)
-    parts: list[Any] = [Text(line) for line in summary_lines(document, listing, now)]
+    rows = view.machine_rows(document.desired, listing, events, now)
+    parts: list[Any] = [Text(line) for line in view.summary_lines(document, listing, now)]
     if listing.unreachable:
-        parts.append(
-            Text(f"not known, as they do not answer: {', '.join(sorted(listing.unreachable))}", style="yellow")
-        )
-    parts += [Text(f"not of this fleet: {line}", style="dim") for line in list_strangers(document.desired, listing)]
-    if not shown:
+        parts.append(Text(f"unknown, no answer from: {', '.join(sorted(listing.unreachable))}", style="yellow"))
+    strangers = view.list_strangers(document.desired, listing)
+    parts += [Text(f"not of this fleet: {line}", style="dim") for line in strangers]
+    if not rows:
         return Group(Text("no machines"), *parts)
     if screen is not None:
-        below = sum(len(screen.render_lines(part)) for part in parts)
-        room = max(1, screen.height - below - 3)  # heads of columns, what is left out, and the cursor's line
-        if len(shown) > room:
-            shown.sort(key=lambda row: row.state == "ready" and row.healthy is not False)
-            parts.insert(0, Text(f"and {len(shown) - room} more", style="dim"))
-            shown = shown[:room]
-    return Group(machines_table(shown, width), *parts)
+        lines_below = sum(len(screen.render_lines(part)) for part in parts)
+        room = max(1, screen.height - lines_below - 3)  # column heads, "and … more", and the cursor's line
+        if len(rows) > room:
+            rows.sort(key=lambda row: row.state == "ready" and row.healthy is not False)
+            parts.insert(0, Text(f"and {len(rows) - room} more", style="dim"))
+            rows = rows[:room]
+    return Group(view.machines_table(rows, width), *parts)

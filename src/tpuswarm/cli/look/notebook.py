@@ -1,152 +1,133 @@
 """`tpuswarm notebook`: Jupyter on a machine or a slice, in this computer's browser or in Colab."""
 
+import asyncio
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from tpuswarm.cli.console import FleetOption, Yes
+from tpuswarm.cli.console import FleetOption, Yes, confirm, make_console
+from tpuswarm.cli.machine.setup import SetupProgress, describe_hosts, print_outcome
+from tpuswarm.doctor.checks.held import BUSY
+from tpuswarm.doctor.cloud import REACH
+from tpuswarm.doctor.examine import examine
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.fleet.hosts.routes import ReachableHosts, Routes, open_routes
+from tpuswarm.fleet.hosts.setup import install_notebook
+from tpuswarm.fleet.store.fleets import find_fleet
+from tpuswarm.remote.connect import Connections
+from tpuswarm.remote.forward import Taken, forward, hold
+from tpuswarm.remote.host import Host
+from tpuswarm.remote.notebook.begin import NoJupyter, Notebook, begin, end
+from tpuswarm.remote.places import there
 from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
 
-if TYPE_CHECKING:
-    from tpuswarm.fleet.hosts.routes import ReachableHosts, Routes
-    from tpuswarm.remote.connect import Connections
-    from tpuswarm.remote.host import Host
-    from tpuswarm.remote.notebook.begin import NoJupyter, Notebook
-
-PORT = 8888
-"""Jupyter's own, which Colab proposes."""
+DEFAULT_PORT = 8888
+"""Jupyter's own default, which Colab suggests."""
 
 
 def notebook(
-    name: Annotated[str, typer.Argument(help="A machine; on a slice each cell runs on all of its workers.")],
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port here.")] = PORT,
+    name: Annotated[str, typer.Argument(help="A machine; on a slice each cell runs on all workers.")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The local port.")] = DEFAULT_PORT,
     stop: Annotated[bool, typer.Option("--stop", help="End Jupyter there, with its kernels.")] = False,
     yes: Yes = False,
     fleet: FleetOption = None,
 ) -> None:
     """Open Jupyter on a machine, through SSH, for a browser or Colab on this computer.
 
-    Ctrl-C disconnects; kernels keep running, and the same command comes back to them.
+    Ctrl-C disconnects; kernels keep running, and the same command reconnects to them.
     """
-    import asyncio
-
-    from tpuswarm.fleet.hosts.routes import open_routes
-    from tpuswarm.fleet.store import fleets
-    from tpuswarm.remote.notebook.begin import NoJupyter
-
-    routes = open_routes(fleets.find_fleet(fleet)[0])
-    reached = _one(routes, name)
+    routes = open_routes(find_fleet(fleet)[0])
+    machine = _find_machine(routes, name)
     if stop:
-        asyncio.run(_stop(routes, reached))
+        asyncio.run(_stop(routes, machine))
         return
-    if _is_taken(port):
-        free = next((each for each in range(port + 1, 65536) if not _is_taken(each)), None)
-        way = f"`tpuswarm notebook {name} --port {free}` takes a free one" if free else "choose another one with --port"
-        raise InputError(f"port {port} of this computer is taken by another program: {way}")
+    if _is_used(port):
+        free = next((other for other in range(port + 1, 65536) if not _is_used(other)), None)
+        hint = f"`tpuswarm notebook {name} --port {free}`" if free else "another --port"
+        raise InputError(f"another program on this computer uses port {port}. Try {hint}.")
     try:
-        first = asyncio.run(_first(routes, reached))
-    except NoJupyter as lacking:
-        _offer(routes, reached, lacking, yes)
-        first = asyncio.run(_first(routes, reached))
-    asyncio.run(_serve(routes, name, port, first))
+        started = asyncio.run(_start(routes, machine))
+    except NoJupyter as missing:
+        _install_after_question(routes, machine, missing, yes)
+        started = asyncio.run(_start(routes, machine))
+    asyncio.run(_forward(routes, name, port, started))
 
 
-def _one(routes: "Routes", name: str) -> "ReachableHosts":
-    """The machine that is meant, which has to be there as a whole."""
+def _find_machine(routes: Routes, name: str) -> ReachableHosts:
+    """Return all hosts of the machine. Raises InputError for several machines, and if a host is unreachable."""
     if "/" in name:
         machine = name.partition("/")[0]
-        raise InputError(f"a notebook is of a whole machine, not of a worker: `tpuswarm notebook {machine}`")
-    reached = routes.find(name)
-    machines = sorted({each.name for each in reached.machines.values()})
+        raise InputError(f"a notebook runs on a whole machine, not on one worker: `tpuswarm notebook {machine}`")
+    machine_hosts = routes.find(name)
+    machines = sorted({machine.name for machine in machine_hosts.machines.values()})
     if len(machines) > 1:
-        raise InputError(f"{name} is {len(machines)} machines: name one, such as {machines[0]}")
-    if reached.away:
-        raise InputError(reached.away[0])
-    return reached
+        raise InputError(f"{name} is {len(machines)} machines; name one, such as {machines[0]}")
+    if machine_hosts.away:
+        raise InputError(machine_hosts.away[0])
+    return machine_hosts
 
 
-async def _stop(routes: "Routes", reached: "ReachableHosts") -> None:
-    from tpuswarm.remote.connect import Connections
-    from tpuswarm.remote.notebook.begin import end
-
+async def _stop(routes: Routes, machine: ReachableHosts) -> None:
     async with Connections(routes.key) as connections:
-        ran = await end(connections, reached.hosts)
-    what = "is stopping, with its kernels" if ran else "is not running"
-    say(f"Jupyter on {_called(reached)} {what}")
+        was_running = await end(connections, machine.hosts)
+    state = "is stopping, with its kernels" if was_running else "is not running"
+    say(f"Jupyter on {_describe_machine(machine)} {state}")
 
 
-async def _first(routes: "Routes", reached: "ReachableHosts") -> "Notebook":
-    """The server, begun where it does not run and nobody else has the chips."""
-    from tpuswarm.doctor.checks.held import BUSY
-    from tpuswarm.doctor.cloud import REACH
-    from tpuswarm.doctor.examine import examine
-    from tpuswarm.remote.connect import Connections
-    from tpuswarm.train.process.waiting import waiting
-
+async def _start(routes: Routes, machine: ReachableHosts) -> Notebook:
+    """Start Jupyter unless it runs. Raises RunFailed if another program uses the chips."""
     async with Connections(routes.key) as connections:
-        with waiting(f"looking at {_called(reached)}"):
-            found = await examine(connections, reached, checks=(BUSY,))
-        for each in found:
-            if each.check == BUSY.id:
-                raise RunFailed(f"{each.host}: {each.wrong.what}; {each.wrong.mend}")
-            if each.check == REACH:
-                say(f"warning: nobody knows who has the chips of {each.host}: {each.wrong.what}", err=True)
-        with waiting(f"beginning Jupyter on {_called(reached)}"):
-            return await _begin(connections, reached, None)
+        with waiting(f"checking {_describe_machine(machine)}"):
+            findings = await examine(connections, machine, checks=(BUSY,))
+        for finding in findings:
+            if finding.check == BUSY.id:
+                raise RunFailed(f"{finding.host}: {finding.wrong.what}; {finding.wrong.mend}")
+            if finding.check == REACH:
+                say(f"warning: cannot see who uses the chips of {finding.host}: {finding.wrong.what}", err=True)
+        with waiting(f"starting Jupyter on {_describe_machine(machine)}"):
+            return await _begin_jupyter(connections, machine, None)
 
 
-async def _begin(connections: "Connections", reached: "ReachableHosts", before: "Notebook | None") -> "Notebook":
-    from pathlib import Path
-
-    from tpuswarm.remote.notebook.begin import begin
-    from tpuswarm.remote.places import there
-
-    machine = reached.machines[reached.hosts[0].label]
-    addresses = [each.internal or "" for each in machine.workers]
-    return await begin(connections, reached.hosts, addresses, there(Path.cwd()), before)
+async def _begin_jupyter(connections: Connections, machine: ReachableHosts, before: Notebook | None) -> Notebook:
+    workers = machine.machines[machine.hosts[0].label].workers
+    addresses = [worker.internal or "" for worker in workers]
+    return await begin(connections, machine.hosts, addresses, there(Path.cwd()), before)
 
 
-async def _serve(routes: "Routes", name: str, port: int, first: "Notebook") -> None:
-    """The way to it until Ctrl-C, also after a lost connection, and to a machine that came back in its place."""
-    import asyncio
-
-    from tpuswarm.remote.connect import Connections
-    from tpuswarm.remote.forward import forward
-
-    now = first
+async def _forward(routes: Routes, name: str, port: int, started: Notebook) -> None:
+    """Forward the port until Ctrl-C. Reconnects, also to a machine that replaces this one."""
+    current = started
 
     async with Connections(routes.key) as connections:
 
-        async def find() -> "Host":
-            nonlocal now
-            reached = await asyncio.to_thread(_one, routes, name)
-            now = await _begin(connections, reached, now)
-            if now.port != first.port:
-                raise RunFailed(f"Jupyter has another port on {name} now: give the command again")
-            return now.host
+        async def find() -> Host:
+            nonlocal current
+            machine = await asyncio.to_thread(_find_machine, routes, name)
+            current = await _begin_jupyter(connections, machine, current)
+            if current.port != started.port:
+                raise RunFailed(f"Jupyter on {name} has a new port; repeat the command")
+            return current.host
 
-        def opened(host: "Host") -> str:
-            return "\n".join(_said(now, name, port, first.is_new if now.token == first.token else True))
+        def describe(host: Host) -> str:
+            is_new = started.is_new if current.token == started.token else True
+            return "\n".join(_describe_notebook(current, name, port, is_new))
 
-        await forward(connections, find, port, first.port, say, opened)
+        await forward(connections, find, port, started.port, say, describe)
 
 
-def _said(now: "Notebook", name: str, port: int, is_new: bool) -> list[str]:
-    """What a person is told."""
-    state = "is running" if is_new else "is still running"
+def _describe_notebook(notebook: Notebook, name: str, port: int, is_new: bool) -> list[str]:
     return [
-        f"Jupyter on {now.host.label} {state}",
-        f"  browser: {now.url(port, path='lab')}",
-        f"  Colab:   {now.url(port, 'localhost')} (Connect, Connect to a local runtime)",
-        f"Ctrl-C disconnects; kernels keep running: `tpuswarm notebook {name} --stop` ends them",
+        f"Jupyter on {notebook.host.label} {'is running' if is_new else 'is still running'}",
+        f"  browser: {notebook.url(port, path='lab')}",
+        f"  Colab:   {notebook.url(port, 'localhost')} (Connect, Connect to a local runtime)",
+        f"Ctrl-C disconnects, and kernels keep running. To end them: `tpuswarm notebook {name} --stop`",
     ]
 
 
-def _is_taken(port: int) -> bool:
-    from tpuswarm.remote.forward import Taken, hold
-
+def _is_used(port: int) -> bool:
     try:
         hold(port).close()
     except Taken:
@@ -154,31 +135,20 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-def _offer(routes: "Routes", reached: "ReachableHosts", lacking: "NoJupyter", yes: bool) -> None:
-    """Put Jupyter there, if a person wants it."""
-    import asyncio
-
-    from tpuswarm.cli.console import confirm
-
+def _install_after_question(routes: Routes, machine: ReachableHosts, missing: NoJupyter, yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
-        raise InputError(f"{lacking}, and with --yes this command does")
-    say(f"{lacking}; it can be done now, on {_called(reached)} alone")
+        raise InputError(f"{missing}, or add --yes to install it now")
+    say(f"{missing}, or install it now on {_describe_machine(machine)} only")
     confirm(yes)
-    asyncio.run(_put(routes, reached))
+    hosts = machine.hosts
+    with SetupProgress(make_console(), hosts) as progress:
+        outcome = asyncio.run(install_notebook(routes, hosts, progress.set_step))
+    print_outcome(
+        f"Jupyter is installed on {describe_hosts(len(outcome.done), hosts)}", list(outcome.failed.values()), hosts
+    )
 
 
-async def _put(routes: "Routes", reached: "ReachableHosts") -> None:
-    from tpuswarm.cli.console import make_console
-    from tpuswarm.cli.machine.setup import Watching, finish, some_of
-    from tpuswarm.fleet.hosts.setup import install_notebook
-
-    hosts = reached.hosts
-    with Watching(make_console(), hosts) as watching:
-        outcome = await install_notebook(routes, hosts, watching.told)
-    finish(f"{some_of(len(outcome.done), hosts)}: Jupyter is there", list(outcome.failed.values()), hosts)
-
-
-def _called(reached: "ReachableHosts") -> str:
-    count = len(reached.hosts)
-    name = reached.hosts[0].label.partition("/")[0]
+def _describe_machine(machine: ReachableHosts) -> str:
+    count = len(machine.hosts)
+    name = machine.hosts[0].label.partition("/")[0]
     return name if count == 1 else f"{name} ({count} workers)"

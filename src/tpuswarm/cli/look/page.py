@@ -1,78 +1,71 @@
-"""`tpuswarm page`: a run and its fleet in a browser."""
+"""`tpuswarm page`: show a run and its fleet in a browser."""
 
+import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from tpuswarm.cli.fleet.training_view import find_fleet_training
+from tpuswarm.cli.fleet.view import open_fleet
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.hosts.routes import open_routes
+from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines, read_swarm
+from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.run.listing import find_run, list_runs
+from tpuswarm.train.storage.folders import is_url
+from tpuswarm.watch.page.guard import LOOPBACK, page_token
+from tpuswarm.watch.page.live import Live, Subject
 
-if TYPE_CHECKING:
-    from tpuswarm.watch.page.live import Subject
-
-PORT = 8787
+DEFAULT_PORT = 8787
 
 
 def page(
-    of: Annotated[
+    subject: Annotated[
         str | None, typer.Argument(metavar="[RUN|FILE]", help="A run, or swarm.toml: its fleet and its run.")
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="On loopback.")] = PORT,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On loopback.")] = DEFAULT_PORT,
 ) -> None:
     """Show a run and its fleet on a live web page of this computer, and to Prometheus at /metrics. Ctrl-C ends it.
 
-    Without an argument: ./swarm.toml and its run, else the run of ./runs used last. A fleet without a run of its own
-    comes with that one too.
+    Without an argument: ./swarm.toml and its run, else the run in ./runs that was used last. A fleet without a run of
+    its own comes with that one too.
     """
-    import asyncio
-
-    from tpuswarm.train.process.waiting import waiting
-    from tpuswarm.watch.page.guard import LOOPBACK, page_token
-    from tpuswarm.watch.page.live import Live
     from tpuswarm.watch.page.server import listener, serve
 
-    subject = _subject(of)
-    listens = listener(port)
+    found = _find_subject(subject)
+    socket = listener(port)
     token = page_token()
 
-    async def work() -> None:
-        live = Live(subject)
-        with waiting(f"looking at {subject.run or of or 'the fleet'}"):
+    async def run() -> None:
+        live = Live(found)
+        with waiting(f"reading {found.run or subject or 'the fleet'}"):
             await asyncio.to_thread(live.open)
         url = f"http://{LOOPBACK}:{port}/?token={token}"
-        await serve(live, listens, token, lambda: say(f"{url}\nkeep this URL secret; Ctrl-C stops the page"))
+        await serve(live, socket, token, lambda: say(f"{url}\nkeep this URL secret; Ctrl-C stops the page"))
 
     try:
-        asyncio.run(work())
+        asyncio.run(run())
     finally:
-        listens.close()
+        socket.close()
 
 
-def _subject(of: str | None) -> "Subject":
-    """Raises InputError for what there is not."""
-    from tpuswarm.cli.fleet.training_view import training_here
-    from tpuswarm.cli.fleet.view import look_at
-    from tpuswarm.fleet.hosts.routes import open_routes
-    from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines, read_swarm
-    from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
-    from tpuswarm.train.run.listing import find_run, list_runs
-    from tpuswarm.train.storage.folders import is_url
-    from tpuswarm.watch.page.live import Subject
-
-    path = Path(of) if of is not None and of.endswith(".toml") else DEFAULT_FILE
-    if of in (None, str(path)) and (of is not None or asks_for_machines(path)):
+def _find_subject(name: str | None) -> Subject:
+    path = Path(name) if name is not None and name.endswith(".toml") else DEFAULT_FILE
+    if name in (None, str(path)) and (name is not None or asks_for_machines(path)):
         if not asks_for_machines(path):
-            raise InputError(f"{path} is no fleet: name a swarm.toml with pools, or a run")
+            raise InputError(f"{path} is not a fleet's file; name a swarm.toml with pools, or a run")
         use_rehearsed_buckets(path)
-        training = training_here(None, path)
-        fleet, read = look_at(str(path))
-        local = next(iter(list_runs(path.parent / "runs")), None) if read_swarm(path).train is None else None
-        return Subject(training.url if training else str(local or ""), read, open_routes(fleet))
-    run = of or "last"
-    if is_url(run):
-        if training := training_here(run):
-            fleet, read = look_at(None)
-            return Subject(run, training.read, open_routes(fleet))
-        return Subject(run)
-    return Subject(str(find_run(run)))
+        training = find_fleet_training(None, path)
+        fleet, read = open_fleet(str(path))
+        local_run = next(iter(list_runs(path.parent / "runs")), None) if read_swarm(path).train is None else None
+        return Subject(training.url if training else str(local_run or ""), read, open_routes(fleet))
+    run = name or "last"
+    if not is_url(run):
+        return Subject(str(find_run(run)))
+    if training := find_fleet_training(run):
+        fleet, _ = open_fleet(None)
+        return Subject(run, training.read_fleet, open_routes(fleet))
+    return Subject(run)

@@ -1,26 +1,31 @@
-"""`tpuswarm top`: what chips are at, now."""
+"""`tpuswarm top`: show what chips do now."""
 
+import asyncio
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tpuswarm.cli.console import FleetOption, Json, make_console
+from tpuswarm.cli.fleet.training_view import find_fleet_training
+from tpuswarm.errors import InputError
+from tpuswarm.fleet.hosts.routes import ReachableHosts, open_routes
+from tpuswarm.fleet.store.fleets import find_fleet
+from tpuswarm.remote.connect import Connections
+from tpuswarm.swarm.views.status import MemberStatus, look
+from tpuswarm.train.storage.copy import bring
+from tpuswarm.watch.follow import EVERY, Follower
+from tpuswarm.watch.top import Row, draw, rows
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tpuswarm.fleet.hosts.routes import ReachableHosts
-    from tpuswarm.swarm.views.status import MemberStatus
-    from tpuswarm.watch.top import Row
-
-LOOK = 10.0
-"""Seconds between two looks at the cloud and at what is trained: machines come and go."""
-FIRST = 15.0
-"""Seconds that `--once` waits for hosts."""
+REFRESH_INTERVAL_S = 10.0
+"""How often the cloud's machines and the swarm's members are listed again."""
+ONCE_TIMEOUT_S = 15.0
+"""How long `--once` waits for hosts."""
+FIRST_DRAW_INTERVAL_S = 0.2
 
 
 def top(
@@ -29,87 +34,67 @@ def top(
     as_json: Json = False,
     fleet: FleetOption = None,
 ) -> None:
-    """Show what the chips of machines are at: how busy, how full, whose, and what they train. Ctrl-C ends it.
+    """Show what the chips of machines do: how busy, how full, whose, and what they train. Ctrl-C ends it.
 
-    Of a single machine each device has a row.
+    A single machine has a row for each device.
     """
-    import asyncio
-
-    from tpuswarm.fleet.hosts.routes import open_routes
-    from tpuswarm.fleet.store import fleets
-
-    routes = open_routes(fleets.find_fleet(fleet)[0])
-    reached = routes.find(where)  # a wrong name is said before anything else
-    look = _Look(lambda: routes.find(where), reached)
+    routes = open_routes(find_fleet(fleet)[0])
+    watched = WatchedHosts(lambda: routes.find(where))
     console = make_console()
-    asyncio.run(_watch(look, routes.key, once or as_json or not console.is_terminal, as_json, console))
+    asyncio.run(_watch(watched, routes.key, once or as_json or not console.is_terminal, as_json, console))
 
 
-class _Look:
-    """What the cloud and the run say, looked at now and then beside what hosts say."""
+class WatchedHosts:
+    """The hosts to watch and the members of the swarm that they train, listed again now and then."""
 
-    def __init__(self, find: "Callable[[], ReachableHosts]", reached: "ReachableHosts"):
-        from tpuswarm.cli.fleet.training_view import training_here
-
-        self._find, self.reached = find, reached
-        self._training = training_here(None)
+    def __init__(self, find_hosts: Callable[[], ReachableHosts]):
+        self._find_hosts = find_hosts
+        self.hosts = find_hosts()
         self.members: tuple[MemberStatus, ...] = ()
-        self._at = time.monotonic()
-        self.see_members()
+        self._training = find_fleet_training(None)
+        self._refreshed_at = time.monotonic()
+        self._read_members()
 
-    def see_members(self) -> None:
-        """Of the swarm that the fleet trains, if it does."""
-        from tpuswarm.swarm.views.status import look
-        from tpuswarm.train.storage.copy import bring
-
+    def _read_members(self) -> None:
         if self._training is not None:
-            from tpuswarm.errors import InputError
+            with suppress(InputError):  # the run has not begun yet
+                run = look(bring(self._training.url))
+                self.members = tuple(run.status.members) if run.state == "running" else ()
 
-            with suppress(InputError):  # not begun yet
-                seen = look(bring(self._training.url))
-                self.members = tuple(seen.status.members) if seen.state == "running" else ()
-
-    async def again(self) -> None:
-        """Where it is time."""
-        import asyncio
-
-        if time.monotonic() - self._at >= LOOK:
-            self._at = time.monotonic()
-            self.reached = await asyncio.to_thread(self._find)
-            await asyncio.to_thread(self.see_members)
+    async def refresh(self) -> None:
+        """List again, if it is time."""
+        if time.monotonic() - self._refreshed_at >= REFRESH_INTERVAL_S:
+            self._refreshed_at = time.monotonic()
+            self.hosts = await asyncio.to_thread(self._find_hosts)
+            await asyncio.to_thread(self._read_members)
 
 
-async def _watch(look: _Look, key: Any, once: bool, as_json: bool, console: Any) -> None:
-    import asyncio
-
-    from tpuswarm.remote.connect import Connections
+async def _watch(watched: WatchedHosts, key: Any, once: bool, as_json: bool, console: Any) -> None:
     from tpuswarm.train.process.drawn import Drawn
-    from tpuswarm.watch.follow import EVERY, Follower
-    from tpuswarm.watch.top import draw, rows
 
     async with Connections(key) as connections:
         follower = Follower(connections)
 
-        def found() -> "list[Row]":
-            return rows(look.reached, follower.samples, look.members, time.time())
+        def make_rows() -> list[Row]:
+            return rows(watched.hosts, follower.samples, watched.members, time.time())
 
         try:
-            follower.follow(look.reached.hosts)
+            follower.follow(watched.hosts.hosts)
             if once:
-                end = time.monotonic() + FIRST
-                while len(follower.samples) < len(look.reached.hosts) and time.monotonic() < end:
+                end = time.monotonic() + ONCE_TIMEOUT_S
+                while len(follower.samples) < len(watched.hosts.hosts) and time.monotonic() < end:
                     await asyncio.sleep(0.05)
                 if as_json:
-                    print(json.dumps({"hosts": [asdict(each) for each in found()]}))
+                    print(json.dumps({"hosts": [asdict(row) for row in make_rows()]}))
                 else:
-                    console.print(draw(found(), console.width, devices=not look.reached.group))
+                    console.print(draw(make_rows(), console.width, devices=not watched.hosts.group))
                 return
             with Drawn(console=console, auto_refresh=False) as live:
                 while True:
-                    picture = draw(found(), console.width, console.height - 1, not look.reached.group)
+                    picture = draw(make_rows(), console.width, console.height - 1, not watched.hosts.group)
                     live.update(picture, refresh=True)
-                    await asyncio.sleep(EVERY if follower.samples else 0.2)
-                    await look.again()
-                    follower.follow(look.reached.hosts)
+                    await asyncio.sleep(EVERY if follower.samples else FIRST_DRAW_INTERVAL_S)
+                    await watched.refresh()
+                    follower.follow(watched.hosts.hosts)
         finally:
             await follower.close()

@@ -1,4 +1,4 @@
-"""`tpuswarm logs JOB` and `logs NAME`: what a job prints on all of its workers, or a machine's jobs on that machine."""
+"""`tpuswarm logs JOB` and `logs NAME`: the output of a job on all its workers, or of a machine's jobs."""
 
 import asyncio
 import os
@@ -6,133 +6,129 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
-from tpuswarm.cli.machine.jobs import ASKED_S, LOOK, leaving, notice, read
+from tpuswarm.cli.machine import jobs
+from tpuswarm.cli.machine.exec import HostOutput
 from tpuswarm.errors import TpuswarmError
+from tpuswarm.fleet.decide.jobs import Job
+from tpuswarm.fleet.hosts.routes import Routes
+from tpuswarm.fleet.hosts.targets import Target, unreachable_reason
+from tpuswarm.fleet.store.fleets import Fleet
+from tpuswarm.remote.connect import Connections
+from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.host import Host
+from tpuswarm.remote.lines import Lines
+from tpuswarm.remote.supervisor import Supervisor
 from tpuswarm.train.process.terminal import say
 
-if TYPE_CHECKING:
-    from tpuswarm.fleet.decide.jobs import Job
-    from tpuswarm.fleet.hosts.routes import Routes
-    from tpuswarm.fleet.store.fleets import Fleet
-    from tpuswarm.remote.connect import Connections
-    from tpuswarm.remote.host import Host
-
-SHOWN = 200
-"""Lines of each worker that are shown before what comes."""
+FIRST_LINES = 200
+"""Lines of each worker that are printed at first."""
+POLL_INTERVAL_S = 1.0
+REFRESH_INTERVAL_S = 10.0
+"""Without a keeper, `--follow` asks the hosts this often which jobs have ended."""
+READ_TIMEOUT_S = 30.0
 
 
-def show_logs(fleet: "Fleet", job: "Job", follow: bool) -> None:
-    """The last lines of each worker; with `follow` also what comes, until the job is over."""
-    with leaving(job.name) if follow and not job.is_over else nullcontext():
-        asyncio.run(Following(fleet, job.name).run(follow))
+def show_job_logs(fleet: Fleet, job: Job, follow: bool) -> None:
+    """Print the last lines of each worker; with `follow` also new ones, until the job has ended."""
+    with jobs.survives_interrupt(job.name) if follow and not job.is_over else nullcontext():
+        asyncio.run(JobLogs(fleet, job.name).run(follow))
 
 
-def show_machine_logs(fleet: "Fleet", machine: str, worker: int | None, follow: bool) -> None:
-    """What all jobs of a machine print, or of one of its workers."""
-    asyncio.run(Following(fleet, None, machine, worker).run(follow))
+def show_machine_logs(fleet: Fleet, machine: str, worker: int | None, follow: bool) -> None:
+    """Print the output of all jobs of a machine, or of one of its workers."""
+    asyncio.run(JobLogs(fleet, None, machine, worker).run(follow))
 
 
-class Following:
+class JobLogs:
     """The logs of one job, or of all jobs of a machine."""
 
-    def __init__(self, fleet: "Fleet", job: str | None, machine: str | None = None, worker: int | None = None):
-        from tpuswarm.remote.lines import Lines
-
+    def __init__(self, fleet: Fleet, job: str | None, machine: str | None = None, worker: int | None = None):
         self._fleet, self._job, self._machine, self._worker = fleet, job, machine, worker
-        self._read: dict[tuple[str, str], tuple[int, int]] = {}
-        """By alias of the host and job, how far its log was read."""
+        self._positions: dict[tuple[str, str], tuple[int, int]] = {}
+        """How far each log was read, by alias of the host and job."""
         self._lines: dict[tuple[str, str], Lines] = {}
-        self._said: set[str] = set()
+        self._notes: set[str] = set()
 
     async def run(self, follow: bool) -> None:
-        """Print what there is."""
-        from tpuswarm.fleet.hosts.routes import Routes
-        from tpuswarm.remote.connect import Connections
-
         cloud = self._fleet.provider()
         store = self._fleet.store(cloud)
         routes = Routes(self._fleet, cloud, self._fleet.store(cloud))
-        asked = time.monotonic()
+        refreshed_at = time.monotonic()
         async with Connections(routes.key) as connections:
             while True:
-                document = await asyncio.to_thread(read, self._fleet, store)
-                if follow and time.monotonic() - asked > ASKED_S:  # without a keeper nobody else notices an end
-                    document = await asyncio.to_thread(notice, self._fleet)
-                    asked = time.monotonic()
-                jobs = [each for each in document.jobs if self._is_meant(each)]
-                if self._machine is not None and not jobs:
-                    say(f"no job is on {self._machine}; `tpuswarm ssh {self._machine}` shows what else runs there")
+                document = await asyncio.to_thread(jobs.read_document, self._fleet, store)
+                if follow and time.monotonic() - refreshed_at > REFRESH_INTERVAL_S:
+                    document = await asyncio.to_thread(jobs.refresh_jobs, self._fleet)
+                    refreshed_at = time.monotonic()
+                chosen = [job for job in document.jobs if self._is_chosen(job)]
+                if self._machine is not None and not chosen:
+                    say(f"no job runs on {self._machine}; to see its other programs: `tpuswarm ssh {self._machine}`")
                     return
                 try:
-                    await self._look(routes, jobs, connections)
-                except BrokenPipeError:  # whoever read has seen enough
+                    await self._print_new(routes, chosen, connections)
+                except BrokenPipeError:  # the reader, such as `head`, has ended
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     return
-                if not follow or all(each.is_over for each in jobs):
+                if not follow or all(job.is_over for job in chosen):
                     return
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _is_meant(self, job: "Job") -> bool:
+    def _is_chosen(self, job: Job) -> bool:
         if self._machine is None:
             return job.name == self._job
-        return any(each.machine == self._machine for each in job.assignments) and (
-            self._worker is None or job.worker in (None, self._worker)
-        )
+        runs_there = any(seat.machine == self._machine for seat in job.assignments)
+        return runs_there and (self._worker is None or job.worker in (None, self._worker))
 
-    async def _look(self, routes: "Routes", jobs: "Sequence[Job]", connections: "Connections") -> None:
-        from tpuswarm.cli.machine.exec import Screen
-        from tpuswarm.fleet.hosts.targets import Target, unreachable_reason
-        from tpuswarm.remote.fan_out import fan_out
-        from tpuswarm.remote.lines import Lines
-        from tpuswarm.remote.supervisor import Supervisor
-
-        seen = await asyncio.to_thread(routes.snapshot)
-        there = {each.name: each for each in seen.listing.machines if each.fleet == seen.document.desired.fleet}
-        pools = {each.name for each in seen.document.desired.pools}
-        away = {name: f"; it {why}" for name, each in there.items() if (why := unreachable_reason(each, pools))}
+    async def _print_new(self, routes: Routes, chosen: Sequence[Job], connections: Connections) -> None:
+        snapshot = await asyncio.to_thread(routes.snapshot)
+        fleet_id = snapshot.document.desired.fleet
+        machines = {machine.name: machine for machine in snapshot.listing.machines if machine.fleet == fleet_id}
+        pools = {pool.name for pool in snapshot.document.desired.pools}
+        away = {
+            name: f"; it {why}" for name, machine in machines.items() if (why := unreachable_reason(machine, pools))
+        }
         found = [
             (job, Target(machine, worker))
-            for job in jobs
+            for job in chosen
             for seat in job.assignments
             if self._machine in (None, seat.machine)
-            if (machine := there.get(seat.machine or "")) is not None and machine.name not in away and seat.run
+            if (machine := machines.get(seat.machine or "")) is not None and machine.name not in away and seat.run
             for worker in range(len(machine.workers))
             if job.worker in (None, worker) and self._worker in (None, worker)
         ]
-        hosts = await asyncio.to_thread(routes.route_to, seen, [target for _, target in found])
+        hosts = await asyncio.to_thread(routes.route_to, snapshot, [target for _, target in found])
         if not hosts:
-            seats = [seat for job in jobs for seat in job.assignments]
-            self._say("; ".join(f"{to.machine or to.pool}: {to.why}{away.get(to.machine or '', '')}" for to in seats))
+            seats = [seat for job in chosen for seat in job.assignments]
+            reasons = (f"{seat.machine or seat.pool}: {seat.why}{away.get(seat.machine or '', '')}" for seat in seats)
+            self._say_once("; ".join(reasons))
             return
-        named = {
+        labels = {
             (host, job.name): host.label if self._machine is None else f"{host.label} {job.name}"
             for host, (job, _) in zip(hosts, found, strict=True)
         }
-        screen = Screen([*named.values()])
-        over = {each.name for each in jobs if each.is_over}
+        output = HostOutput([*labels.values()])
+        ended = {job.name for job in chosen if job.is_over}
 
-        async def one(host: "Host") -> None:
-            for job in (job for at, job in named if at == host):
+        async def print_host(host: Host) -> None:
+            for job in (job for label_host, job in labels if label_host == host):
                 key, supervisor = (host.alias, job), Supervisor(connections, host)
                 lines = self._lines.setdefault(key, Lines())
                 while True:
-                    before = self._read.get(key)
-                    self._read[key], data = await supervisor.log(job, SHOWN, before)
+                    before = self._positions.get(key)
+                    self._positions[key], data = await supervisor.log(job, FIRST_LINES, before)
                     if whole := list(lines.feed(data)):
-                        screen.lines(named[host, job], whole, False)
-                    if before is None or not data:  # the first time the last lines, later all that came since
+                        output.print_lines(labels[host, job], whole, False)
+                    if before is None or not data:  # at first only the last lines, later all new ones
                         break
-                if job in over and (rest := list(lines.end())):
-                    screen.lines(named[host, job], rest, False)
+                if job in ended and (rest := list(lines.end())):
+                    output.print_lines(labels[host, job], rest, False)
 
-        for each in await fan_out(list(dict.fromkeys(hosts)), one, time_out_s=30.0):
-            if isinstance(each, TpuswarmError):
-                self._say(str(each))
+        for result in await fan_out(list(dict.fromkeys(hosts)), print_host, time_out_s=READ_TIMEOUT_S):
+            if isinstance(result, TpuswarmError):
+                self._say_once(str(result))
 
-    def _say(self, text: str) -> None:
-        """Once."""
-        if text not in self._said:
-            self._said.add(text)
+    def _say_once(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
             say(text, err=True)

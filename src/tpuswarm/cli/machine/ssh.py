@@ -1,4 +1,4 @@
-"""`tpuswarm ssh`: the user's own OpenSSH in the foreground, started again when its connection was lost."""
+"""`tpuswarm ssh`: run the user's own OpenSSH, and reconnect after a lost connection."""
 
 import shutil
 import subprocess
@@ -6,69 +6,66 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
+import typer
+
+from tpuswarm.cli.console import FleetOption
 from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.fleet.hosts.routes import Routes, open_routes
+from tpuswarm.fleet.store.fleets import find_fleet
+from tpuswarm.remote.attended import line_of
+from tpuswarm.remote.host import Host
+from tpuswarm.remote.openssh import openssh
 from tpuswarm.train.process.terminal import say, settle
 
-if TYPE_CHECKING:
-    from tpuswarm.fleet.hosts.routes import Routes
-    from tpuswarm.remote.host import Host
-
-LOST = 255
-"""Exit code of OpenSSH where the connection, not the command, has failed."""
+CONNECTION_LOST = 255
+"""Exit code of OpenSSH if the connection failed, and not the command."""
 SHELL = 'if command -v tmux >/dev/null && tmux new-session -A -s tpuswarm; then exit; fi; exec "${SHELL:-/bin/bash}" -l'
-"""A plain shell where there is no tmux, or where it does not know this terminal."""
-LONGEST = 15.0
-"""Seconds between two tries to come back, at most."""
+"""A plain shell without tmux, or if tmux does not know this terminal."""
+MAX_BACKOFF_S = 15.0
 
 
-def log_in(name: str, words: list[str], fleet: str | None) -> int:
-    """A shell, or a command, on a worker; its exit code."""
-    from tpuswarm.fleet.hosts.routes import open_routes
-    from tpuswarm.fleet.store import fleets
-    from tpuswarm.remote.attended import line_of
+def ssh(
+    name: Annotated[str, typer.Argument(metavar="NAME[/WORKER]", help="A machine; without a worker its first.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[-- CMD]", help="Instead of a shell.")] = None,
+    fleet: FleetOption = None,
+) -> None:
+    """Log in to a machine with your own OpenSSH: in tmux, if it is installed, so that the session survives.
 
+    Reconnects after a lost connection, also if the machine has a new address.
+    """
     if shutil.which("ssh") is None:
-        raise InputError("`tpuswarm ssh` uses OpenSSH, and there is no program ssh here: install openssh-client")
-    routes = open_routes(fleets.find_fleet(fleet)[0])
-    host = _host(routes, name)
-    shell = not words and sys.stdin.isatty()
-    line = line_of(words) if words else SHELL if shell else ""
+        raise InputError("`tpuswarm ssh` needs OpenSSH; install openssh-client")
+    routes = open_routes(find_fleet(fleet)[0])
+    host = _find_host(routes, name)
+    is_shell = not words and sys.stdin.isatty()
+    line = line_of(words) if words else SHELL if is_shell else ""
     with tempfile.TemporaryDirectory() as folder:
-        reached = Path(folder) / "reached"
-        pause = 1.0
+        connected = Path(folder) / "connected"
+        pause_s = 1.0
         while True:
-            code = _once(routes, host, line, reached)
-            if code != LOST or not shell or not reached.exists():
-                return code
-            say(f"the connection to {host.label} is lost; it is made again until Ctrl-C", err=True)
-            time.sleep(pause)
-            pause = min(LONGEST, 2 * pause)
-            host = _back(routes, name, host)
+            code = _run_openssh(routes, host, line, connected)
+            if code != CONNECTION_LOST or not is_shell or not connected.exists():
+                raise typer.Exit(code)
+            say(f"connection to {host.label} lost; reconnecting until Ctrl-C", err=True)
+            time.sleep(pause_s)
+            pause_s = min(MAX_BACKOFF_S, 2 * pause_s)
+            try:
+                host = _find_host(routes, name)
+            except TpuswarmError as error:
+                say(f"{error}; retrying", err=True)
 
 
-def _host(routes: "Routes", name: str) -> "Host":
-    """The one that is meant; of a slice its first worker."""
+def _find_host(routes: Routes, name: str) -> Host:
     hosts, _ = routes.hosts(name if "/" in name else f"{name}/0")
     return hosts[0]
 
 
-def _back(routes: "Routes", name: str, host: "Host") -> "Host":
-    """Where it is now; where it was, as long as that cannot be told."""
-    try:
-        return _host(routes, name)
-    except TpuswarmError as error:
-        say(f"{error}; tried again", err=True)
-        return host
-
-
-def _once(routes: "Routes", host: "Host", line: str, reached: Path) -> int:
-    from tpuswarm.remote.openssh import openssh
-
+def _run_openssh(routes: Routes, host: Host, line: str, connected: Path) -> int:
     words = openssh(host, routes.key)
     if sys.stdin.isatty():
         words += ["-t"]
     settle()
-    words += ["-o", "PermitLocalCommand=yes", "-o", f"LocalCommand=touch {reached}", "-o", "LogLevel=ERROR"]
+    words += ["-o", "PermitLocalCommand=yes", "-o", f"LocalCommand=touch {connected}", "-o", "LogLevel=ERROR"]
     return subprocess.call([*words, f"{host.user}@{host.address}", *([line] if line else [])])

@@ -1,4 +1,4 @@
-"""`tpuswarm catalog`: which TPUs there are, what they are called, what they cost, and who says so."""
+"""`tpuswarm catalog`: TPUs with their names, prices and sources."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuswarm.cli.console import make_console
+from tpuswarm.catalog import Accelerator, Figure, Generation, Source, accelerators, find, generations
+from tpuswarm.catalog.accelerators import ACCESSES, Access, format_topology
+from tpuswarm.catalog.prices import region_of
+from tpuswarm.cli.console import Json, make_console
+from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import say
@@ -14,11 +18,8 @@ from tpuswarm.train.process.terminal import say
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tpuswarm.catalog import Accelerator, Figure, Generation, Source
-    from tpuswarm.catalog.accelerators import Access
-
-RESTRICTED: dict["Access", str] = {"single tenant": "single tenant only", "sold": "only on a price list"}
-"""Ways of being offered that are not to everyone, in words."""
+RESTRICTIONS: dict[Access, str] = {"single tenant": "single tenant only", "sold": "only on a price list"}
+"""Offers that are not open to everyone."""
 
 
 def catalog(
@@ -26,143 +27,117 @@ def catalog(
         str | None,
         typer.Argument(help="A TPU type by any of its names (v3-8, v5litepod-8, v5e:2x4), or a generation (v5e)."),
     ] = None,
-    zone: Annotated[str | None, typer.Option("--zone", help="Only types offered in this zone or region.")] = None,
-    max_chips: Annotated[
-        int | None, typer.Option("--max-chips", min=1, help="Only slices of at most this many chips.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    zone: Annotated[str | None, typer.Option(help="Only types offered in this zone or region.")] = None,
+    max_chips: Annotated[int | None, typer.Option(min=1, help="Only slices of at most this many chips.")] = None,
+    as_json: Json = False,
 ) -> None:
     """List TPU generations and types: names, chips, memory, speed, zones, prices; or all that is known of one type."""
-    from tpuswarm.catalog import find, generations
-
-    wanted = [each for each in generations() if name is not None and each.name == name.strip().lower()]
-    if name is not None and not wanted:
-        one = find(name)
+    named = [generation for generation in generations() if name is not None and generation.name == name.strip().lower()]
+    if name is not None and not named:
+        tpu = find(name)
         if zone or max_chips:
-            raise InputError(f"--zone and --max-chips filter the list, but {one.name} is a single type: leave them out")
+            raise InputError(f"--zone and --max-chips filter the list, and {tpu.name} is one type: leave them out")
         if as_json:
-            print(json.dumps({**_type_object(one), "generation": _generation_object(one.generation)}))
+            print(json.dumps({**_type_object(tpu), "generation": _generation_object(tpu.generation)}))
         else:
-            _print_one(one)
+            _print_type(tpu)
         return
-    chosen = _chosen(wanted or generations(), zone, max_chips)
-    shown = [each for each in generations() if any(tpu.generation is each for tpu in chosen)]
+    chosen = _choose(named or generations(), zone, max_chips)
+    listed = [generation for generation in generations() if any(tpu.generation is generation for tpu in chosen)]
     if as_json:
-        types = [_type_object(each, zone) for each in chosen]
-        print(json.dumps({"generations": [_generation_object(each) for each in shown], "types": types}))
+        types = [_type_object(tpu, zone) for tpu in chosen]
+        print(json.dumps({"generations": [_generation_object(generation) for generation in listed], "types": types}))
         return
     console = make_console()
-    console.print(_generations_table(shown))
+    console.print(_generations_table(listed))
     console.print()
     console.print(_types_table(chosen, zone, console.width))
-    dates = {price.source.read for each in chosen for price in each.prices()}
-    if dates:
+    if dates := {price.source.read for tpu in chosen for price in tpu.prices()}:
         say(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
     say("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
 
 
-def _chosen(among: Iterable["Generation"], zone: str | None, max_chips: int | None) -> list["Accelerator"]:
-    from tpuswarm.catalog import accelerators
-
-    names = {each.name for each in among}
-    asked = [each for each in accelerators() if each.generation.name in names]
-    chosen = [each for each in asked if zone is None or zone in _places(each)]
-    if zone and not chosen:
-        raise InputError(_nothing_in(zone, asked))
-    found = [each for each in chosen if max_chips is None or each.chips <= max_chips]
-    if not found:
-        smallest = min(chosen, key=lambda each: each.chips)
+def _choose(among: Iterable[Generation], zone: str | None, max_chips: int | None) -> list[Accelerator]:
+    names = {generation.name for generation in among}
+    candidates = [tpu for tpu in accelerators() if tpu.generation.name in names]
+    offered = [tpu for tpu in candidates if zone is None or zone in _zones_and_regions(tpu)]
+    if zone and not offered:
+        raise InputError(_explain_no_offer(zone, candidates))
+    chosen = [tpu for tpu in offered if max_chips is None or tpu.chips <= max_chips]
+    if not chosen:
+        smallest = min(offered, key=lambda tpu: tpu.chips)
         raise InputError(
             f"no TPU there has {max_chips} chips or fewer; the smallest is {smallest.name} with {smallest.chips}"
         )
-    return found
+    return chosen
 
 
-def _nothing_in(zone: str, asked: Iterable["Accelerator"]) -> str:
-    """Why none of these types is listed for a zone or region, and where to look."""
-    from tpuswarm.catalog import accelerators
-    from tpuswarm.catalog.accelerators import ACCESSES
-    from tpuswarm.config.nearest import did_you_mean
-
-    names = list(dict.fromkeys(each.generation.name for each in asked))
-    what, command = f"{names[0]} is not", f"tpuswarm catalog {names[0]}"
+def _explain_no_offer(zone: str, candidates: Iterable[Accelerator]) -> str:
+    """Return why a zone or region has none of these types, and where to look."""
+    names = list(dict.fromkeys(tpu.generation.name for tpu in candidates))
+    subject, command = f"{names[0]} is not", f"tpuswarm catalog {names[0]}"
     if len(names) > 1:
-        what, command = "no TPU in the catalogue is", "tpuswarm catalog"
-    some = {
-        access: dict.fromkeys(each.generation.name for each in asked if zone in _places(each, access))
+        subject, command = "no TPU in the catalogue is", "tpuswarm catalog"
+    restricted = {
+        access: dict.fromkeys(tpu.generation.name for tpu in candidates if zone in _zones_and_regions(tpu, access))
         for access in ACCESSES[1:]
     }
-    if who := "; ".join(f"{RESTRICTED[access]}: {', '.join(which)}" for access, which in some.items() if which):
-        return f"{what} offered to everyone in {zone!r} ({who}): `{command}` lists open zones"
-    if any(zone in _places(each, access) for each in accelerators() for access in ACCESSES):
-        return f"{what} offered in {zone!r}: `{command}` lists open zones"
-    return f"{what} offered in {zone!r}: {did_you_mean(zone, {place for each in asked for place in _places(each)})}"
+    if offers := [f"{RESTRICTIONS[access]}: {', '.join(found)}" for access, found in restricted.items() if found]:
+        return f"{subject} offered to everyone in {zone!r} ({'; '.join(offers)}). Open zones: `{command}`"
+    if any(zone in _zones_and_regions(tpu, access) for tpu in accelerators() for access in ACCESSES):
+        return f"{subject} offered in {zone!r}. Open zones: `{command}`"
+    known = {place for tpu in candidates for place in _zones_and_regions(tpu)}
+    return f"{subject} offered in {zone!r}: {did_you_mean(zone, known)}"
 
 
-def _places(tpu: "Accelerator", access: "Access" = "open") -> set[str]:
-    """Zones that offer it in this way, and their regions."""
-    return {place for zone in tpu.zones(access) for place in (zone, _region(zone))}
+def _zones_and_regions(tpu: Accelerator, access: Access = "open") -> set[str]:
+    return {place for zone in tpu.zones(access) for place in (zone, region_of(zone))}
 
 
-def _region(zone: str) -> str:
-    from tpuswarm.catalog.prices import region_of
-
-    return region_of(zone)
-
-
-def _generations_table(shown: list["Generation"]) -> "Table":
+def _generations_table(listed: list[Generation]) -> "Table":
     columns = ("chip", "TFLOP/s", "GiB", "GB/s", "cores", "devices", "runtime", "zones")
     rows = [
         (
-            each.name,
-            f"{each.peak_bf16 / 1e12:,.0f}",
-            f"{each.hbm_bytes / GIB:,.0f}",
-            f"{each.bandwidth / 1e9:,.0f}",
-            str(each.cores_per_chip),
-            str(each.devices_per_chip),
-            each.runtime or "–",
-            ", ".join(_open_zones(each)),
+            generation.name,
+            f"{generation.peak_bf16 / 1e12:,.0f}",
+            f"{generation.hbm_bytes / GIB:,.0f}",
+            f"{generation.bandwidth / 1e9:,.0f}",
+            str(generation.cores_per_chip),
+            str(generation.devices_per_chip),
+            generation.runtime or "–",
+            ", ".join(_open_zones(generation)),
         )
-        for each in shown
+        for generation in listed
     ]
     return _table(columns, rows, right=range(1, 6))
 
 
-def _open_zones(generation: "Generation") -> list[str]:
-    from tpuswarm.catalog import accelerators
-
-    types = [each for each in accelerators() if each.generation is generation]
-    return list(dict.fromkeys(zone for each in types for zone in each.zones()))
+def _open_zones(generation: Generation) -> list[str]:
+    types = [tpu for tpu in accelerators() if tpu.generation is generation]
+    return list(dict.fromkeys(zone for tpu in types for zone in tpu.zones()))
 
 
-def _types_table(chosen: list["Accelerator"], zone: str | None, width: int) -> "Table":
+def _types_table(chosen: list[Accelerator], zone: str | None, width: int) -> "Table":
     from tpuswarm.train.look.live import Column, table
 
     columns = [
-        Column("type"),
-        Column("topology", rank=1),
-        Column("chips", right=True),
-        Column("cores", right=True, rank=3),
-        Column("hosts", right=True),
-        Column("GiB", right=True),
-        Column("TFLOP/s", right=True, rank=2),
-        Column("$/h", right=True),
-        Column("spot", right=True),
-        Column("in"),
-    ]
+        Column("type"), Column("topology", rank=1), Column("chips", right=True), Column("cores", right=True, rank=3),
+        Column("hosts", right=True), Column("GiB", right=True), Column("TFLOP/s", right=True, rank=2),
+        Column("$/h", right=True), Column("spot", right=True), Column("in"),
+    ]  # fmt: skip
     rows = []
-    for each in chosen:
-        price = each.price(zone)
-        sizes = (each.chips, each.cores, each.hosts, _hbm(each) / GIB, _peak(each) / 1e12)
-        dollars = (
-            (_dollars(price.on_demand), _dollars(price.spot), price.region) if price else ("unknown", "unknown", "")
-        )
-        rows.append((each.name, _topology(each), *(f"{size:,.0f}" for size in sizes), *dollars))
+    for tpu in chosen:
+        price = tpu.price(zone)
+        sizes = (tpu.chips, tpu.cores, tpu.hosts, _hbm_bytes(tpu) / GIB, tpu.chips * tpu.generation.peak_bf16 / 1e12)
+        cost = ("unknown", "unknown", "")
+        if price:
+            cost = (_format_dollars(price.on_demand), _format_dollars(price.spot), price.region)
+        rows.append((tpu.name, format_topology(tpu.topology), *(f"{size:,.0f}" for size in sizes), *cost))
     return table(columns, rows, width)
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> "Table":
-    """A table of at most 80 columns for types of common size; the last column takes what width there is left."""
+    """Make a table of at most 80 columns for types of common size. The last column folds."""
     from rich import box
     from rich.table import Table
 
@@ -176,90 +151,92 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterabl
     return table
 
 
-def _print_one(one: "Accelerator") -> None:
+def _print_type(tpu: Accelerator) -> None:
     sources: list[Source] = []
     rows = []
-    for fact, text, origins in _facts(one):
-        sources += [each for each in dict.fromkeys(origins) if each not in sources]
-        rows.append((fact, " ".join(f"[{sources.index(each) + 1}]" for each in dict.fromkeys(origins)), text))
-    console = make_console()
-    console.print(_table((one.name, "source", ""), rows))
-    for number, each in enumerate(sources, 1):
-        say(f"[{number}] {each.title}: {each.url}, read {each.read}", hang=4)
+    for fact, text, fact_sources in _list_facts(tpu):
+        distinct = list(dict.fromkeys(fact_sources))
+        sources += [source for source in distinct if source not in sources]
+        rows.append((fact, " ".join(f"[{sources.index(source) + 1}]" for source in distinct), text))
+    make_console().print(_table((tpu.name, "source", ""), rows))
+    for number, source in enumerate(sources, 1):
+        say(f"[{number}] {source.title}: {source.url}, read {source.read}", hang=4)
 
 
-def _facts(one: "Accelerator") -> list[tuple[str, str, list["Source"]]]:
-    """What is known of one type: what, in words, and who says so."""
-    generation, host, gke = one.generation, one.host, one.gke
+def _list_facts(tpu: Accelerator) -> list[tuple[str, str, list[Source]]]:
+    """Return all facts about a type: name, text, sources."""
+    generation, host, gke = tpu.generation, tpu.host, tpu.gke
     rows: list[tuple[str, str, list[Source]]] = []
 
-    def add(fact: str, text: str, *sources: "Source") -> None:
+    def add(fact: str, text: str, *sources: Source) -> None:
         rows.append((fact, text, list(sources)))
 
-    def stated(fact: str, figure: "Figure | None", text: Callable[[Any], str]) -> None:
+    def add_figure(fact: str, figure: Figure | None, text: Callable[[Any], str]) -> None:
         if figure:
-            others = [text(each.value) for each in figure.other if text(each.value) != text(figure.value)]
-            differ = f" (others say {', '.join(dict.fromkeys(others))})" if others else ""
-            add(fact, text(figure.value) + differ, figure.source, *(each.source for each in figure.other))
+            others = [text(other.value) for other in figure.other if text(other.value) != text(figure.value)]
+            differing = f" (others say {', '.join(dict.fromkeys(others))})" if others else ""
+            add(fact, text(figure.value) + differing, figure.source, *(other.source for other in figure.other))
 
     figures = generation.figures
-    add("also called", ", ".join(one.names[1:]), one.source)
-    add("slice", f"{_count(one.chips, 'chip')}, {_topology(one)}, on {_count(one.hosts, 'host')}", one.source)
-    add("total", f"{one.cores:,} TensorCores, {one.devices:,} JAX devices, {_hbm(one) / GIB:,.0f} GiB of HBM")
-    stated("peak, bf16", figures["peak_bf16"], lambda value: f"{value / 1e12:,.0f} TFLOP/s per chip")
-    stated("HBM", figures["hbm_gib"], lambda value: f"{value:.3g} GiB per chip")
-    stated("usable", figures["compiler_hbm_gib_per_device"], lambda value: f"{value:.2f} GiB per JAX device")
-    stated("HBM bandwidth", figures["bandwidth"], lambda value: f"{value / 1e9:,.0f} GB/s per chip")
-    stated("matrix unit", figures["matrix_unit"], lambda value: f"{value} x {value}")
-    stated("interconnect", figures["interconnect"], str)
-    stated("host", host.figures.get("vcpus"), lambda value: f"{value} vCPUs")
-    stated("", host.figures.get("memory_gb"), lambda value: f"{value:g} GB of memory")
-    stated("runtime", figures.get("runtime"), str)
-    stated("available through", figures["apis"], ", ".join)
-    stated("frameworks", figures["frameworks"], ", ".join)
-    stated("device kind in JAX", figures["device_kinds"], " or ".join)
-    options = ", ".join(f"{key}={value!r}" for key, value in one.compiler.options.items())
-    add("compiler name", f"{one.compiler.name}, {options}", figures["devices_per_chip"].source)
+    add("also called", ", ".join(tpu.names[1:]), tpu.source)
+    add(
+        "slice",
+        f"{_count(tpu.chips, 'chip')}, {format_topology(tpu.topology)}, on {_count(tpu.hosts, 'host')}",
+        tpu.source,
+    )
+    add("total", f"{tpu.cores:,} TensorCores, {tpu.devices:,} JAX devices, {_hbm_bytes(tpu) / GIB:,.0f} GiB of HBM")
+    add_figure("peak, bf16", figures["peak_bf16"], lambda value: f"{value / 1e12:,.0f} TFLOP/s per chip")
+    add_figure("HBM", figures["hbm_gib"], lambda value: f"{value:.3g} GiB per chip")
+    add_figure("usable", figures["compiler_hbm_gib_per_device"], lambda value: f"{value:.2f} GiB per JAX device")
+    add_figure("HBM bandwidth", figures["bandwidth"], lambda value: f"{value / 1e9:,.0f} GB/s per chip")
+    add_figure("matrix unit", figures["matrix_unit"], lambda value: f"{value} x {value}")
+    add_figure("interconnect", figures["interconnect"], str)
+    add_figure("host", host.figures.get("vcpus"), lambda value: f"{value} vCPUs")
+    add_figure("", host.figures.get("memory_gb"), lambda value: f"{value:g} GB of memory")
+    add_figure("runtime", figures.get("runtime"), str)
+    add_figure("available through", figures["apis"], ", ".join)
+    add_figure("frameworks", figures["frameworks"], ", ".join)
+    add_figure("device kind in JAX", figures["device_kinds"], " or ".join)
+    options = ", ".join(f"{key}={value!r}" for key, value in tpu.compiler.options.items())
+    add("compiler name", f"{tpu.compiler.name}, {options}", figures["devices_per_chip"].source)
     if gke:
         add("GKE", f"{gke.accelerator}, topology {gke.topology}, {gke.machine}", gke.source)
-    for offer in one.offers:
+    for offer in tpu.offers:
         add(f"zones, {offer.access}", ", ".join(offer.zones), offer.source)
-    for price in one.prices():
-        text = f"{_dollars(price.on_demand)} on demand, {_dollars(price.spot)} spot"
+    for price in tpu.prices():
+        text = f"{_format_dollars(price.on_demand)} on demand, {_format_dollars(price.spot)} spot"
         add(f"$/h in {price.region}", text, price.source)
-    if not one.prices():
+    if not tpu.prices():
         add("price", "unknown")
     return rows
 
 
-def _type_object(one: "Accelerator", zone: str | None = None) -> dict[str, Any]:
-    from tpuswarm.catalog.accelerators import ACCESSES
-
-    prices = [price for price in one.prices() if zone is None or price.region == _region(zone)]
+def _type_object(tpu: Accelerator, zone: str | None = None) -> dict[str, Any]:
+    prices = [price for price in tpu.prices() if zone is None or price.region == region_of(zone)]
     return {
-        "name": one.name,
-        "names": one.names,
-        "api_name": one.api_name,
-        "gke": one.gke and {**one.gke._asdict(), **_source_object(one.gke.source)},
-        "compiler": one.compiler._asdict(),
-        "generation": one.generation.name,
-        "topology": one.topology,
-        "chips": one.chips,
-        "cores": one.cores,
-        "devices": one.devices,
-        "hosts": one.hosts,
-        "chips_per_host": one.chips_per_host,
-        "host": {key: getattr(one.host, key) for key in ("vcpus", "memory_gb")},
-        "zones": {access: one.zones(access) for access in ACCESSES},
+        "name": tpu.name,
+        "names": tpu.names,
+        "api_name": tpu.api_name,
+        "gke": tpu.gke and {**tpu.gke._asdict(), **_source_object(tpu.gke.source)},
+        "compiler": tpu.compiler._asdict(),
+        "generation": tpu.generation.name,
+        "topology": tpu.topology,
+        "chips": tpu.chips,
+        "cores": tpu.cores,
+        "devices": tpu.devices,
+        "hosts": tpu.hosts,
+        "chips_per_host": tpu.chips_per_host,
+        "host": {key: getattr(tpu.host, key) for key in ("vcpus", "memory_gb")},
+        "zones": {access: tpu.zones(access) for access in ACCESSES},
         "prices": [
-            {"region": each.region, "on_demand": each.on_demand, "spot": each.spot, **_source_object(each.source)}
-            for each in prices
+            {"region": price.region, "on_demand": price.on_demand, "spot": price.spot, **_source_object(price.source)}
+            for price in prices
         ],
-        **_source_object(one.source),
+        **_source_object(tpu.source),
     }
 
 
-def _generation_object(generation: "Generation") -> dict[str, Any]:
+def _generation_object(generation: Generation) -> dict[str, Any]:
     return {
         "name": generation.name,
         "hbm_bytes": generation.hbm_bytes,
@@ -271,32 +248,22 @@ def _generation_object(generation: "Generation") -> dict[str, Any]:
     }
 
 
-def _figure_object(figure: "Figure") -> dict[str, Any]:
-    other = [_figure_object(each) for each in figure.other]
-    return {"value": figure.value, **_source_object(figure.source), **({"other": other} if other else {})}
+def _figure_object(figure: Figure) -> dict[str, Any]:
+    others = [_figure_object(other) for other in figure.other]
+    return {"value": figure.value, **_source_object(figure.source), **({"other": others} if others else {})}
 
 
-def _source_object(source: "Source") -> dict[str, str]:
+def _source_object(source: Source) -> dict[str, str]:
     return {"source": source.title, "url": source.url, "date": source.read.isoformat()}
 
 
-def _topology(one: "Accelerator") -> str:
-    from tpuswarm.catalog.accelerators import format_topology
-
-    return format_topology(one.topology)
+def _hbm_bytes(tpu: Accelerator) -> int:
+    return tpu.chips * tpu.generation.hbm_bytes
 
 
-def _hbm(one: "Accelerator") -> int:
-    return one.chips * one.generation.hbm_bytes
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number > 1)}"
 
 
-def _peak(one: "Accelerator") -> float:
-    return one.chips * one.generation.peak_bf16
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number > 1)}"
-
-
-def _dollars(amount: float | None) -> str:
+def _format_dollars(amount: float | None) -> str:
     return "unknown" if amount is None else f"{amount:,.2f}"

@@ -1,41 +1,40 @@
-"""Machines to plan for, as swarm.toml has them: its pools with what they train, or its grants."""
+"""Read from swarm.toml which machines to plan for: its pools, or its grants."""
 
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from tpuswarm.cli.train.train_options import check_options
+from tpuswarm.config.toml_file import locate_error
+from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
-
-if TYPE_CHECKING:
-    from tpuswarm.config.train_table import Train
-    from tpuswarm.fleet.spec.file import SwarmFile
-    from tpuswarm.plan.outlook import MachineGroup
+from tpuswarm.fleet.decide.money import GrantCover, quota_key, tpu_price
+from tpuswarm.fleet.spec.checks import find_problems
+from tpuswarm.fleet.spec.desired_from_file import list_grants
+from tpuswarm.fleet.spec.file import SwarmFile, read_swarm
+from tpuswarm.fleet.training import pool_batches
+from tpuswarm.plan.outlook import MachineGroup
 
 
 class Machines(NamedTuple):
-    """By type, in the order of the file."""
+    """Machines by TPU type, in the order of the file."""
 
     counts: dict[str, int]
-    groups: tuple["MachineGroup", ...]
+    groups: tuple[MachineGroup, ...]
     notes: tuple[str, ...]
     batches: dict[str, int]
-    """Rows of a step, by type, where [train] says so for each pool: of two pools of a type the larger."""
+    """Rows of a step, by type, if [train] has a batch for each pool; of two pools of a type the larger."""
 
 
-def planned(path: Path) -> "tuple[Train, Machines]":
-    """What a file's [train] asks for, and the machines of its pools. Raises InputError for what it lacks."""
-    from tpuswarm.cli.train.train_options import check_options
-    from tpuswarm.fleet.training import pool_batches
-
-    file = _read(path)
+def read_pools(path: Path) -> tuple[Train, Machines]:
+    """Return [train] and the machines of the pools. Raises InputError if either is missing."""
+    file = _read_file(path)
     if file.train is None:
-        raise InputError(
-            f"{path} has no [train], so there is nothing to plan; or name the recipe: `plan RECIPE --on …`"
-        )
+        raise InputError(f"{path} has no [train] to plan; add one, or name the recipe: `plan RECIPE --on …`")
     if not file.pool:
-        raise InputError(f"{path} has no [[pool]], so there is nothing to plan for")
+        raise InputError(f"{path} has no [[pool]] to plan for; add one, or name a TPU: `plan RECIPE --on …`")
     check_options(path, {"recipe": file.train.recipe, "options": dict(file.train.options)})
     counts: dict[str, int] = {}
     for pool in file.pool:
@@ -44,38 +43,31 @@ def planned(path: Path) -> "tuple[Train, Machines]":
     for name, batch in pool_batches(file).items():
         type_ = next(pool.type for pool in file.pool if pool.name == name)
         batches[type_] = max(batch, batches.get(type_, 0))
-    return file.train, Machines(counts, tuple(_groups(file)), (), batches)
+    return file.train, Machines(counts, tuple(_list_groups(file)), (), batches)
 
 
-def _groups(file: "SwarmFile") -> Iterator["MachineGroup"]:
-    """Of each pool in its first zone: what grants cover, which ends with the first of them, and what is paid for."""
-    from tpuswarm.fleet.decide.money import GrantCover, quota_key, tpu_price
-    from tpuswarm.fleet.spec.desired_from_file import list_grants
-    from tpuswarm.plan.outlook import MachineGroup
-
+def _list_groups(file: SwarmFile) -> Iterator[MachineGroup]:
+    """Split each pool, in its first zone, into machines under grants (until the first one ends) and paid machines."""
     grants = list_grants(file)
     cover = GrantCover(grants, time.time())
     for pool in file.pool:
-        type_, zone, spot = pool.type, pool.zones[0], pool.how == "spot"
+        type_, zone, is_spot = pool.type, pool.zones[0], pool.how == "spot"
         if free := sum(cover.claim(type_, zone, pool.how) for _ in range(pool.count)):
-            own = quota_key(type_, zone, spot)
-            ends = [
-                each.expires for each in grants if each.expires and quota_key(each.type, each.zone, each.spot) == own
-            ]
-            yield MachineGroup(type_, zone, pool.how, free, ends=min(ends, default=None))
+            own_key = quota_key(type_, zone, is_spot)
+            own_grants = [grant for grant in grants if quota_key(grant.type, grant.zone, grant.spot) == own_key]
+            ends = min((grant.expires for grant in own_grants if grant.expires), default=None)
+            yield MachineGroup(type_, zone, pool.how, free, ends=ends)
         if paid := pool.count - free:
-            price = tpu_price(type_, zone, spot)
+            price = tpu_price(type_, zone, is_spot)
             yield MachineGroup(type_, zone, pool.how, paid, None if price is None else paid * price)
 
 
-def granted(path: Path) -> Machines:
-    """What the grants of a file cover now. Raises InputError where they cover nothing."""
-    from tpuswarm.plan.outlook import MachineGroup
-
+def read_grants(path: Path) -> Machines:
+    """Return the machines that grants cover now. Raises InputError if there are none."""
     now = time.time()
     counts: dict[str, int] = {}
     groups, notes = [], []
-    for grant in _read(path).grant:
+    for grant in _read_file(path).grant:
         if grant.expires is not None and grant.expires <= now:
             continue
         counts[grant.type] = counts.get(grant.type, 0) + grant.count
@@ -83,17 +75,11 @@ def granted(path: Path) -> Machines:
         until = "" if grant.expires is None else f", until {datetime.fromtimestamp(grant.expires, UTC):%Y-%m-%d}"
         notes.append(f"{grant.count:,} {grant.type} ({grant.how}) in {grant.zone}{until}")
     if not counts:
-        raise InputError(
-            f"{path} has no [[grant]] that still holds, so nothing is free; `plan RECIPE --on …` shows prices"
-        )
+        raise InputError(f"{path} has no [[grant]] that is valid now. For prices: `plan RECIPE --on …`")
     return Machines(counts, tuple(groups), tuple(notes), {})
 
 
-def _read(path: Path) -> "SwarmFile":
-    from tpuswarm.config.toml_file import locate_error
-    from tpuswarm.fleet.spec.checks import find_problems
-    from tpuswarm.fleet.spec.file import read_swarm
-
+def _read_file(path: Path) -> SwarmFile:
     file = read_swarm(path)
     for place, sentence in find_problems(file, time.time()):
         if place[0] in ("pool", "train"):

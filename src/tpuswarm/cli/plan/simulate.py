@@ -1,4 +1,4 @@
-"""`tpuswarm simulate`: how a swarm would fare, before there is one."""
+"""`tpuswarm simulate`: how a swarm would perform, before it exists."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,124 +9,119 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuswarm.cli.console import make_console
+from tpuswarm.cli.console import Json, make_console
+from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.simulation import result
+from tpuswarm.swarm.simulation.cluster import TOO_LONG, SimulatedSwarm
+from tpuswarm.swarm.simulation.scenario import Scenario
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tpuswarm.swarm.simulation.result import Part, Result
-
 
 def simulate(
     file: Annotated[Path, typer.Argument(help="TOML file with members, model and length; see examples/simulate.toml.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Simulate a swarm: goodput, traffic and staleness of many members that fail, on a virtual clock."""
-    from tpuswarm.config.toml_file import read_toml
-    from tpuswarm.swarm.simulation.cluster import TOO_LONG, SimulatedSwarm
-    from tpuswarm.swarm.simulation.result import result
-    from tpuswarm.swarm.simulation.scenario import Scenario
-
     cluster = SimulatedSwarm(read_toml(file, Scenario))
-    with _progress(f"{cluster.scenario.count:,} members") as progress:
-        cluster.simulate(progress)
-    found = result(cluster)
+    with _show_progress(f"{cluster.scenario.count:,} members") as show_share:
+        cluster.simulate(show_share)
+    simulated = result.result(cluster)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(simulated)))
     else:
         console = make_console()
-        for table in (_facts(found), _groups(found, console.width)):
+        for table in (_facts_table(simulated), _groups_table(simulated, console.width)):
             console.print(table)
             console.print()
-    if found.finished is False:
+    if simulated.finished is False:
+        applied, elapsed = f"{simulated.tokens.applied:,}", _format_time(simulated.seconds)
         raise RunFailed(
-            f"{found.tokens.applied:,} of {cluster.scenario.tokens:,} tokens were applied in {_time(found.seconds)}, "
+            f"only {applied} of {cluster.scenario.tokens:,} tokens were applied in {elapsed}, which is "
             f"{TOO_LONG:.0f} times what these members need undisturbed"
         )
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal, else a line for every tenth; on stderr."""
+def _show_progress(subject: str) -> Iterator[Callable[[float], None]]:
+    """Show a bar on a terminal, else a line for every tenth; on stderr."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with Progress(console=console, transient=True) as bar:
-            task = bar.add_task(what, total=1.0)
+            task = bar.add_task(subject, total=1.0)
             yield lambda share: bar.update(task, completed=share)
         return
-    tenth = 0
+    tenths = 0
 
-    def line(share: float) -> None:
-        nonlocal tenth
-        if int(share * 10) > tenth:
-            tenth = int(share * 10)
-            console.print(f"{what}: {tenth}0% simulated")
+    def print_tenth(share: float) -> None:
+        nonlocal tenths
+        if int(share * 10) > tenths:
+            tenths = int(share * 10)
+            console.print(f"{subject}: {tenths}0% simulated")
 
-    yield line
+    yield print_tenth
 
 
-def _facts(found: "Result") -> "Table":
+def _facts_table(simulated: result.Result) -> "Table":
     from rich.table import Table
 
-    tokens, every = found.tokens, found.members
+    tokens, shard, contributors = simulated.tokens, simulated.shard, simulated.contributors
+    fates = ", ".join(f"{name} {getattr(tokens, name):,}" for name in ("applied", "dropped", "lost", "outstanding"))
+    goodput = "–" if simulated.goodput is None else f"{simulated.goodput:.2%} of settled tokens applied"
+    merging = f"{simulated.commit_seconds.mean:.1f} s per commit, at most {simulated.commit_seconds.most:.1f}"
+    traffic = f"each receives {shard.down_mbit:,.1f} Mbit/s and sends {shard.up_mbit:,.1f} Mbit/s"
+    reasons = sorted(simulated.refusals.items(), key=lambda item: -item[1])
+    speed = f"{simulated.tokens_per_s:,.0f} tokens/s applied, {simulated.share:.1%} of the members' own speed"
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    goodput = "–" if found.goodput is None else f"{found.goodput:.2%} of settled tokens applied"
-    fates = ((name, getattr(tokens, name)) for name in ("applied", "dropped", "lost", "outstanding"))
-    refused = sum(found.refusals.values())
     for row in (
-        ("simulated", f"{_time(found.seconds)}, {every.count:,} members"),
+        ("simulated", f"{_format_time(simulated.seconds)}, {simulated.members.count:,} members"),
         ("goodput", goodput),
-        ("speed", f"{found.tokens_per_s:,.0f} tokens/s applied, {found.share:.1%} of the members' own speed"),
-        ("tokens", f"{tokens.processed:,} processed: " + ", ".join(f"{name} {count:,}" for name, count in fates)),
-        ("commits", f"{found.versions:,}, of which {found.commits:,} with contributors"),
-        (
-            "contributors",
-            f"{found.contributors.mean:.1f} per commit, {found.contributors.least} to {found.contributors.most}",
-        ),
-        ("staleness", f"{found.staleness.mean:.2f} commits, at most {found.staleness.most}"),
-        ("merging", f"{found.commit_seconds.mean:.1f} s per commit, at most {found.commit_seconds.most:.1f}"),
-        ("preemptions", f"{found.preemptions:,}"),
-        ("refused", f"{refused:,} incarnations ended by the coordinator"),
-        *(("", f"{count:,}: {reason}") for reason, count in sorted(found.refusals.items(), key=lambda each: -each[1])),
-        ("coordinator", f"{found.messages_per_s:,.1f} messages/s"),
-        (
-            "aggregators",
-            f"{found.shards}; each receives {found.shard.down_mbit:,.1f} Mbit/s and sends "
-            f"{found.shard.up_mbit:,.1f} Mbit/s",
-        ),
+        ("speed", speed),
+        ("tokens", f"{tokens.processed:,} processed: {fates}"),
+        ("commits", f"{simulated.versions:,}, of which {simulated.commits:,} with contributors"),
+        ("contributors", f"{contributors.mean:.1f} per commit, {contributors.least} to {contributors.most}"),
+        ("staleness", f"{simulated.staleness.mean:.2f} commits, at most {simulated.staleness.most}"),
+        ("merging", merging),
+        ("preemptions", f"{simulated.preemptions:,}"),
+        ("refused", f"{sum(simulated.refusals.values()):,} incarnations ended by the coordinator"),
+        *(("", f"{count:,}: {reason}") for reason, count in reasons),
+        ("coordinator", f"{simulated.messages_per_s:,.1f} messages/s"),
+        ("aggregators", f"{simulated.shards}; {traffic}"),
     ):
         table.add_row(*row)
     return table
 
 
-def _groups(found: "Result", width: int) -> "Table":
+def _groups_table(simulated: result.Result, width: int) -> "Table":
     from tpuswarm.train.look.live import Column, table
 
     names = ("members", "tokens/s", "trains", "stall", "gone", "share", "sends", "receives")
-    groups = (*found.groups, found.members) if len(found.groups) > 1 else found.groups
-    made = table([Column(""), *(Column(name, right=True) for name in names)], [_group(each) for each in groups], width)
-    made.caption = "averages per member; share: of all applied tokens; sends, receives: Mbit/s"
-    made.caption_justify = "left"
-    return made
+    groups = (*simulated.groups, simulated.members) if len(simulated.groups) > 1 else simulated.groups
+    columns = [Column(""), *(Column(name, right=True) for name in names)]
+    drawn = table(columns, [_group_row(group) for group in groups], width)
+    drawn.caption = "averages per member; share: of all applied tokens; sends, receives: Mbit/s"
+    drawn.caption_justify = "left"
+    return drawn
 
 
-def _group(part: "Part") -> tuple[str, ...]:
-    shares = (part.training, part.stall, part.gone, part.applied)
+def _group_row(group: result.Part) -> tuple[str, ...]:
+    shares = (group.training, group.stall, group.gone, group.applied)
     return (
-        part.name,
-        f"{part.count:,}",
-        f"{part.tokens_per_s:,.0f}",
+        group.name,
+        f"{group.count:,}",
+        f"{group.tokens_per_s:,.0f}",
         *(f"{share:.1%}" for share in shares),
-        *(f"{mbit:,.2f}" for mbit in (part.link.up_mbit, part.link.down_mbit)),
+        *(f"{mbit:,.2f}" for mbit in (group.link.up_mbit, group.link.down_mbit)),
     )
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"

@@ -1,107 +1,104 @@
-"""`batch = "auto"` of a fleet: of each pool the largest that plan finds, as far as they go together."""
+"""`batch = "auto"` of a fleet: choose the largest batches of its pools that divide each other."""
 
 import json
 import math
-from typing import TYPE_CHECKING
 
+from tpuswarm import catalog, recipes
+from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.spec.file import SwarmFile
+from tpuswarm.plan.cache import Cache
+from tpuswarm.plan.children import Children, no_compiler
+from tpuswarm.plan.order import Asked, Order, described
+from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import say
-
-if TYPE_CHECKING:
-    from tpuswarm.config.train_table import Train
-    from tpuswarm.fleet.spec.file import SwarmFile
+from tpuswarm.train.run.directory import CONFIG
+from tpuswarm.train.storage.bucket import Bucket
+from tpuswarm.train.storage.record import read_file
 
 AUTO = "auto"
-CHOSEN = "batches.json"
-"""In the run's folder in the bucket: the batch of each pool, as `auto` was answered when the run was begun."""
+BATCHES_FILE = "batches.json"
+"""In the run's folder in the bucket: the batch that `auto` chose for each pool."""
 
 
-def with_batch(file: "SwarmFile", url: str) -> "SwarmFile":
-    """The file with a batch for each pool in the place of `auto`; of a run that has begun, those that it began with.
+def resolve_auto_batch(file: SwarmFile, url: str) -> SwarmFile:
+    """Replace `batch = "auto"` by a batch for each pool; a run that has begun keeps its batches.
 
-    Compiles the step for each type of TPU, once: minutes, which `tpuswarm plan` may have spent already. Raises
-    InputError where a type has no answer.
+    Compiles the step once for each type of TPU, which takes minutes. Raises InputError if the model fits on none.
     """
     assert file.train is not None
     if file.train.batch != AUTO:
         return file
-    return file.model_copy(update={"train": file.train.model_copy(update={"batch": _chosen(file, file.train, url)})})
+    batches = _read_or_choose(file, file.train, url)
+    return file.model_copy(update={"train": file.train.model_copy(update={"batch": batches})})
 
 
-def _chosen(file: "SwarmFile", train: "Train", url: str) -> dict[str, int] | None:
-    from tpuswarm.train.run.directory import CONFIG
-    from tpuswarm.train.storage.bucket import Bucket
-    from tpuswarm.train.storage.record import read_file
-
+def _read_or_choose(file: SwarmFile, train: Train, url: str) -> dict[str, int] | None:
     bucket = Bucket(url)
     pools = [pool.name for pool in file.pool]
-    if not bucket.exists(CHOSEN):
+    if not bucket.exists(BATCHES_FILE):
         if read_file(bucket.read_if_there, CONFIG) is not None:
-            return None  # it was begun with a number: the head goes on with that, and so do its members
-        bucket.create(CHOSEN, json.dumps(_largest(file, train)).encode())
-    found: dict[str, int] = json.loads(bucket.read(CHOSEN))  # maybe of another laptop's, which was the first
-    if found.keys() != set(pools):
+            return None  # the run began with a number, which its head and members keep
+        bucket.create(BATCHES_FILE, json.dumps(_choose(file, train)).encode())
+    batches: dict[str, int] = json.loads(bucket.read(BATCHES_FILE))  # another computer may have been first
+    if batches.keys() != set(pools):
         raise InputError(
-            f"{url} was begun with batches for the pools {', '.join(found)}, and the file has {', '.join(pools)}: give "
-            "batch a table with the same numbers and one for each new pool, which divides the largest"
+            f"{url} began with batches for the pools {', '.join(batches)}, and the file has {', '.join(pools)}. Make "
+            "batch a table with these numbers, and for each new pool one that divides the largest."
         )
-    return found
+    return batches
 
 
-def _largest(file: "SwarmFile", train: "Train") -> dict[str, int]:
-    from tpuswarm import catalog, recipes
-    from tpuswarm.plan.cache import Cache
-    from tpuswarm.plan.children import Children, no_compiler
-    from tpuswarm.plan.order import Asked, Order, described
-    from tpuswarm.train.process.platform import cache_folder
-
+def _choose(file: SwarmFile, train: Train) -> dict[str, int]:
     if reason := no_compiler():
-        raise InputError(f'batch = "auto" asks the TPU compiler: {reason}; or give batch a number')
+        raise InputError(f'batch = "auto" needs the TPU compiler: {reason}; or make batch a number')
     target, preset = recipes.find(train.recipe)
     options = {**preset, **{name: str(value) for name, value in train.options.items()}}
     shard = train.shard if train.shard != "auto" else None
-    asked = Asked(
+    question = Asked(
         target, options, precision=train.precision, shard=shard, accumulate=train.accumulate, freeze=train.freeze
     )
-    places = {each.name: described(each) for each in (catalog.find(pool.type) for pool in file.pool)}
+    tpus = {tpu.name: described(tpu) for tpu in (catalog.find(pool.type) for pool in file.pool)}
     children = Children(Cache(cache_folder("plan")), lambda order, text: say(f"{order.place.name}: {text}", err=True))
-    found: dict[str, int] = {}
-    for order, answer in children.answers([Order(asked, each, "") for each in places.values()]):
+    largest: dict[str, int] = {}
+    for order, answer in children.answers([Order(question, tpu, "") for tpu in tpus.values()]):
+        name = order.place.name
         if not answer.fits or answer.program is None:
             raise InputError(
-                f"{train.recipe} does not fit on a {order.place.name}: {answer.problem or answer.smallest}; "
-                f"`tpuswarm plan {train.recipe} --on {order.place.name}` says more"
+                f"{train.recipe} does not fit on a {name}: {answer.problem or answer.smallest}. Details: "
+                f"`tpuswarm plan {train.recipe} --on {name}`"
             )
-        found[order.place.name] = answer.program.batch
+        largest[name] = answer.program.batch
     types = {pool.name: catalog.find(pool.type).name for pool in file.pool}
-    devices = {name: places[type_].devices for name, type_ in types.items()}
-    return batches_of({name: found[type_] for name, type_ in types.items()}, devices)
+    devices = {pool: tpus[type_].devices for pool, type_ in types.items()}
+    return choose_batches({pool: largest[type_] for pool, type_ in types.items()}, devices)
 
 
-def batches_of(most: dict[str, int], devices: dict[str, int]) -> dict[str, int]:
-    """The batch of each pool: as near to the largest that it fits as goes with all others dividing the run's.
+def choose_batches(largest: dict[str, int], devices: dict[str, int]) -> dict[str, int]:
+    """Choose for each pool a batch that divides the run's and is as near to its largest as possible.
 
-    most, devices: of each pool, the largest batch that fits one of its members, and its devices. Says what comes of it.
+    `largest`: the largest batch that fits a member of each pool; `devices`: the devices of such a member.
     """
     best: dict[str, int] = {}
-    reached = 0.0
-    unit = math.lcm(*devices.values())
-    for whole in range(unit, max(most.values()) + 1, unit):
-        found = {name: _part(whole, most[name], devices[name]) for name in most}
-        share = sum(found[name] / most[name] for name in most)
-        if all(found.values()) and max(found.values()) == whole and share >= reached:
-            best, reached = found, share
+    best_share = 0.0
+    step = math.lcm(*devices.values())
+    for run_batch in range(step, max(largest.values()) + 1, step):
+        batches = {pool: _largest_part(run_batch, largest[pool], devices[pool]) for pool in largest}
+        share = sum(batches[pool] / largest[pool] for pool in largest)
+        if all(batches.values()) and max(batches.values()) == run_batch and share >= best_share:
+            best, best_share = batches, share
     if not best:
-        fits = ", ".join(f"{name} {most[name]:,} on {devices[name]} devices" for name in most)
+        fits = ", ".join(f"{pool} {largest[pool]:,} on {devices[pool]} devices" for pool in largest)
         raise InputError(
-            f"no batches go together: each is a multiple of its devices and divides the largest; what fits: {fits}"
+            "no batches suit all pools: each must be a multiple of its devices and divide the largest. "
+            f"What fits: {fits}"
         )
-    said = ", ".join(f"{name} {best[name]:,} (fits {most[name]:,})" for name in most)
-    say(f"batch of each pool's members: {said}")
+    chosen = ", ".join(f"{pool} {best[pool]:,} (fits {largest[pool]:,})" for pool in largest)
+    say(f"batch of each pool's members: {chosen}")
     return best
 
 
-def _part(whole: int, most: int, devices: int) -> int:
-    """The largest part of a whole batch that fits and gives each device whole rows; 0: none."""
-    parts = (whole // count for count in range(-(-whole // most), whole // devices + 1) if whole % count == 0)
+def _largest_part(run_batch: int, limit: int, devices: int) -> int:
+    counts = range(-(-run_batch // limit), run_batch // devices + 1)
+    parts = (run_batch // count for count in counts if run_batch % count == 0)
     return next((part for part in parts if part % devices == 0), 0)

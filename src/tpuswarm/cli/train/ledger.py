@@ -1,25 +1,25 @@
-"""`tpuswarm ledger show` and `verify`: what a swarm's ledger says, and whether it is true."""
+"""`tpuswarm ledger`: show and verify a swarm's ledger."""
 
 import json
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tpuswarm.cli.console import Json, Run, make_console
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.storage import verify as verification
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.views.tables import commit_row, read_commits
 from tpuswarm.train.process.terminal import say
-
-if TYPE_CHECKING:
-    from tpuswarm.swarm.storage.store import Store
-    from tpuswarm.swarm.storage.verify import Report
+from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.listing import find_run
 
 app = typer.Typer(help="Look at a swarm's ledger and check it.", rich_markup_mode=None)
-PROBLEMS = 20
-"""Shown; the rest are counted."""
+MAX_PROBLEMS = 20
 
 
 @app.command()
@@ -29,47 +29,38 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the last commits: who contributed, with what weight, what was not counted and why, rule and rate."""
-    from tpuswarm.swarm.views.tables import commit_row, read_commits
-
     check_number(last, "-n, a number of commits,", least=1)
-    commits = read_commits(_store(run), last)
+    commits = read_commits(_open_store(run), last)
     if as_json:
-        print(json.dumps({"run": run, "commits": [asdict(each) for each in commits]}))
+        print(json.dumps({"run": run, "commits": [asdict(commit) for commit in commits]}))
         return
     from tpuswarm.train.look.live import Column, table
 
     columns = (
-        Column("commit", right=True),
-        Column("time", rank=2),
-        Column("epoch", right=True, rank=3),
-        Column("contributors", wraps=20),
-        Column("not counted", wraps=20),
-        Column("tokens", right=True, rank=1),
-        Column("total", right=True),
-        Column("rule"),
-    )
+        Column("commit", right=True), Column("time", rank=2), Column("epoch", right=True, rank=3),
+        Column("contributors", wraps=20), Column("not counted", wraps=20), Column("tokens", right=True, rank=1),
+        Column("total", right=True), Column("rule"),
+    )  # fmt: skip
     console = make_console()
-    console.print(table(columns, [commit_row(each) for each in commits], console.width))
+    console.print(table(columns, [commit_row(commit) for commit in commits], console.width))
 
 
 @app.command()
 def verify(run: Run, as_json: Json = False) -> None:
-    """Check everything stored: digests, rows, tokens; recompute the commits whose payloads are still there.
+    """Check everything stored: digests, rows, tokens; recompute the commits whose payloads still exist.
 
     Exits with 1 if anything is wrong.
     """
-    from tpuswarm.swarm.storage.verify import verify as check
-
-    report = check(_store(run), lambda text: say(text, err=True))
+    report = verification.verify(_open_store(run), lambda text: say(text, err=True))
     if as_json:
         print(json.dumps({"run": run, "sound": not report.problems, **asdict(report)}))
     else:
-        _print(run, report)
+        _print_report(run, report)
     if report.problems:
         raise typer.Exit(1)
 
 
-def _print(run: str, report: "Report") -> None:
+def _print_report(run: str, report: verification.Report) -> None:
     if report.newest is not None:
         say(f"commits 0 to {report.newest}: hash chain intact, no row counts twice, the tokens add up")
         say(
@@ -77,42 +68,36 @@ def _print(run: str, report: "Report") -> None:
             f"{report.undecided:,} accepted but undecided"
         )
     if report.recomputed:
-        say(f"recomputed from their pushes, bit-identical: {_ranges(report.recomputed)}")
-    reasons: dict[str, list[int]] = {}
-    for version, why in report.not_recomputed.items():
-        kind = "payloads are gone" if why.startswith("payloads/") and why.endswith("is gone") else why
-        reasons.setdefault(kind, []).append(version)
-    for why, versions in sorted(reasons.items(), key=lambda each: each[1]):
-        say(f"not recomputed: {_ranges(sorted(versions))}: {why}")
-    for each in report.problems[:PROBLEMS]:
-        say(f"problem: {each}")
-    if rest := len(report.problems) - PROBLEMS:
-        say(f"and {rest} more") if rest > 0 else None
+        say(f"recomputed from their pushes, bit-identical: {_format_ranges(report.recomputed)}")
+    versions_by_reason: dict[str, list[int]] = {}
+    for version, reason in report.not_recomputed.items():
+        is_deleted = reason.startswith("payloads/") and reason.endswith("is gone")
+        versions_by_reason.setdefault("payloads are gone" if is_deleted else reason, []).append(version)
+    for reason, versions in sorted(versions_by_reason.items(), key=lambda item: item[1]):
+        say(f"not recomputed: {_format_ranges(sorted(versions))}: {reason}")
     count = len(report.problems)
+    for problem in report.problems[:MAX_PROBLEMS]:
+        say(f"problem: {problem}")
+    if count > MAX_PROBLEMS:
+        say(f"and {count - MAX_PROBLEMS} more")
     say(f"{run} is not sound: {count} problem{'s' * (count > 1)}" if count else f"{run} is sound")
 
 
-def _ranges(versions: list[int]) -> str:
-    """3 to 7, 9."""
-    runs = [
-        [version for _, version in group] for _, group in groupby(enumerate(versions), lambda each: each[1] - each[0])
-    ]
-    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+def _format_ranges(versions: list[int]) -> str:  # 3 to 7, 9
+    groups = groupby(enumerate(versions), lambda item: item[1] - item[0])
+    ranges = [[version for _, version in group] for _, group in groups]
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in ranges)
 
 
-def _store(run: str) -> "Store":
-    """Where the ledger is. Raises InputError for what is no swarm's run, or not yet one with a ledger."""
-    from tpuswarm.swarm.storage.store import Store
-    from tpuswarm.train.run.directory import read_config
-    from tpuswarm.train.run.listing import find_run
-
+def _open_store(run: str) -> Store:
+    """Open the store of a swarm's run. Raises InputError for a plain run, and before the first commit."""
     if "://" in run:
         store = Store(run)
     else:
         folder = Path(find_run(run))
         if "swarm" not in read_config(folder):
-            raise InputError(f"{folder} is a plain run and has no ledger; `train --members` makes one")
+            raise InputError(f"{folder} is a plain run and has no ledger; `train --members` writes one")
         store = Store(folder)
     if not any(store.names(kind) for kind in ("commits/", "headers/", "objects/")):
-        raise InputError(f"{store.root} has no commits: its first commit has not been made yet")
+        raise InputError(f"{store.root} has no commits yet")
     return store

@@ -1,189 +1,171 @@
-"""`tpuswarm status`: looking at runs; what every command that takes a run shares."""
+"""`tpuswarm status`: show a run, or all runs."""
 
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tpuswarm.cli.console import Json, make_console
+from tpuswarm.cli.console import RUN_HELP, Json, make_console
+from tpuswarm.cli.fleet.training_view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.views.status import Look, look
 from tpuswarm.train.process.terminal import say
+from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.listing import Status, find_run, folder_called, list_runs, used
+from tpuswarm.train.run.listing import status as plain_status
+from tpuswarm.watch.state import State
 
-if TYPE_CHECKING:
-    from tpuswarm.swarm.views.status import Look
-    from tpuswarm.train.run.listing import Status
-
-SILENT = 10.0
-"""Seconds without a new status.json after which a swarm that lives is not well."""
+SILENT_S = 10.0
+"""After this time without a new status.json, a swarm's process does not respond."""
+REDRAW_INTERVAL_S = 1.0
 
 
 def status(
-    run: Annotated[
-        str | None, typer.Argument(help="A run's directory, its name in ./runs, gs://BUCKET/FOLDER, or `last`.")
-    ] = None,
+    run: Annotated[str | None, typer.Argument(help=RUN_HELP)] = None,
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Redraw every second until the run ends.")] = False,
 ) -> None:
     """Show a run, or all runs in ./runs: state, step, loss, speed; for a swarm also its members.
 
-    Where ./swarm.toml trains on a fleet, its run comes with machines, what each of them does and why, and costs.
+    If ./swarm.toml trains on a fleet, its run comes with the machines, what each does and why, and the cost.
     """
     if watch and as_json:
-        raise InputError("--watch and --json exclude each other: use one of them")
-    from tpuswarm.cli.fleet.training_view import training_here
-
-    training = training_here(run) if run is None or "://" in run else None
+        raise InputError("--watch and --json exclude each other")
+    console = make_console()
+    training = find_fleet_training(run) if run is None or "://" in run else None
     if watch:
         if training:
-            training.watch(make_console())
+            training.watch(console)
         else:
-            _watch(run)
+            _watch(run, console)
         return
-    seen = training.see() if training else None
-    found = [] if seen and run else _looks(run)
-    from tpuswarm.swarm.views.status import Look
-
+    state = training.read() if training else None
+    found = [] if state and run else _read_runs(run)
     if as_json:
-        from tpuswarm.watch.state import State
-
-        objects = [State(each.run, each, None, time.time()).json() for each in found]
-        if seen and run:
-            print(json.dumps(seen.json()))
-        else:
-            print(json.dumps(objects[0] if run else {"runs": objects, **({"training": seen.json()} if seen else {})}))
+        print(json.dumps(_json_object(run, found, state)))
         return
-    if seen:
-        make_console().print(seen.draw(make_console().width))
-    if seen and not found:
-        return
+    if state:
+        console.print(state.draw(console.width))
+        if not found:
+            return
     if not found:
-        say("no runs in ./runs; start one with `tpuswarm train gpt2-tiny`")
+        say("no runs in ./runs; start one: `tpuswarm train gpt2-tiny`")
         return
-    console = make_console()
-    console.print(_drawn(found, run, console.width))
-    local = run is not None and "://" not in run
-    if local and isinstance(found[0], Look) and found[0].status.address:
-        command = f"tpuswarm join {found[0].status.address} --token-file {Path(found[0].run) / 'token'}"
-        say(f"to add a machine: `{command}`")
+    console.print(_draw(found, run, console.width))
+    if run is not None and "://" not in run and isinstance(found[0], Look) and found[0].status.address:
+        token = Path(found[0].run) / "token"
+        say(f"to add a machine: `tpuswarm join {found[0].status.address} --token-file {token}`")
 
 
-def _looks(run: str | None) -> list[Any]:
-    """A `Status` of each plain run, a `Look` of each swarm."""
-    from tpuswarm.swarm.views.status import look
-    from tpuswarm.train.run.directory import read_config
-    from tpuswarm.train.run.listing import find_run, list_runs, status
+def _json_object(run: str | None, found: list[Any], state: State | None) -> dict[str, Any]:
+    if state and run:
+        return state.json()
+    objects = [State(one.run, one, None, time.time()).json() for one in found]
+    return objects[0] if run else {"runs": objects, **({"training": state.json()} if state else {})}
 
+
+def _read_runs(run: str | None) -> list[Any]:
+    """Return a `Status` for each plain run and a `Look` for each swarm."""
     found: list[Any] = []
     for folder in [Path(find_run(run))] if run else list_runs():
         try:
-            found.append(look(folder) if "swarm" in read_config(folder) else status(folder))
+            found.append(look(folder) if "swarm" in read_config(folder) else plain_status(folder))
         except InputError as error:
             if run:
                 raise
-            say(f"not shown: {error}", err=True)
+            say(f"left out: {error}", err=True)
     return found
 
 
-def _watch(run: str | None) -> None:
+def _watch(run: str | None, console: Any) -> None:
     from tpuswarm.train.process.drawn import Drawn
 
-    console = make_console()
     with Drawn(console=console, auto_refresh=False) as live:
         while True:
-            found = _looks(run)
-            live.update(_drawn(found, run, console.width, console.height - 1), refresh=True)
-            if all(each.state != "running" for each in found):
+            found = _read_runs(run)
+            live.update(_draw(found, run, console.width, console.height - 1), refresh=True)
+            if all(one.state != "running" for one in found):
                 return
-            time.sleep(1)
+            time.sleep(REDRAW_INTERVAL_S)
 
 
-def _drawn(found: list[Any], run: str | None, width: int, height: int | None = None) -> Any:
-    """A table of all; of one that was asked for all that is known. With a height it is made to fit into it."""
+def _draw(found: list[Any], run: str | None, width: int, height: int | None = None) -> Any:
+    """Draw a table of all runs, or all facts of the named run; with a height, so that it fits."""
     from rich.console import Group
     from rich.text import Text
 
-    from tpuswarm.swarm.views.status import Look
     from tpuswarm.train.look.live import STATES
-    from tpuswarm.train.run.listing import folder_called, used
 
     if not run:
-        shown = found if height is None else found[: height - 2]
-        more = [Text(f"and {len(found) - len(shown):,} used earlier")] if len(found) > len(shown) else []
-        return Group(_table(shown, width), *more)
-    [each] = found
-    state = (
-        f"running, pid {each.pid}"
-        if each.pid
-        else f"{each.state} {format_age(time.time() - used(folder_called(each.run)))} ago"
-    )
-    said = [Text(f"{state}{': ' if each.message else ''}{each.message}", STATES.get(each.state, ""))]
-    if not isinstance(each, Look):
-        return Group(_plain(each, width, height), *said)
-    silent = time.time() - each.status.time
-    if each.pid and silent > SILENT:
-        lost = f"no update for {silent:.0f} s: process {each.pid} does not respond, and this status is that old"
-        said.append(Text(lost, style="red"))
-    return Group(_swarm(each, width, height and height - len(said)), *said)
+        rows = found if height is None else found[: height - 2]
+        more = [Text(f"and {len(found) - len(rows):,} older runs")] if len(found) > len(rows) else []
+        return Group(_table(rows, width), *more)
+    [one] = found
+    state = f"running, pid {one.pid}" if one.pid else f"{one.state} {_age_of(one)} ago"
+    lines = [Text(f"{state}{': ' if one.message else ''}{one.message}", STATES.get(one.state, ""))]
+    if not isinstance(one, Look):
+        return Group(_draw_plain(one, width, height), *lines)
+    silent_s = time.time() - one.status.time
+    if one.pid and silent_s > SILENT_S:
+        lines.append(Text(f"process {one.pid} does not respond; this status is {silent_s:.0f} s old", style="red"))
+    return Group(_draw_swarm(one, width, height and height - len(lines)), *lines)
 
 
-def _plain(seen: "Status", width: int, height: int | None) -> Any:
+def _age_of(run: Any) -> str:
+    return format_age(time.time() - used(folder_called(run.run)))
+
+
+def _draw_plain(run: Status, width: int, height: int | None) -> Any:
     from tpuswarm.train.look.display import Picture, draw
 
     picture = Picture(
-        title=f"{seen.recipe} on {seen.devices}" if seen.devices else seen.recipe,
-        run=seen.run,
-        step=seen.step,
-        steps=seen.steps,
-        tokens_per_step=seen.tokens // max(seen.step, 1),
-        unit=seen.unit,
-        per_second=(seen.steps - seen.step) / seen.left if seen.left else None,
-        loss=seen.loss,
-        eval_loss=seen.eval_loss,
-        eval_step=seen.eval_step,
-        ended=seen.state != "running",
+        title=f"{run.recipe} on {run.devices}" if run.devices else run.recipe,
+        run=run.run,
+        step=run.step,
+        steps=run.steps,
+        tokens_per_step=run.tokens // max(run.step, 1),
+        unit=run.unit,
+        per_second=(run.steps - run.step) / run.left if run.left else None,
+        loss=run.loss,
+        eval_loss=run.eval_loss,
+        eval_step=run.eval_step,
+        ended=run.state != "running",
     )
-    return draw(picture, seen.elapsed, width, height or 0)
+    return draw(picture, run.elapsed, width, height or 0)
 
 
-def _swarm(look: "Look", width: int, height: int | None) -> Any:
+def _draw_swarm(run: Look, width: int, height: int | None) -> Any:
     from tpuswarm.swarm.views.drawing import About, draw
 
-    about = About(look.recipe, look.run, look.tokens_per_step, look.unit, ended=look.state != "running")
-    return draw(about, look.status, (), width, height)
+    about = About(run.recipe, run.run, run.tokens_per_step, run.unit, ended=run.state != "running")
+    return draw(about, run.status, (), width, height)
 
 
-def _table(found: list[Any], width: int) -> Any:
+def _table(runs: list[Any], width: int) -> Any:
     from tpuswarm.train.look.live import Column, table
-    from tpuswarm.train.run.listing import folder_called, used
 
     columns = [
-        Column("run"),
-        Column("recipe", rank=5),
-        Column("state"),
-        Column("pid", right=True, rank=4),
-        Column("age", right=True),
-        Column("step", right=True, rank=1),
-        Column("tokens", right=True, rank=6),
-        Column("loss", right=True, rank=2),
-        Column("held-out loss", right=True, rank=3),
+        Column("run"), Column("recipe", rank=5), Column("state"), Column("pid", right=True, rank=4),
+        Column("age", right=True), Column("step", right=True, rank=1), Column("tokens", right=True, rank=6),
+        Column("loss", right=True, rank=2), Column("held-out loss", right=True, rank=3),
         Column("speed", right=True, rank=1),
-    ]
+    ]  # fmt: skip
     rows = [
         (
-            each.run,
-            each.recipe,
-            each.state,
-            f"{each.pid}" if each.pid else "",
-            "now" if each.state == "running" else format_age(time.time() - used(folder_called(each.run))),
-            f"{each.step:,}/{each.steps:,}",
-            f"{each.tokens:,}",
-            format_figure(each.loss),
-            format_figure(each.eval_loss),
-            f"{each.tokens_per_s:,.0f} {each.unit}/s" if each.tokens_per_s else "",
+            run.run,
+            run.recipe,
+            run.state,
+            f"{run.pid}" if run.pid else "",
+            "now" if run.state == "running" else _age_of(run),
+            f"{run.step:,}/{run.steps:,}",
+            f"{run.tokens:,}",
+            format_figure(run.loss),
+            format_figure(run.eval_loss),
+            f"{run.tokens_per_s:,.0f} {run.unit}/s" if run.tokens_per_s else "",
         )
-        for each in found
+        for run in runs
     ]
     return table(columns, rows, width)

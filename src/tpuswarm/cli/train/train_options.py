@@ -1,110 +1,99 @@
-"""What `train` was asked, in its words and in a file: checked before anything heavy is imported."""
+"""Read and check the options of `train` and `plan`, before anything heavy is imported."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
+from pydantic import ValidationError
 
-from tpuswarm.cli.train.recipe import make_recipe, recipe_options
+from tpuswarm import recipes
+from tpuswarm.config.limits import option_name
+from tpuswarm.config.nearest import did_you_mean, nearest_name
+from tpuswarm.config.toml_file import locate_error
+from tpuswarm.config.train_table import LENGTH_KEYS, Train, read_train
+from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.engines.ports import parse_ports
+from tpuswarm.train.hosts.several import several
+from tpuswarm.train.look.wandb_log import require
+from tpuswarm.train.optional import LooksForData, identity_of
+from tpuswarm.train.process.terminal import say
+from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.run.directory import CONFIG, read_config, require_usable
+from tpuswarm.train.run.parent import find_parent, parent_folder, parent_options
+from tpuswarm.train.settings import differences, refuse_differences
+from tpuswarm.train.storage.copy import folder_for
+from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types, typed
 
-if TYPE_CHECKING:
-    from tpuswarm.config.train_table import Train
-    from tpuswarm.train.recipe import Recipe
-
-SWARM = (
+SWARM_OPTIONS = (
     "members", "devices_per_member", "cycle", "outer", "outer_lr", "quantize", "overlap", "ray_address", "dashboard",
 )  # fmt: skip
-"""Options that a run of members has and a plain one has not."""
-FIT = (
+TRAINER_OPTIONS = (
     "devices", "shard", "precision", "accumulate", "clip", "freeze", "decay", "ema", "seed", "save_every",
     "eval_every", "eval_batch", "keep", "keep_best", "grace", "deterministic", "overfit_batches", "fast_dev_run",
     "profile", "wandb",
 )  # fmt: skip
-"""Those that a Trainer takes."""
 
 
-class Asked(NamedTuple):
-    """A training, as far as it is known without JAX."""
+class TrainOptions(NamedTuple):
+    """A training, described without JAX."""
 
-    table: "Train"
-    recipe: "Recipe"
+    table: Train
+    recipe: Recipe
     folder: Path | None
     parent: str | None
-    """Where its parameters come from, as find_parent has it."""
+    """The run or published model whose parameters it starts from."""
     swarm: dict[str, Any] | None
     """None for a plain run."""
-    with_lr: "Callable[[float], Recipe] | None" = None
-    """With `--lr auto`, the recipe at the learning rate that is found."""
+    with_lr: Callable[[float], Recipe] | None = None
+    """With `--lr auto`: makes the recipe for the learning rate that was found."""
 
 
-def ask(context: typer.Context) -> Asked:
-    """All of it; raises InputError for what cannot be done on any machine."""
-    from tpuswarm.train.hosts.several import several
-    from tpuswarm.train.look.wandb_log import require
-    from tpuswarm.train.optional import LooksForData
-    from tpuswarm.train.run.directory import require_usable
-    from tpuswarm.train.run.parent import find_parent
-    from tpuswarm.train.storage.copy import folder_for
-
-    words = context.params
-    if words["recipe"].startswith("-"):
-        raise InputError(f"the recipe comes first: tpuswarm train RECIPE {words['recipe']} …")
-    table = _table(words, recipe_options(context.args, "train"))
+def read_options(context: typer.Context) -> TrainOptions:
+    """Read and check all options of `train`. Raises InputError for what no machine can do."""
+    params = context.params
+    if params["recipe"].startswith("-"):
+        raise InputError(f"the recipe comes first: tpuswarm train RECIPE {params['recipe']} …")
+    table = _read_table(params, recipe_options(context.args, "train"))
     folder = folder_for(table.run) if table.run else None
     if folder:
         require_usable(folder)
-    swarm = _swarm(table, folder, words)
-    several(words["hosts"], words["host"], words["hosts_at"])
-    if words["hosts"] is not None and table.run and "://" in table.run:
-        raise InputError(
-            f"--hosts saves on a disk that all hosts share, and {table.run} is a bucket; use a folder on such a disk"
-        )
+    swarm = _swarm_options(table, folder, params)
+    several(params["hosts"], params["host"], params["hosts_at"])
+    if params["hosts"] is not None and table.run and "://" in table.run:
+        raise InputError(f"--hosts needs a run on a disk that all hosts share, and {table.run} is a bucket")
     if table.wandb is not None:
         require()
     parent = find_parent(table.init_from) if table.init_from else None
     given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
     options = dict(table.options)
-    looks = _looks_for_rate(table, options, folder, swarm is not None or words["hosts"] is not None)
+    finds_lr = _takes_lr_auto(table, options, folder, swarm is not None or params["hosts"] is not None)
 
-    def made(**more: str) -> "Recipe":
+    def make(**more: str) -> Recipe:
         return make_recipe(table.recipe, dict(given), options | more, context, folder, parent)
 
-    recipe = made()
+    recipe = make()
     if isinstance(recipe, LooksForData):
         recipe.require_data()
-    return Asked(table, recipe, folder, parent, swarm, (lambda rate: made(lr=repr(rate))) if looks else None)
+    return TrainOptions(table, recipe, folder, parent, swarm, (lambda lr: make(lr=repr(lr))) if finds_lr else None)
 
 
-def _looks_for_rate(table: "Train", options: dict[str, Any], folder: Path | None, several: bool) -> bool:
-    """Whether a learning rate is to be found first, and `auto` taken out of the options; a run that has begun has one.
-
-    Of a recipe that has no option `lr`, `auto` is left for the sentence that says so.
-    """
-    from tpuswarm import recipes
-    from tpuswarm.train.run.directory import CONFIG
-    from tpuswarm.train.user_code import find_maker, option_types
-
+def _takes_lr_auto(table: Train, options: dict[str, Any], folder: Path | None, has_processes: bool) -> bool:
+    """Remove `lr: auto` from the options; return whether a learning rate has to be found before the run begins."""
     if options.get("lr") != "auto" or "lr" not in option_types(find_maker(recipes.find(table.recipe)[0])):
         return False
-    if several:
-        raise InputError("--lr auto looks in one process: find it without --members and --hosts, and give --lr that")
+    if has_processes:
+        raise InputError("--lr auto works in one process: find it without --members and --hosts, then give --lr")
     if table.batch == "auto":
-        raise InputError("--lr auto looks at the batch of the run: give --batch a number, or --lr")
+        raise InputError("--lr auto needs the batch of the run: give --batch a number, or --lr")
     del options["lr"]
     return folder is None or not (folder / CONFIG).exists()
 
 
-def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
-    """The words of the command, over those of the file where it names one."""
-    from pydantic import ValidationError
-
-    from tpuswarm.config.limits import option_name
-    from tpuswarm.config.train_table import LENGTH_KEYS, Train, read_train
-    from tpuswarm.config.validation_errors import describe_error
-
-    given = {name: words[name] for name in Train.model_fields if words.get(name) is not None}
+def _read_table(params: dict[str, Any], options: dict[str, str]) -> Train:
+    """Merge the options of the command and of its file. The command wins."""
+    given = {name: params[name] for name in Train.model_fields if params.get(name) is not None}
     if given["recipe"].endswith(".toml"):
         path = Path(given.pop("recipe"))
         file = read_train(path).model_dump(exclude_unset=True)
@@ -115,23 +104,18 @@ def _table(words: dict[str, Any], options: dict[str, str]) -> "Train":
         given = file | given
     try:
         table = Train(**given | {"options": options})
-        if isinstance(table.batch, dict):
-            raise InputError("a batch for each pool is for a file with pools: give batch a number")
-        return table
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error":
             raise InputError(str(first["ctx"]["error"])) from error
         raise InputError(f"--{option_name(str(first['loc'][0]))} {describe_error(first)}") from error
+    if isinstance(table.batch, dict):
+        raise InputError("batch must be a number; a batch for each pool needs a file with pools")
+    return table
 
 
 def check_options(path: Path, file: dict[str, Any]) -> None:
-    """Raise InputError with the line of the file for an option that its recipe does not take."""
-    from tpuswarm import recipes
-    from tpuswarm.config.nearest import did_you_mean
-    from tpuswarm.config.toml_file import locate_error
-    from tpuswarm.train.user_code import find_maker, option_types, typed
-
+    """Raise InputError, with its line, for an option in a file that its recipe does not take."""
     types = option_types(find_maker(recipes.find(file["recipe"])[0]))
     for name, value in file.get("options", {}).items():
         try:
@@ -142,36 +126,99 @@ def check_options(path: Path, file: dict[str, Any]) -> None:
             raise InputError(locate_error(path, ("train", "options", name), str(error))) from error
 
 
-def _swarm(table: "Train", folder: Path | None, words: dict[str, Any]) -> dict[str, Any] | None:
-    """The options of a swarm, where it is to be one."""
-    from tpuswarm.swarm.engines.ports import parse_ports
-    from tpuswarm.train.run.directory import CONFIG, read_config
-
-    given = {name: getattr(table, name) for name in SWARM}
+def _swarm_options(table: Train, folder: Path | None, params: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the options of a swarm; None for a plain run."""
+    given = {name: getattr(table, name) for name in SWARM_OPTIONS}
     if table.members is None and folder is not None and (folder / CONFIG).exists() and "swarm" in read_config(folder):
         given["members"] = read_config(folder)["swarm"]["members"]
+    own = {name: params[name] for name in ("token_file", "expect", "ports")}
     if given["members"] is None:
-        if alone := next((name for name, value in given.items() if value is not None), None):
-            raise InputError(f"--{alone.replace('_', '-')} needs --members")
-        if words["token_file"] is not None:
-            raise InputError("--token-file needs --members")
-        for name in ("expect", "ports"):
-            if words[name] is not None:
-                raise InputError(f"--{name} needs --members")
+        if needless := next((name for name, value in {**given, **own}.items() if value is not None), None):
+            raise InputError(f"--{needless.replace('_', '-')} needs --members")
         return None
-    if words["hosts"] is not None:
+    if params["hosts"] is not None:
         raise InputError(
-            "--hosts and --members exclude each other; the hosts of a member come with `tpuswarm join --hosts`"
+            "--hosts and --members exclude each other; a member of several hosts joins with `tpuswarm join --hosts`"
         )
     if table.profile:
-        raise InputError(
-            "--profile is for one process; to trace a member: `tpuswarm profile RUN --member m0` while it runs"
-        )
+        raise InputError("--profile is for one process; trace a member with `tpuswarm profile RUN --member m0`")
     if table.batch == "auto":
-        raise InputError("--batch auto is for one process: give --batch a number; `tpuswarm plan` says what fits")
+        raise InputError("--batch auto is for one process; give a number, as `tpuswarm plan` shows what fits")
     if table.overfit_batches or table.fast_dev_run:
-        raise InputError("--overfit-batches and --fast-dev-run check a model in one process: leave --members out")
+        raise InputError("--overfit-batches and --fast-dev-run check a model in one process; leave --members out")
     if table.keep_best is not None:
-        raise InputError("--keep-best does not work with --members: `tpuswarm ledger` has every version's place")
-    own = {"expect": words["expect"], "ports": parse_ports(words["ports"])}
-    return {**given, "wandb": table.wandb, "accept_code": words["accept_code"], "token": words["token_file"], **own}
+        raise InputError("--keep-best does not work with --members; `tpuswarm ledger` lists all versions")
+    return {
+        **given,
+        "wandb": table.wandb,
+        "accept_code": params["accept_code"],
+        "token": own["token_file"],
+        "expect": own["expect"],
+        "ports": parse_ports(own["ports"]),
+    }
+
+
+def recipe_options(words: list[str], command: str) -> dict[str, str]:
+    """Return the `--name value` and `--name=value` pairs. Raises InputError for anything else."""
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            raise InputError(f"unexpected argument {word!r}; options are written --name value")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise InputError(f"{name} needs a value, or is not an option. See `tpuswarm {command} --help`")
+            value = rest.pop(0)
+        found[name.removeprefix("--").replace("-", "_")] = value
+    return found
+
+
+def make_recipe(
+    name: str,
+    given: dict[str, Any],
+    options: dict[str, Any],
+    context: typer.Context,
+    folder: Path | None = None,
+    parent: str | None = None,
+) -> Recipe:
+    """Make a recipe with its options. `given`: the data and the seed, if the command names them.
+
+    Other options are those of `folder` if it is a run, else those of `parent` that give its parameters their meaning.
+    """
+    target, preset = recipes.find(name)
+    maker = find_maker(target)
+    types = option_types(maker)
+    if "seed" not in types:
+        given.pop("seed", None)
+    if unknown := next((key for key in (*given, *options) if key not in types), None):
+        raise InputError(_unknown_option(name, unknown, types, context))
+    stored: dict[str, Any] = {}
+    home, missing = None, None
+    if folder is not None and (folder / CONFIG).exists():
+        config = read_config(folder)["recipe"]
+        refuse_differences(folder, differences({"recipe": config["target"]}, {"recipe": absolute_target(target)}))
+        stored, home = config["options"], folder
+    elif parent is not None:
+        stored, home = parent_options(parent, maker), parent_folder(parent) or Path(parent)
+        missing = next(iter(identity_of(maker)), None)
+    recipe_arguments = {**stored, **preset, **given, **options}
+    if missing and missing not in recipe_arguments:
+        say(
+            f"note: {parent} has no {missing}, so {name} uses its default; set --{missing} if the parameters were "
+            "trained with another",
+            err=True,
+        )
+    return build_recipe(target, recipe_arguments, home)
+
+
+def _unknown_option(recipe: str, key: str, types: dict[str, Any], context: typer.Context) -> str:
+    if key == "data":
+        return f"{recipe} takes no --data; it has its own"
+    option = f"--{key.replace('_', '-')}"
+    known = {f"--{name.replace('_', '-')}" for name in types}
+    known |= {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
+    command, suggestion = context.command.name, nearest_name(option, known)
+    hint = f"did you mean {suggestion}?" if suggestion else f"`tpuswarm {command} {recipe} --help` lists them"
+    return f"neither {command} nor {recipe} has an option {option}; {hint}"

@@ -110,7 +110,7 @@ def test_hourly_budget_limits_machines_and_allows_no_unknown_price(cloud):
 
 def test_fleet_comes_down_before_its_total_budget_is_exceeded(cloud):
     loop = started(cloud, pool(count=2), budget=Budget(total=10.0), seconds=6 * 3600)
-    assert loop.desired.down and loop.desired.down.endswith("of the budget's total of $10.00 are spent")
+    assert loop.desired.down and loop.desired.down.endswith("are spent, and the budget allows $10.00")
     assert cloud.existing == {} and 9.0 < loop.spent <= 10.0
 
 

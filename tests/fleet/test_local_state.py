@@ -184,7 +184,7 @@ def test_machines_of_another_person_are_taken_over_only_by_their_id(cloud, peopl
     ann, bob = people
     ann.up()
     (machine,) = cloud.existing.values()
-    with pytest.raises(InputError, match=f"by somebody else: take another name.*--adopt {machine.fleet}"):
+    with pytest.raises(InputError, match=f"document is elsewhere: choose another name.*--adopt {machine.fleet}"):
         bob.up()
     with pytest.raises(InputError, match="no machine carries the id v2-8-zzz"):
         bob.up(adopt="v2-8-zzz")

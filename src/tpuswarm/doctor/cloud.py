@@ -31,7 +31,7 @@ WHY = {
 def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple[str, str, Wrong]]:
     """Of whom, which check, and what is wrong. now: Unix seconds."""
     desired = document.desired
-    ours = [each for each in listing.machines if each.fleet == desired.fleet]
+    ours = desired.own(listing.machines)
     cost = [each for each in ours if each.state not in UNSET]
     lease = document.lease
     if cost and (lease is None or now - lease.at > 2 * STALE_LEASE_S):
@@ -68,7 +68,7 @@ def health(machine: Machine) -> Iterator[tuple[str, Wrong]]:
 
 def lacking(document: Document, listing: Listing, where: str, now: float) -> Iterator[tuple[str, Wrong]]:
     """Pools of which machines are wanted and neither there nor asked for, and what of them; where: POOL or `all`."""
-    ours = [each for each in listing.machines if each.fleet == document.desired.fleet]
+    ours = document.desired.own(listing.machines)
     dark = {each.name for each in document.desired.pools if not listing.unreachable.isdisjoint(each.zones)}
     for each in list_missing(document.desired, ours, sorted(document.events), now):
         if where in (ALL, each.pool) and each.pool not in dark:  # there, nobody knows

@@ -8,6 +8,7 @@ from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.formatting import format_age
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.decide.jobs import all_assignments
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.training import is_head, is_member
@@ -33,7 +34,7 @@ def list_activities(
 ) -> list[MachineActivity]:
     """List all machines, problems first. `members`: from the swarm's head; None without a head."""
     desired, events = document.desired, sorted(events)
-    own = sorted((m for m in listing.machines if m.fleet == desired.fleet), key=lambda machine: by_number(machine.name))
+    own = sorted(desired.own(listing.machines), key=lambda machine: by_number(machine.name))
     by_id = None if members is None else {member.id: member for member in members}
     found = [_machine_activity(machine, document, events, by_id, now) for machine in own]
     found += list_missing(desired, [machine for machine in own if machine.state != "dead"], events, now)
@@ -96,7 +97,7 @@ def _kind_and_reason(
         return "not ready", machine.said.lower() + (f" since {format_age(now - since)}" if since else "")
     if machine.healthy is False:
         return "not ready", f"unhealthy: {machine.why}" if machine.why else "unhealthy"
-    assigned = [(job, each) for job in document.jobs for each in job.assignments if each.machine == machine.name]
+    assigned = [pair for pair in all_assignments(document.jobs) if pair[1].machine == machine.name]
     head = next((assignment for job, assignment in assigned if is_head(job)), None)
     mine = next((assignment for job, assignment in assigned if is_member(job)), None)
     if mine is None:

@@ -95,7 +95,7 @@ def _check_train(file: SwarmFile, train: Train) -> None:
 
 
 def pool_batches(file: SwarmFile) -> dict[str, int]:
-    """Return the batch of each pool if [train] has a table of them. Raise InputError for batches that do not fit.
+    """Return the batch of each pool if [train] has a table of batches. Raise InputError for batches that do not fit.
 
     Steps count, and rows are leased, in the largest batch, so the others must divide it.
     """
@@ -180,7 +180,7 @@ async def share_token(
         others = [other for other in hosts.values() if other.label != host.label]
         await fan_out(others, lambda other: give_token(connections, other, token), time_out_s=TOKEN_TIMEOUT_S)
     elif is_member(job):
-        heads = (each.machine for other in jobs if is_head(other) for each in other.assignments)
+        heads = (assignment.machine for other in jobs if is_head(other) for assignment in other.assignments)
         head_host = hosts.get((next(heads, None) or "", 0))
         if head_host and (token := await read_token(connections, head_host) or ""):
             await give_token(connections, host, token)

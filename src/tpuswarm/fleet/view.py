@@ -51,11 +51,10 @@ class MachineRow:
 
 
 def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], now: float) -> list[MachineRow]:
-    free, _ = covered_machines([each for each in listing.machines if is_billable(each)], desired.grants, now)
+    free, _ = covered_machines([machine for machine in listing.machines if is_billable(machine)], desired.grants, now)
     lost = Counter(event.machine for event in events if event.kind in ("preempted", "lost"))
-    own = [machine for machine in listing.machines if machine.fleet == desired.fleet]
     rows = []
-    for machine in sorted(own, key=lambda machine: (machine.pool, by_number(machine.name))):
+    for machine in sorted(desired.own(listing.machines), key=lambda machine: (machine.pool, by_number(machine.name))):
         age_s = now - machine.created if machine.created else None
         hourly = 0.0 if (machine.zone, machine.name) in free else machine_price(machine)
         cost = None if hourly is None or age_s is None else hourly * age_s / HOUR_S

@@ -245,7 +245,7 @@ def plan_from_file(file: SwarmFile, path: Path, project: str) -> InitPlan:
     networks = {pool.network for pool in file.pool}
     if not zones or file.storage is None:
         raise InputError(
-            f"{path} needs a [[pool]] and a [storage] bucket; add them, or run `tpuswarm init` where there is no file"
+            f"{path} needs a [[pool]] and a [storage] bucket; add them, or run `tpuswarm init` in another folder"
         )
     if len(networks) > 1:
         raise InputError(f"{path} has pools in {len(networks)} networks, and init sets up one: {', '.join(networks)}")

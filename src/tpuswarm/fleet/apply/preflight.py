@@ -76,7 +76,7 @@ def _answer(answer: T | CloudError) -> T:
 def run_checks(
     file: SwarmFile, facts: ProjectFacts, now: float, paid: bool, head_bytes: float | None = None
 ) -> list[Check]:
-    """Return all checks, including those that pass.
+    """Run all checks, and return those that pass, too.
 
     `now`: Unix seconds; `paid`: TPUs outside of grants may cost money; `head_bytes`: the head's memory for the model.
     """
@@ -145,7 +145,7 @@ def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
     known = {zone: found for zone, found in allowances.items() if found}
     fits = sum(found.limit // size(pool.type) for found in known.values())
     if len(known) < len(allowances) or fits >= pool.count:
-        count = f"for {fits:,} of them" if fits < UNLIMITED_COUNT else "for any number of them"
+        count = f"for {fits:,} of them" if fits < UNLIMITED_COUNT else "without limit"
         quota = f"{', '.join(known)} has quota {count}" if known else "Google does not tell the quota"
         return f"pool {pool.name} wants {pool.count} {pool.type}: {quota}"
     limits = "; ".join(f"{zone}: {found.limit} ({found.quota})" for zone, found in known.items())
@@ -257,7 +257,7 @@ def _firewall(file: SwarmFile, network: str, facts: ProjectFacts) -> Verdict:
         wanted = firewall.wanted(network, tag, f"tpuswarm {file.name}")[0]
         sentence = f"no firewall rule of network {network} lets the fleet's machines (tag {tag}) reach each other"
         return sentence, wanted.gcloud(facts.project)
-    return f"network {network} connects the fleet's machines and admits nobody else"
+    return f"network {network} connects the fleet's machines and admits no others"
 
 
 @_check("account", optional=True)
@@ -304,7 +304,7 @@ def _price(file: SwarmFile, now: float, paid: bool) -> Iterator[Check]:
         sentence = f"the file asks for {rate.hour} an hour, its budget is {money.format_dollars(limit)}"
         yield Check("price", False, sentence, f"per_hour = {rate.dollars:.2f} in [budget], or fewer machines")
     else:
-        yield Check("price", True, f"this costs {rate.hour} an hour, {rate.day} a day, while all of it runs")
+        yield Check("price", True, f"this costs {rate.hour} an hour, {rate.day} a day, while everything runs")
 
 
 @_check("head")
@@ -321,6 +321,6 @@ def _head(head: HeadTable, needed_bytes: float) -> Verdict:
         found = machine.price(head.zone)
         return found.on_demand if found and found.on_demand else float("inf")
 
-    larger = min((each for each in known.values() if each.memory_gib >= needed_gib), key=price, default=None)
+    larger = min((machine for machine in known.values() if machine.memory_gib >= needed_gib), key=price, default=None)
     sentence = f"the head needs {needed_gib:.0f} GiB for this model, and a {head.type} has {memory_gib:.0f}"
     return sentence, f'type = "{larger.name}" in [head]' if larger else "train a smaller model"

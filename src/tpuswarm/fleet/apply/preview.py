@@ -32,7 +32,7 @@ class Preview(NamedTuple):
 
 
 def make_preview(desired: Desired, listing: Listing, plan: Plan, project: str, now: float) -> Preview:
-    own = [machine for machine in listing.machines if machine.fleet == desired.fleet]
+    own = desired.own(listing.machines)
     deleted = {_key(action.machine) for action in plan.actions if isinstance(action, Delete)}
     staying = [machine for machine in listing.machines if is_billable(machine) and _key(machine) not in deleted]
     _, cover = covered_machines(staying, desired.grants, now)
@@ -42,11 +42,10 @@ def make_preview(desired: Desired, listing: Listing, plan: Plan, project: str, n
     free_keys, cover = covered_machines(staying, desired.grants, now)
     vm_prices = {pool.name: spec_price(pool.spec) for pool in desired.pools if not isinstance(pool.spec, TpuSpec)}
     free, paid, rate = 0, 0, Rate()
-    for machine in staying:
-        if machine.fleet == desired.fleet:
-            is_free = _key(machine) in free_keys
-            free, paid = free + is_free, paid + (not is_free)
-            rate = rate if is_free else rate.plus(vm_prices.get(machine.pool or "", machine_price(machine)))
+    for machine in desired.own(staying):
+        is_free = _key(machine) in free_keys
+        free, paid = free + is_free, paid + (not is_free)
+        rate = rate if is_free else rate.plus(vm_prices.get(machine.pool or "", machine_price(machine)))
     for spec in (action.spec for action in actions if isinstance(action, Create)):
         is_free = isinstance(spec, TpuSpec) and cover.claim(spec.type, spec.zone, spec.how)
         free, paid = free + is_free, paid + (not is_free)
@@ -59,7 +58,8 @@ def _successors(desired: Desired, own: Sequence[Machine], plan: Plan) -> Iterabl
     deleted = [action.machine for action in plan.actions if isinstance(action, Delete)]
     keys = {_key(machine) for machine in deleted}
     for pool in desired.pools if desired.down is None else ():
-        staying = [each for each in own if each.pool == pool.name and each.state != "dead" and _key(each) not in keys]
+        alive = [machine for machine in own if machine.pool == pool.name and machine.state != "dead"]
+        staying = [machine for machine in alive if _key(machine) not in keys]
         names = {machine.name for machine in staying}
         created = sum(isinstance(action, Create) and action.spec.pool == pool.name for action in plan.actions)
         paused = sum(of == pool.name and name not in names for name, of in desired.paused.items())
@@ -105,8 +105,8 @@ def _creation(specs: list[Spec], free: bool, project: str) -> PreviewStep:
     kind = "VM " if not isinstance(spec, TpuSpec) else ""
     says = f"create {_times(len(specs))}{kind}{spec.type} ({spec.how}) in {spec.zone}: {_name_range(names)}"
     rate = Rate()
-    for each in specs:
-        rate = rate.plus(spec_price(each))
+    for one in specs:
+        rate = rate.plus(spec_price(one))
     costs = "nothing: a grant covers " + ("it" if len(specs) == 1 else "them") if free else f"{rate.hour} an hour"
     return PreviewStep(says, costs, _repeat(gcloud.create(spec, project), names))
 

@@ -46,7 +46,7 @@ class ProjectFacts:
     @property
     def denies_all(self) -> bool:
         """Whether the project does not exist, or belongs to somebody else."""
-        return isinstance(self.apis, CloudError) and all(isinstance(each, Denied) for each in self.types.values())
+        return isinstance(self.apis, CloudError) and all(isinstance(types, Denied) for types in self.types.values())
 
 
 def collect_facts(google: "Google", project: "Project", file: SwarmFile) -> ProjectFacts:

@@ -1,9 +1,9 @@
 """The desired state of a fleet."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tpuswarm.cloud.protocol import Spec
+from tpuswarm.cloud.protocol import Machine, Spec
 from tpuswarm.fleet.decide.flags import Flag
 from tpuswarm.fleet.decide.money import Grant
 
@@ -72,6 +72,10 @@ class Desired:
     def keeper_machine(self) -> str | None:
         """The name of the machine that runs the keeper; None: any computer."""
         return next((pool.spec.name for pool in self.pools if pool.name == self.kept_on), None)
+
+    def own(self, machines: Iterable[Machine]) -> list[Machine]:
+        """Select the fleet's own machines."""
+        return [machine for machine in machines if machine.fleet == self.fleet]
 
     @property
     def zones(self) -> tuple[str, ...]:

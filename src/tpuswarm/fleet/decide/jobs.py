@@ -1,8 +1,8 @@
-"""Decide what to start and end for each job, from its hosts' reports.
+"""Decide which runs to start and end for each job, from its hosts' reports.
 
-A job has one assignment for each machine that it needs. An assignment outlives its machine: if the machine is taken
-away, another machine of the pool takes over, and the job runs again on all of its workers. Each start gets a higher run
-number, and a host refuses numbers that are not higher than all before, so no run starts twice on a worker.
+A job has one assignment per machine. An assignment outlives its machine: if the machine is taken away, another machine
+of the pool takes over, and the job runs again on all workers. Each start gets a higher run number, and a host refuses
+lower ones, so no run starts twice on a worker.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ MISSING_GRACE_S = 15.0
 
 @dataclass(frozen=True)
 class Assignment:
-    """One machine's share of a job, on all of its workers or on one. Times are Unix seconds."""
+    """One machine's share of a job, on all workers or on one. Times are Unix seconds."""
 
     pool: str
     machine: str | None = None
@@ -134,12 +134,15 @@ class JobUpdate(NamedTuple):
     actions: tuple[RunAction, ...]
 
 
+def all_assignments(jobs: Iterable[Job]) -> list[tuple[Job, Assignment]]:
+    return [(job, assignment) for job in jobs for assignment in job.assignments]
+
+
 def end_job(job: Job) -> Job:
     """Mark everything as stopped after the fleet came down."""
-    stopped = tuple(
-        replace(each, phase="stopped", why="the fleet came down") if each.is_open else each for each in job.assignments
-    )
-    return replace(job, assignments=stopped)
+    why = "the fleet came down"
+    assignments = (replace(it, phase="stopped", why=why) if it.is_open else it for it in job.assignments)
+    return replace(job, assignments=tuple(assignments))
 
 
 def create_assignments(where: str, machine: Machine | None, desired: Desired) -> tuple[Assignment, ...]:
@@ -152,8 +155,8 @@ def create_assignments(where: str, machine: Machine | None, desired: Desired) ->
 
 
 def busy_machines(jobs: Iterable[Job]) -> frozenset[str]:
-    assignments = (assignment for job in jobs for assignment in job.assignments)
-    return frozenset(each.machine for each in assignments if each.phase == "running" and each.machine is not None)
+    running = (assignment for _, assignment in all_assignments(jobs) if assignment.phase == "running")
+    return frozenset(assignment.machine for assignment in running if assignment.machine is not None)
 
 
 def scale_job(job: Job, desired: Desired) -> Job:
@@ -164,9 +167,9 @@ def scale_job(job: Job, desired: Desired) -> Job:
     for pool in desired.pools:
         if job.where not in (ALL, pool.name) or job.machine is not None:
             continue
-        existing = [each for each in assignments if each.pool == pool.name]
+        existing = [other for other in assignments if other.pool == pool.name]
         assignments += [Assignment(pool.name)] * (pool.count - len(existing))
-        empty = [each for each in existing if each.phase == "waiting" and each.machine is None]
+        empty = [other for other in existing if other.phase == "waiting" and other.machine is None]
         for surplus in empty[: max(0, len(existing) - pool.count)]:
             assignments.remove(surplus)
     return job if len(assignments) == len(job.assignments) else replace(job, assignments=tuple(assignments))
@@ -219,7 +222,7 @@ def find_strays(jobs: Iterable[Job], reports: Mapping[str, RunReports]) -> froze
 
     The job may have been assigned since it was read: only end a run that is stray again after the next read.
     """
-    assigned = {(job.name, each.machine) for job in jobs for each in job.assignments if each.is_open}
+    assigned = {(job.name, assignment.machine) for job, assignment in all_assignments(jobs) if assignment.is_open}
     return frozenset(
         StrayRun(name, machine, worker, report.run)
         for name, found in reports.items()
@@ -234,7 +237,7 @@ def restart_for_flags(jobs: Sequence[Job], flags: Mapping[str, Mapping[str, str]
 
     `flags`: by job and machine, only for jobs that tolerate a restart.
     """
-    assignments = [assignment for job in jobs for assignment in job.assignments if job.name in flags]
+    assignments = [assignment for job, assignment in all_assignments(jobs) if job.name in flags]
     last = max((assignment.renewed_at for assignment in assignments), default=0)
     in_progress = any(assignment.renewing and assignment.phase == "running" for assignment in assignments)
     if in_progress or 0 <= now - last < FLAG_RESTART_INTERVAL_S:
@@ -282,9 +285,10 @@ def _assign(
         assignment = replace(assignment, machine=None, phase="waiting", lost=lost, missed_at=0.0, why=why)
     if assignment.machine is None:
         free = [
-            each
-            for each in machines.values()
-            if each.pool == assignment.pool and each.state == "ready" and each.workers and each.name not in taken
+            machine
+            for machine in machines.values()
+            if machine.pool == assignment.pool and machine.state == "ready" and machine.workers
+            if machine.name not in taken
         ]
         if not free:
             before = assignment.why.partition(";")[0]
@@ -359,8 +363,8 @@ def _handle_end(
     worker, report = min(sorted(ended.items()), key=lambda item: END_PRIORITY[item[1].state])
     why = f"{assignment.machine}/{worker}: {report.why or f'exit {report.code}'}"
     if end:
-        return replace(assignment, why=f"{why}; it is ended on the other workers"), end
-    if silent:  # that worker may be the cause
+        return replace(assignment, why=f"{why}; ending the other workers"), end
+    if silent:  # a silent worker may be the cause
         return replace(assignment, why=f"{why}; {assignment.machine}/{silent[0]} does not answer"), []
     if report.state != "ended":
         phase: Phase = "failed" if job.restart == "never" else "waiting"

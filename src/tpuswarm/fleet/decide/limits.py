@@ -39,8 +39,9 @@ class Limits:
         # Grants belong to the project: machines of other fleets and people use them too.
         billable = [machine for machine in observed.machines if is_billable(machine)]
         self._free, self._cover = covered_machines(billable, desired.grants, now)
-        own = [machine for machine in observed.machines if machine.fleet == desired.fleet]
-        self.rate = sum(machine_price(each) or 0.0 for each in own if is_billable(each) and not self.is_free(each))
+        own = desired.own(observed.machines)
+        costing = [machine for machine in own if is_billable(machine) and not self.is_free(machine)]
+        self.rate = sum(machine_price(machine) or 0.0 for machine in costing)
         """Dollars per hour of existing machines, at known prices."""
         self._future_rate = self.rate
         """The rate with queued requests, which may all be granted at once, and planned machines."""
@@ -76,7 +77,7 @@ class Limits:
             return None
         price = spec_price(spec)
         if not self._desired.paid and isinstance(spec, TpuSpec):
-            costs = f"which costs {format_dollars(price)} an hour" if price is not None else "whose price is unknown"
+            costs = f"which costs {format_dollars(price)} an hour" if price is not None else "at an unknown price"
             return Refusal(f"{zone}: no grant covers another {spec.type}, {costs}: `tpuswarm up --paid`")
         if budget.per_hour is None and budget.total is None:
             return None
@@ -88,7 +89,7 @@ class Limits:
             return Refusal(f"{zone}: {format_dollars(rate)} an hour would be above the budget's {limit}")
         if budget.total is not None and self._spent + rate > budget.total:
             rest, total = format_dollars(max(0.0, budget.total - self._spent)), format_dollars(budget.total)
-            return Refusal(f"{zone}: {rest} of the budget's {total} are left, less than an hour costs")
+            return Refusal(f"{zone}: {rest} are left of {total}, less than an hour costs")
         return None
 
     def _refuse_traffic(self, spec: Spec) -> Refusal | None:

@@ -65,7 +65,7 @@ class _Observer:
         self.taken = {key: at for key, at in state.taken.items() if now - at < TAKEN_NAME_RETRY_S}
         self.backoffs, self.stopped = dict(state.backoffs), dict(state.stopped)
         self.answered = state.answered | (frozenset(desired.zones) - listing.unreachable)
-        self.own = {machine_key(machine): machine for machine in listing.machines if machine.fleet == desired.fleet}
+        self.own = {machine_key(machine): machine for machine in desired.own(listing.machines)}
         self.events: list[Event] = []
 
     def result(self) -> FleetState:
@@ -161,7 +161,8 @@ class _Observer:
 
     def _same_quota(self, spec: Spec) -> list[Machine]:
         quota = spec_quota(spec)
-        return [each for each in self.own.values() if each.zone == spec.zone and machine_quota(each) == quota]
+        in_zone = (machine for machine in self.own.values() if machine.zone == spec.zone)
+        return [machine for machine in in_zone if machine_quota(machine) == quota]
 
     def _quota_may_be_freed(self, spec: Spec) -> bool:
         """Whether another machine of ours that is being deleted may still hold the quota."""
@@ -172,10 +173,9 @@ class _Observer:
         )
 
     def _quota_used(self, spec: Spec, key: str) -> int:
-        """Return how many machines the quota allowed before this refusal."""
         listed = {machine_key(machine) for machine in self._same_quota(spec)}
         backoff_key = spec_backoff_key(spec)
-        requested = {other for other, each in self.requests.items() if spec_backoff_key(each.spec) == backoff_key}
+        requested = {other for other, it in self.requests.items() if spec_backoff_key(it.spec) == backoff_key}
         return len((listed | requested) - {key})
 
     # The listing.
@@ -213,7 +213,7 @@ class _Observer:
         ready_at, unhealthy_since = seen.ready_at, None
         created_before = 0 < machine.created <= self.now
         if is_new and not request and machine.said in ENDED_STATES and created_before:
-            ready_at = machine.created  # nobody observed it while it ran
+            ready_at = machine.created  # it ran unobserved
         if machine.state == "ready":
             self.requests.pop(key, None)
             self.failed.pop(key, None)
@@ -250,7 +250,7 @@ class _Observer:
             self._report(machine, machine.state, f"the cloud reports {machine.said}{why}")
         elif machine.state == "deleting" and not self._is_wanted_gone(machine):
             kind = "preempted" if machine.spot and seen.ready_at is not None else "lost"
-            self._report(machine, kind, "it is being deleted, but not by this fleet")
+            self._report(machine, kind, "somebody else deletes it")
 
     def _add_death(self, seen: SeenMachine, machine: Machine, why: str) -> None:
         key = machine_key(machine)
@@ -290,7 +290,7 @@ class _Observer:
             self._report(machine, "gone", "it is deleted")
 
     def _is_wanted_gone(self, machine: Machine) -> bool:
-        """Whether the fleet deletes the machine. When everything comes down, another keeper may have done so."""
+        # When everything comes down, another keeper may have deleted it.
         return machine_key(machine) in self.deleting or self.desired.down is not None
 
 

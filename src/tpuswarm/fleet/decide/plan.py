@@ -58,7 +58,7 @@ def make_plan(desired: Desired, observed: Observed, now: float) -> Plan:
 def list_remaining(desired: Desired, observed: Observed) -> list[str]:
     """List what may still cost money: machines, open creations, and zones that do not answer."""
     state, listing = observed.state, observed.listing
-    listed = {machine_key(machine) for machine in listing.machines if machine.fleet == desired.fleet}
+    listed = {machine_key(machine) for machine in desired.own(listing.machines)}
     requested = {key for key in state.requests if key not in listed}
     unknown = {key for key, seen in state.seen.items() if seen.machine.zone in listing.unreachable}
     unseen = {f"{zone}, which does not answer" for zone in set(desired.zones) & listing.unreachable}
@@ -66,8 +66,8 @@ def list_remaining(desired: Desired, observed: Observed) -> list[str]:
 
 
 def _deletable(desired: Desired, observed: Observed) -> list[Machine]:
-    """List the machines to delete now; the keeper's own machine comes last."""
-    own = [machine for machine in observed.listing.machines if machine.fleet == desired.fleet]
+    """List the machines to delete now: the keeper's own machine last."""
+    own = desired.own(observed.listing.machines)
     keepers = [machine for machine in own if machine.pool == desired.kept_on]
     only_keeper_left = {machine_key(machine) for machine in keepers}.issuperset(list_remaining(desired, observed))
     return own if only_keeper_left else [machine for machine in own if machine not in keepers]
@@ -84,7 +84,7 @@ def _reason_to_end(desired: Desired, observed: Observed, now: float) -> str | No
     if total is not None:
         deletion_cost = Limits(desired, observed, (), now).rate * DELETE_MARGIN_S / HOUR_S
         if observed.spent + deletion_cost >= total:
-            return f"{format_dollars(observed.spent)} of the budget's total of {format_dollars(total)} are spent"
+            return f"{format_dollars(observed.spent)} are spent, and the budget allows {format_dollars(total)}"
     return None
 
 
@@ -199,14 +199,14 @@ class _Planner:
         key = machine_key(machine)
         if machine.state == "dead":
             said = "took it away" if machine.spot else "ended it"
-            self._delete(machine, f"the cloud {said} ({machine.why or machine.said}); what remains is deleted")
+            self._delete(machine, f"the cloud {said} ({machine.why or machine.said}); its remains are deleted")
         elif key in self.state.failed:
             self._delete(machine, f"its creation failed: {self.state.failed[key]}")
         elif machine.state == "deleting":
             if self.now - self._since(key) >= DELETE_OVERDUE_S:
                 self._delete(machine, f"its deletion has taken more than {DELETE_OVERDUE_S / 60:.0f} min")
         elif key in self.state.deleting:
-            self._delete(machine, "it is still there, though it was deleted")
+            self._delete(machine, "it still exists after its deletion")
         elif self.desired.dropped.get(machine.name) in self._creation_times(machine):
             self._delete(machine, "requested by `tpuswarm down`")
         elif self.limits.has_expired(machine):
@@ -264,7 +264,6 @@ class _Planner:
         return f"is not healthy ({machine.why or machine.said})"
 
     def _is_unusable(self, machine: Machine) -> bool:
-        """Whether the machine cannot be set up, though others can."""
         created, _ = self.unusable.get(machine.name, (None, ""))
         return machine.state == "ready" and machine.name not in self.busy and created == machine.created
 
@@ -274,7 +273,7 @@ class _Planner:
     def _may_replace(self, pool: PoolSpec, machine: Machine, trouble: str, limit: int) -> bool:
         """Whether a bad machine may be replaced; if not, tell the user why it stays."""
         if not machine.spot:
-            why = f"{machine.name} {trouble} and stays, as it is not spot"
+            why = f"{machine.name} {trouble} and stays because it is not spot"
             way_out = f"`tpuswarm down {machine.name}` and `tpuswarm up` replace it"
             self.waits.append(Wait(pool.name, 0, f"{why}: {way_out}", None))
             return False
@@ -370,7 +369,6 @@ class _Planner:
 
 
 def _boot_factor(type_: str) -> int:
-    """The largest slices take longest to boot."""
     try:
         hosts = find(type_).hosts
     except InputError:  # the catalogue does not know the type

@@ -38,10 +38,10 @@ class Spending:
 
 
 def charge(spending: Spending, desired: Desired, observed: Observed, now: float) -> Spending:
-    """Add the time since the last observation for machines that exist now or have gone since then.
+    """Charge the time since the last observation for existing machines, and for those that have gone since then.
 
-    Nobody knows when a machine went, so it counts until now, but at most MAX_UNSEEN_S: hours that nobody observed must
-    not exhaust the budget.
+    A machine that has gone is charged until now, but at most for MAX_UNSEEN_S: unobserved hours must not exhaust the
+    budget.
     """
     billed = [m for m in observed.machines if m.state in BILLED_STATES or _has_just_gone(m, observed, now)]
     free, _ = covered_machines(billed, desired.grants, now)

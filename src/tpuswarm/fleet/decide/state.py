@@ -1,6 +1,6 @@
-"""What a fleet remembers between observations: since when a machine is in its state, open requests, backoff.
+"""The state of a fleet that no listing shows: times of state changes, open requests, backoffs.
 
-A listing does not show these. They may be lost at any time: the fleet then retries some things too early.
+It may be lost at any time: the fleet then retries some things too early.
 """
 
 import random
@@ -170,7 +170,7 @@ class Observed:
         unreachable = self.listing.unreachable
         if not unreachable:
             return self.listing.machines
-        # A zone has several listings, and only one of them may have failed.
+        # A zone has several listings; a single one may have failed.
         listed = {machine_key(machine) for machine in self.listing.machines}
         last_seen = (seen.machine for key, seen in self.state.seen.items() if key not in listed)
         return (*self.listing.machines, *(machine for machine in last_seen if machine.zone in unreachable))

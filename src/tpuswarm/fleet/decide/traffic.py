@@ -1,4 +1,4 @@
-"""Count what a training's traffic has cost in the last 24 hours, from the bytes that its members sent and received."""
+"""Compute the cost of a training's traffic in the last 24 hours from the bytes that members sent and received."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from tpuswarm.catalog import network
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.money import HOUR_S
 
-DAY_HOURS = 24
+MAX_AGE_HOURS = 24
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Traffic:
             if remaining < limit:
                 break
             remaining -= hours[hour]
-            then = (hour + DAY_HOURS + 1) * HOUR_S
+            then = (hour + MAX_AGE_HOURS + 1) * HOUR_S
         return then
 
     def _recent_hours(self, now: float) -> dict[int, float]:
-        return {hour: paid for hour, paid in self.hours.items() if hour >= now // HOUR_S - DAY_HOURS}
+        return {hour: paid for hour, paid in self.hours.items() if hour >= now // HOUR_S - MAX_AGE_HOURS}
 
 
 def add_traffic(
@@ -60,7 +60,7 @@ def add_traffic(
         paid += new / GIB * price_per_gib(all_zones.get(member), head) if new else 0.0
     hours = traffic._recent_hours(now)
     for hour, share in _split_by_hour(traffic.at, now) if paid else ():
-        if hour >= now // HOUR_S - DAY_HOURS:
+        if hour >= now // HOUR_S - MAX_AGE_HOURS:
             hours[hour] = hours.get(hour, 0.0) + paid * share
     members = {**(traffic.carried if same_run else {}), **carried}
     return Traffic(run, now, members, {name: zone for name, zone in all_zones.items() if name in members}, hours)
@@ -71,7 +71,7 @@ def _split_by_hour(since: float, now: float) -> Iterator[tuple[int, float]]:
     if now <= since:
         yield int(now // HOUR_S), 1.0
         return
-    for hour in range(int(max(since, now - (DAY_HOURS + 2) * HOUR_S) // HOUR_S), int(now // HOUR_S) + 1):
+    for hour in range(int(max(since, now - (MAX_AGE_HOURS + 2) * HOUR_S) // HOUR_S), int(now // HOUR_S) + 1):
         yield hour, (min(now, (hour + 1) * HOUR_S) - max(since, hour * HOUR_S)) / (now - since)
 
 

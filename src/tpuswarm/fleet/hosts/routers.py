@@ -45,11 +45,7 @@ def router_hosts(routes: Routes) -> list[Host]:
 def router_file(desired: Desired, machines: Iterable[Machine]) -> tuple[RouterFile, dict[int, str]]:
     """Return the router's file, and each port's worker. Raise InputError if no TPU is ready."""
     vms = {pool.name for pool in desired.pools if isinstance(pool.spec, VmSpec)}
-    tpus = [
-        machine
-        for machine in machines
-        if machine.fleet == desired.fleet and machine.state == "ready" and machine.pool not in vms
-    ]
+    tpus = [machine for machine in desired.own(machines) if machine.state == "ready" and machine.pool not in vms]
     workers = [
         (f"{machine.name}/{number}", worker.internal)
         for machine in sorted(tpus, key=lambda machine: by_number(machine.name))
@@ -82,8 +78,7 @@ def client_settings(desired: Desired) -> tuple[tuple[str, str], ...]:
     """Return the sysctl settings that set-up gives TPUs if the fleet has a router."""
     if not router_pools(desired):
         return ()
-    settings = ends()
-    return tuple((".".join(PurePath(each.path).relative_to("/proc/sys").parts), each.value) for each in settings)
+    return tuple((".".join(PurePath(it.path).relative_to("/proc/sys").parts), it.value) for it in ends())
 
 
 async def configure_routers(
@@ -125,7 +120,7 @@ class RouterUpdater:
         names = router_pools(desired)
         if not names or desired.down is not None or self._thread is not None or time.monotonic() < self._not_before:
             return
-        ready = [machine for machine in listing.machines if machine.fleet == desired.fleet and machine.state == "ready"]
+        ready = [machine for machine in desired.own(listing.machines) if machine.state == "ready"]
         routers = {(machine.name, str(machine.created)) for machine in ready if machine.pool in names}
         try:
             file, ports = router_file(desired, ready)

@@ -51,6 +51,10 @@ class Snapshot:
     document: Document
     listing: Listing
 
+    @property
+    def own_machines(self) -> list[Machine]:
+        return self.document.desired.own(self.listing.machines)
+
 
 class AdmittedMachines:
     """Remembers which older machines know this computer's key, if the key joined the fleet later."""
@@ -58,7 +62,7 @@ class AdmittedMachines:
     def __init__(self, file: Path):
         self._file = file
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Note that from now on new machines know the key, and existing ones do not."""
         self._write(time.time(), [])
 
@@ -118,7 +122,7 @@ class Routes:
         pools = {pool.name: pool for pool in snapshot.document.desired.pools}
         return {
             target.label: login_user(pools[machine.pool or ""])
-            for machine in sorted(_own(snapshot), key=lambda machine: by_number(machine.name))
+            for machine in sorted(snapshot.own_machines, key=lambda machine: by_number(machine.name))
             if unreachable_reason(machine, pools) is None
             for target in list_workers(machine)
         }
@@ -210,10 +214,10 @@ class Routes:
 
         admitted = AdmittedMachines(self.fleet.folder / "admitted.json")
         if not self.accepts_own_key(document):
-            admitted.begin()
+            admitted.reset()
             document = self._store.change(add_key)
         keys = {pool.name: pool.spec.metadata[SSH_KEYS] for pool in document.desired.pools}
-        ready = [machine for machine in _own(Snapshot(document, listing)) if machine.state == "ready"]
+        ready = [machine for machine in document.desired.own(listing.machines) if machine.state == "ready"]
         if lacking := [machine for machine in ready if admitted.lacks(machine)]:
             with ThreadPoolExecutor(MAX_THREADS) as threads:
                 results = threads.map(lambda machine: self._add_key(machine, keys.get(machine.pool or "")), lacking)
@@ -256,7 +260,7 @@ class Routes:
             for target, attributes in zip(new, published, strict=True)
             if attributes
         }
-        listed = {target.alias for machine in _own(snapshot) for target in list_workers(machine)}
+        listed = {target.alias for machine in snapshot.own_machines for target in list_workers(machine)}
         return self.known.add(keys, None if snapshot.listing.unreachable else listed)
 
     # From outside the machines' network.
@@ -266,7 +270,7 @@ class Routes:
         if all(target.machine.workers[target.worker].external for target in targets):
             return None
         vms = {pool.name for pool in snapshot.document.desired.pools if isinstance(pool.spec, VmSpec)}
-        for machine in _own(snapshot):
+        for machine in snapshot.own_machines:
             is_reachable = machine.pool in vms and unreachable_reason(machine, vms) is None
             if is_reachable and machine.workers[0].external:
                 return self.route_to(snapshot, [Target(machine, 0)])[0]
@@ -286,11 +290,6 @@ class Routes:
             f"{machine.name} has no external address, and no [[vm]] or [head] of the fleet has one to reach it "
             "through: add one, or run the command on such a machine"
         )
-
-
-def _own(snapshot: Snapshot) -> list[Machine]:
-    fleet = snapshot.document.desired.fleet
-    return [machine for machine in snapshot.listing.machines if machine.fleet == fleet]
 
 
 def _no_host_key(target: Target) -> str:

@@ -234,7 +234,7 @@ class Preparer:
         }
 
     def update(self, machines: Mapping[str, BootState], answering: Collection[str]) -> dict[str, str]:
-        """Prepare machines that need it; return those that are not prepared, and why.
+        """Prepare new and rebooted machines; return those still unprepared, and why.
 
         `answering`: machines that answer. If no other machine does, a failure is this computer's fault.
         """
@@ -279,6 +279,6 @@ def _error(task: "asyncio.Task[PrepareResult]") -> str:
     """Return why a machine could not be prepared; empty if it was."""
     error = task.exception()
     if error is None:
-        return "; ".join(str(each) for each in task.result().failed.values())
+        return "; ".join(str(failure) for failure in task.result().failed.values())
     # This computer's files may be damaged, or its disk full: the job waits and says so.
     return str(error) if isinstance(error, TpuswarmError) else f"{type(error).__name__}: {error}"

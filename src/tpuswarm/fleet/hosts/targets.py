@@ -51,13 +51,14 @@ def select_targets(text: str, desired: Desired, listing: Listing, past_names: Co
 
     `past_names`: machines that existed once. Raise InputError for an unknown name, and suggest the nearest.
     """
-    own = {machine.name: machine for machine in listing.machines if machine.fleet == desired.fleet}
+    own = {machine.name: machine for machine in desired.own(listing.machines)}
     pools = {pool.name: pool for pool in desired.pools}
     if text == ALL or (text in pools and text not in own):
         return _select_group(text, desired, listing)
     name, slash, number = text.partition("/")
     if slash and name in (ALL, *pools) and name not in own:
-        examples = ", ".join(sorted((each for each in own if name in (ALL, own[each].pool)), key=by_number)[:6])
+        members = [machine.name for machine in own.values() if name in (ALL, machine.pool)]
+        examples = ", ".join(sorted(members, key=by_number)[:6])
         what = "means all machines" if name == ALL else "is a pool"
         one_of = f" of {examples}" if examples else ""
         raise InputError(f"{name} {what}, but a worker belongs to one machine: name one{one_of}")
@@ -83,7 +84,7 @@ def select_targets(text: str, desired: Desired, listing: Listing, past_names: Co
 def _select_group(text: str, desired: Desired, listing: Listing) -> Selection:
     pools = {pool.name: pool for pool in desired.pools}
     zones = desired.zones if text == ALL else pools[text].zones
-    own = [each for each in listing.machines if each.fleet == desired.fleet and text in (ALL, each.pool)]
+    own = [machine for machine in desired.own(listing.machines) if text in (ALL, machine.pool)]
     targets: list[Target] = []
     away = []
     for machine in sorted(own, key=lambda machine: by_number(machine.name)):

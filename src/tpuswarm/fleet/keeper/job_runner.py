@@ -20,6 +20,7 @@ from tpuswarm.fleet.decide.jobs import (
     RunReport,
     StartRun,
     StrayRun,
+    all_assignments,
     find_strays,
     restart_for_flags,
     scale_job,
@@ -47,7 +48,7 @@ SWEEP_INTERVAL_S = 30.0
 RETRY_S = 5.0
 HOST_TIMEOUT_S = 30.0
 MAX_LISTING_AGE_S = 30.0
-"""Do not act on an older listing: another keeper may lead by then."""
+"""Ignore an older listing: another keeper may lead now."""
 BUSY_REPORT_INTERVAL_S = 30.0
 NO_KEEPER = "no keeper runs; start one with `tpuswarm keep`"
 
@@ -70,7 +71,6 @@ class JobRunner:
         self._strays: frozenset[StrayRun] = frozenset()
         self._swept_at = -SWEEP_INTERVAL_S
         self._document: Document | None = None
-        """As read or written last."""
         self.interval_s = IDLE_INTERVAL_S
 
     @property
@@ -99,7 +99,7 @@ class JobRunner:
             await asyncio.to_thread(self._routes.snapshot)
             self._document = None
             return document, True
-        own = [machine for machine in listing.machines if machine.fleet == document.desired.fleet]
+        own = document.desired.own(listing.machines)
         open_jobs = [job for job in document.jobs if not job.is_over]
         sweep = time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
         targets = list(_ready_targets(own) if sweep else _job_targets(open_jobs, own))
@@ -132,7 +132,7 @@ class JobRunner:
             if may_start or isinstance(action, EndRun)
         ]
         await self._act(connections, jobs, actions, hosts)
-        waiting = any(each.phase == "waiting" for job in jobs for each in job.assignments)
+        waiting = any(assignment.phase == "waiting" for _, assignment in all_assignments(jobs))
         return document, bool(actions) or waiting
 
     async def _ask_hosts(self, connections: Connections, hosts: TargetHosts) -> HostStates:
@@ -152,8 +152,9 @@ class JobRunner:
             unprepared = self._preparer.update(_waiting_machines(open_jobs, states), answering)
         else:
             unprepared = dict.fromkeys((machine.name for machine in own), NO_KEEPER)
+        ready = [machine for machine in own if machine.state == "ready"]
         flags = {
-            job.name: {each.name: machine_exports(document, each, job.name) for each in own if each.state == "ready"}
+            job.name: {machine.name: machine_exports(document, machine, job.name) for machine in ready}
             for job in open_jobs
         }
         member_flags = {job.name: flags[job.name] for job in open_jobs if is_member(job)}
@@ -257,7 +258,7 @@ class JobThread:
         self._stop = threading.Event()
 
     def update(self, listing: Listing, document: Document) -> None:
-        """Take what a keeper that leads has read, and start the thread if there are jobs."""
+        """Take the listing and document of a leading keeper, and start the thread if there are jobs."""
         self._seen = (listing, document, boot_time())
         if document.jobs and (self._thread is None or not self._thread.is_alive()) and not self._stop.is_set():
             self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="jobs", daemon=True)
@@ -316,7 +317,7 @@ def _may_use(assignment: Assignment, machine: Machine) -> bool:
 
 
 def _job_targets(jobs: Iterable[Job], machines: Iterable[Machine]) -> Iterable[Target]:
-    open_assignments = [(job, each) for job in jobs for each in job.assignments if each.is_open]
+    open_assignments = [pair for pair in all_assignments(jobs) if pair[1].is_open]
     for target in _ready_targets(machines):
         if any(
             job.worker in (None, target.worker) and _may_use(assignment, target.machine)
@@ -347,7 +348,7 @@ def _report(state: object) -> RunReport | None:
 
 def _waiting_machines(jobs: Iterable[Job], states: HostStates) -> dict[str, BootState]:
     """Return the machines on which something is to start, and how often anything has started there."""
-    waiting = [each for job in jobs for each in job.assignments if each.phase == "waiting"]
+    waiting = [assignment for _, assignment in all_assignments(jobs) if assignment.phase == "waiting"]
     found: dict[str, BootState] = {}
     for target, state in states:
         machine = target.machine
@@ -362,7 +363,7 @@ def _waiting_machines(jobs: Iterable[Job], states: HostStates) -> dict[str, Boot
 def _work_status(
     document: Document, jobs: Sequence[Job], unusable: Mapping[str, tuple[float, str]], now: float
 ) -> WorkStatus:
-    phases = {assignment.phase for job in jobs for assignment in job.assignments}
+    phases = {assignment.phase for _, assignment in all_assignments(jobs)}
     busy_at = document.work.busy_at
     if "running" in phases and (busy_at is None or now - busy_at > BUSY_REPORT_INTERVAL_S):
         busy_at = now

@@ -87,8 +87,8 @@ class Tick:
     @property
     def _complete(self) -> bool:
         desired = self.document.desired
-        own = [machine for machine in self.observed.machines if machine.fleet == desired.fleet]
-        settled = sum(each.state == ("stopped" if each.name in desired.paused else "ready") for each in own)
+        own = desired.own(self.observed.machines)
+        settled = sum(machine.state == ("stopped" if machine.name in desired.paused else "ready") for machine in own)
         names = {machine.name for machine in own}
         wanted = sum(pool.count for pool in desired.pools) - sum(name not in names for name in desired.paused)
         return settled == len(own) == wanted
@@ -97,8 +97,8 @@ class Tick:
     def is_moving(self) -> bool:
         if self.plan.actions or self.observed.state.requests:
             return True
-        machines, fleet = self.observed.listing.machines, self.document.desired.fleet
-        return any(each.fleet == fleet and each.state not in ("ready", "stopped", "waiting") for each in machines)
+        own = self.document.desired.own(self.observed.listing.machines)
+        return any(machine.state not in ("ready", "stopped", "waiting") for machine in own)
 
 
 Role = Literal["leads", "holds", "watches"]

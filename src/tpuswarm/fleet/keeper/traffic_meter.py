@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.protocol import Machine, Provider
+from tpuswarm.fleet.decide.jobs import all_assignments
 from tpuswarm.fleet.decide.traffic import Traffic, add_traffic
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.training import find_run_url, is_head
@@ -21,9 +22,9 @@ class TrafficMeter:
         self._read_at: float | None = None
 
     def update(self, document: Document, machines: Iterable[Machine], now: float, steady: float) -> Traffic:
-        """Return the document's traffic with what is new, if the budget limits traffic.
+        """Add new traffic to the document's, if the budget limits traffic.
 
-        A reading that fails is made up for by the next, as members report totals.
+        Members report totals, so a failed reading is made up for by the next one.
         """
         url = find_run_url(document.jobs)
         is_due = self._read_at is None or steady - self._read_at >= READ_INTERVAL_S
@@ -34,8 +35,8 @@ class TrafficMeter:
             carried = self._read_bytes(url)
         except (CloudError, ValidationError):
             return document.traffic
-        zones = {f"j-{machine.name}": machine.zone for machine in machines if machine.fleet == document.desired.fleet}
-        head = next((each.machine for job in document.jobs if is_head(job) for each in job.assignments), None)
+        zones = {f"j-{machine.name}": machine.zone for machine in document.desired.own(machines)}
+        head = next((each.machine for job, each in all_assignments(document.jobs) if is_head(job)), None)
         head_zone = zones.get(f"j-{head}")
         if head_zone is None:
             return document.traffic

@@ -146,7 +146,7 @@ def add_ssh_key(pool: PoolSpec, key: str) -> PoolSpec:
 
 def keep_ssh_keys(pool: PoolSpec, before: Sequence[PoolSpec]) -> PoolSpec:
     """Keep the keys that other computers have added to the pool."""
-    old = next((each.spec.metadata.get(SSH_KEYS, "") for each in before if each.name == pool.name), "")
+    old = next((old_pool.spec.metadata.get(SSH_KEYS, "") for old_pool in before if old_pool.name == pool.name), "")
     lines = dict.fromkeys((*old.splitlines(), *pool.spec.metadata.get(SSH_KEYS, "").splitlines()))
     return _with_ssh_keys(pool, lines) if lines else pool
 
@@ -206,7 +206,7 @@ def with_counts(desired: Desired, scale: Sequence[str]) -> Desired:
             raise InputError(f"there is no pool {name!r}; {did_you_mean(name, names)}")
         counts[name] = int(number)
     return replace(
-        desired, pools=tuple(replace(each, count=counts.get(each.name, each.count)) for each in desired.pools)
+        desired, pools=tuple(replace(pool, count=counts.get(pool.name, pool.count)) for pool in desired.pools)
     )
 
 
@@ -222,7 +222,7 @@ def require_same_types(before: Desired | None, desired: Desired) -> None:
 
 
 def without_machine(desired: Desired, listing: Listing, text: str) -> Desired:
-    own = {machine.name: machine for machine in listing.machines if machine.fleet == desired.fleet}
+    own = {machine.name: machine for machine in desired.own(listing.machines)}
     machine = own[resolve_name(text, own)]
     pools = tuple(
         replace(pool, count=max(0, pool.count - 1)) if pool.name == machine.pool else pool for pool in desired.pools

@@ -222,7 +222,7 @@ def with_job(document: Document, job: Job) -> Document:
     jobs = [other for other in document.jobs if other.name != job.name]
     ended = [other for other in jobs if other.is_over]
     deleted = ended[: max(0, len(ended) - MAX_ENDED_JOBS)]
-    last_run = max((each.run for other in deleted for each in other.assignments), default=0)
+    last_run = max((assignment.run for other in deleted for assignment in other.assignments), default=0)
     kept = tuple(other for other in jobs if other not in deleted)
     work = replace(document.work, done=False)  # `down_when = "done"` waits for the new job
     return replace(document, jobs=(*kept, job), last_run=max(document.last_run, last_run), work=work)

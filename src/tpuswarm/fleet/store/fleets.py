@@ -48,7 +48,7 @@ class Fleet:
     provider_name: str
     project: str
     bucket: str | None
-    """None: the document is a file of this computer."""
+    """Without a bucket, the document is a file of this computer."""
 
     @property
     def full_name(self) -> str:
@@ -227,7 +227,6 @@ def inspect_fleet(
 
 
 def _changed_by(document: Document) -> str:
-    """Return a note if somebody else changed the fleet last."""
     if document.asked_by in ("", current_user()):
         return ""
     age = format_age(time.time() - document.asked_at)
@@ -300,7 +299,6 @@ def _require_unchanged(store: Store, found: Document, shown: Desired | None) -> 
 
 
 def _with_keys(desired: Desired, found: Desired) -> Desired:
-    """Keep the SSH keys that other computers have added."""
     return replace(desired, pools=tuple(keep_ssh_keys(pool, found.pools) for pool in desired.pools))
 
 

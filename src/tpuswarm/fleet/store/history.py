@@ -56,12 +56,12 @@ class History:
         except sqlite3.OperationalError as error:
             self.trouble = f"{self.path}: {error}"
         except sqlite3.DatabaseError:
-            self.path.unlink(missing_ok=True)  # it is not a database
+            self.path.unlink(missing_ok=True)  # not a database
         except OSError as error:
             self.trouble = f"{self.path}: {error.strerror}"
 
     def events(self, machine: str | None = None) -> list[Event]:
-        """Return all events, or those of one machine, oldest first."""
+        """Return the events of all machines or of one, oldest first."""
         if not self.path.exists():
             return []
         where, values = ("", ()) if machine is None else (" where machine = ?", (machine,))

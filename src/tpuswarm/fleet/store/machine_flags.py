@@ -32,7 +32,7 @@ def parse_scope(where: str, desired: Desired, machines: Iterable[Machine]) -> tu
         return "generation", where
     if "/" in where:
         raise InputError(f"{where} is one worker; flags apply to a whole machine: {where.partition('/')[0]}")
-    names = (machine.name for machine in machines if machine.fleet == desired.fleet)
+    names = (machine.name for machine in desired.own(machines))
     return "machine", resolve_name(where, names, (*pool_names, *generation_names))
 
 
@@ -68,8 +68,8 @@ def outdated_pods(document: Document, machines: Iterable[Machine]) -> dict[str, 
     """Return the new metadata, by machine name, of TensorFlow pods whose flags have changed."""
     pools = {pool.name for pool in document.desired.pools if is_tf_pod(pool.spec)}
     outdated = {}
-    for machine in machines:
-        if machine.fleet == document.desired.fleet and machine.pool in pools and machine.state == "ready":
+    for machine in document.desired.own(machines):
+        if machine.pool in pools and machine.state == "ready":
             metadata = flag_metadata(machine_flags(document, machine))
             if metadata[ENV_VARS] != machine.runtime_env:
                 outdated[machine.name] = metadata

@@ -54,7 +54,7 @@ def test_detached_run_outlives_its_terminal(tmp_path, swarm):
     _, err = finish(start([*TRAIN, *swarm, "--detach"], tmp_path), 2)
     assert err == f"error: runs/a is in use by process {pid}; stop it first, or use another --run\n"
     out, _ = run(["stop", "runs/a"], tmp_path)
-    assert "the same `tpuswarm train` command with --run runs/a resumes it" in out
+    assert "To resume: the same `tpuswarm train` command with --run runs/a" in out
     log, _ = finish(follower)
     assert "gpt2-tiny" in log and out.strip() in log and "parameter  " not in log, "a table is not for a log"
     events = [line for line in log.splitlines() if "started: " in line or " joined (" in line]
@@ -96,13 +96,13 @@ def test_following_logs_waits_for_the_last_lines_of_a_process(tmp_path, monkeypa
     process = start([], tmp_path, program, stdin=subprocess.PIPE)
     assert process.stdin and process.stdout
     process.stdout.readline()
-    speaker, late = control.RunProcess(tmp_path / FOLDER), control.RunProcess(tmp_path / FOLDER)
-    assert speaker.may_speak()
+    followed, late = control.RunProcess(tmp_path / FOLDER), control.RunProcess(tmp_path / FOLDER)
+    assert followed.may_print()
     print(file=process.stdin, flush=True)
     process.stdout.readline()
-    assert speaker.may_speak() and not late.may_speak(), "a late follower does not wait"
+    assert followed.may_print() and not late.may_print(), "a late follower does not wait"
     process.communicate("\n\n", timeout=240)
-    assert not speaker.may_speak()
+    assert not followed.may_print()
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path):

@@ -36,7 +36,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Machines": {
         "ssh": "machine.ssh:ssh", "exec": "machine.exec:exec_", "jobs": "machine.jobs:jobs",
         "copy": "machine.files:copy", "sync": "machine.files:sync", "setup": "machine.setup:setup",
-        "flags": "machine.flags:app", "forward": "machine.tunnels:forward", "ssh-config": "machine.tunnels:ssh_config",
+        "flags": "machine.flags:app", "forward": "machine.ssh:forward", "ssh-config": "machine.ssh:ssh_config",
     },
     "Look": {
         "doctor": "look.doctor:doctor", "top": "look.top:top", "page": "look.page:page",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tpuswarm.cli.console import make_console
-from tpuswarm.cli.fleet.training_view import find_fleet_training
+from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cloud.rehearsal.place import VARIABLE
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.store.fleets import find_fleet

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tpuswarm.cli.console import FleetOption, Json
-from tpuswarm.cli.fleet.training_view import find_fleet_training
+from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.doctor import cloud as cloud_checks
 from tpuswarm.doctor import run as run_checks_of
 from tpuswarm.doctor.check import HERE

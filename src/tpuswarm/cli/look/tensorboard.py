@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from tpuswarm.cli.console import FleetOption
-from tpuswarm.cli.machine.tunnels import find_one_host
+from tpuswarm.cli.machine.ssh import find_one_host
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError, first_line
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.spec.providers import use_rehearsed_buckets

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tpuswarm.cli.console import RUN_HELP, Json, make_console
-from tpuswarm.cli.fleet.training_view import find_fleet_training
+from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.status import Look, look

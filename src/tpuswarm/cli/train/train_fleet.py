@@ -11,7 +11,7 @@ from tpuswarm.catalog import find
 from tpuswarm.cli.console import make_console
 from tpuswarm.cli.fleet import apply
 from tpuswarm.cli.fleet.progress import format_event
-from tpuswarm.cli.fleet.training_view import find_fleet_training
+from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cli.machine import jobs
 from tpuswarm.cli.machine.files import sync
 from tpuswarm.cli.train.auto_batch import resolve_auto_batch

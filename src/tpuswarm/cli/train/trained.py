@@ -2,13 +2,13 @@
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tpuswarm.cli.console import Best, Json, Run
-from tpuswarm.cli.train import pictures
 from tpuswarm.config.formatting import format_figure
 from tpuswarm.config.limits import check_settings
 from tpuswarm.config.units import check_number
@@ -22,6 +22,13 @@ from tpuswarm.train.run.directory import read_config, writing
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.train.storage.folders import is_url, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PICTURE_EXTENSIONS = (".png", ".jpg", ".webp")
+FILM_EXTENSIONS = (".gif", ".png", ".webp")
+FRAME_MS = 40
 
 
 def sample(
@@ -77,13 +84,13 @@ def _sample_pictures(
         raise InputError(f"grid is ROWSxCOLUMNS, each from 1 to 99, such as 8x8, not {grid!r}")
     rows, columns = int(match[1]), int(match[2])
     out = out or Path("grid.png" if frames is None else "walk.gif")
-    pictures.check_file(out, is_film=frames is not None)
+    _check_picture_file(out, is_film=frames is not None)
     loaded = load(run, None, best)
     if not isinstance(loaded.recipe, MakesPictures):
         raise InputError(f"{loaded.recipe.name} cannot make pictures")
     with waiting("generating"):
         grids = loaded.recipe.grids(loaded.state, rows, columns, truncation=truncation, seed=seed, count=frames or 1)
-        pictures.write(grids, out)
+        _write_pictures(grids, out)
     if as_json:
         print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "grid": grid, "out": str(out)}))
         return
@@ -125,7 +132,7 @@ def evaluate(
     source = data or ("the held-out data" if split == "validation" else f"the {split} data")
     say(f"{loaded.folder} at step {loaded.step:,}: {losses} over {rows:,} rows of {source}")
     if measures:
-        say(pictures.describe_measures(measures, features))
+        say(_describe_measures(measures, features))
 
 
 def export(
@@ -164,7 +171,7 @@ def project(
     """Find the latent code of a given picture in a trained StyleGAN2."""
     check_number(steps, "steps", least=1)
     check_settings({"seed": seed})
-    pictures.check_file(out, is_film=False)
+    _check_picture_file(out, is_film=False)
     if not picture.is_file():
         raise InputError(f"there is no picture {picture}")
     loaded = load(run, None, best)
@@ -175,8 +182,8 @@ def project(
         found = loaded.recipe.project(
             loaded.state, given, steps, seed, lambda done, total: show_progress(f"step {done:,} of {total:,}")
         )
-    code = pictures.write_code(found.w, out)
-    pictures.write(iter([found.beside(given)]), out)
+    code = _write_code(found.w, out)
+    _write_pictures(iter([found.beside(given)]), out)
     if as_json:
         facts = {"run": str(loaded.folder), "step": loaded.step, "error": found.error, "out": str(out)}
         print(json.dumps(facts | {"code": str(code)}))
@@ -201,3 +208,48 @@ def load(run: str, data: str | None, best: bool = False) -> Any:
     for note in loaded.notes:
         say(note, err=True)
     return loaded
+
+
+def _check_picture_file(out: Path, is_film: bool) -> None:
+    """Raise InputError, before a model is loaded, if a file cannot be written."""
+    extensions = FILM_EXTENSIONS if is_film else PICTURE_EXTENSIONS
+    if out.suffix.lower() not in extensions:
+        raise InputError(f"--out {out} needs one of the extensions {', '.join(extensions)}")
+    if not out.parent.is_dir():
+        raise InputError(f"there is no folder {out.parent} for --out {out}; create it first")
+
+
+def _write_pictures(pictures: Iterator["np.ndarray"], out: Path) -> None:
+    """Write a picture, uint8 (height, width, 3), or several as a film that loops."""
+    from PIL import Image
+
+    first, *rest = (Image.fromarray(picture) for picture in pictures)
+    film: dict[str, Any] = {"save_all": True, "append_images": rest, "duration": FRAME_MS, "loop": 0} if rest else {}
+    try:
+        first.save(out, **film)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def _write_code(w_D: "np.ndarray", out: Path) -> Path:
+    """Write a latent code beside its picture, as a file of numpy."""
+    import numpy as np
+
+    path = out.with_suffix(".npy")
+    try:
+        np.save(path, w_D)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def _describe_measures(measures: Mapping[str, Any], features: str | None) -> str:
+    """Describe how far generated pictures are from real ones. `features`: the user's own function, if any."""
+    by = f"the features of {features}" if features else "the features of a fixed random network, not FID's"
+    distances = (
+        f"Fréchet distance {format_figure(measures['frechet_distance'])}, kernel distance "
+        f"{format_figure(measures['kernel_distance'])}, precision {measures['precision']:.2f}, "
+        f"recall {measures['recall']:.2f}"
+    )
+    sets = f"{measures['made']:,} generated and {measures['reference']:,} real pictures"
+    return f"{sets}, {measures['held_out']:,} held out: {distances}; by {by}"

@@ -27,11 +27,10 @@ def stopped_sentence(folder: Path, message: str, in_program: bool = False) -> st
     """Return what the user reads about a stopped run; in_program: a Python program trains it, not a command."""
     run = shown(folder)
     again = f'program with run="{run}"' if in_program else f"`tpuswarm train` command with --run {run}"
-    return f"{run}: {message}; the same {again} resumes it"
+    return f"{run}: {message}. To resume: the same {again}"
 
 
 def removed_sentence(folder: Path) -> str:
-    """What is said of one that had nothing to resume from."""
     return f"{shown(folder)} was removed: it stopped before there was anything to keep"
 
 

@@ -158,7 +158,7 @@ class Person:
         self._monkeypatch.setenv("XDG_STATE_HOME", str(self.folder / "state"))
         self._monkeypatch.setattr(fleets, "current_user", lambda: f"{self.name}@laptop")
 
-    def up(self, adopt: str | None = None, bucket: str | None = None) -> tuple[fleets.Store, str]:
+    def up(self, adopt: str | None = None, bucket: str | None = None) -> tuple[document.DocumentStore, str]:
         """Do what `up --type v2-8` does; return the document's store and the note for the person."""
         self.log_in()
         file, _ = desired_from_file.file_or_options(None, "v2-8", ["us-central1-f"], None, False, "google")

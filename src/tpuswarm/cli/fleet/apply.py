@@ -34,7 +34,7 @@ from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.spec.file import HEAD, SwarmFile
 from tpuswarm.fleet.store import fleets
 from tpuswarm.fleet.store.document import Document, DocumentStore
-from tpuswarm.fleet.store.fleets import Fleet, Store
+from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import is_tf_pod, outdated_pods
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.terminal import say
@@ -236,7 +236,7 @@ def _keeper_home(desired: Desired) -> str:
 def run_keeper(
     fleet: Fleet,
     cloud: Provider,
-    store: Store,
+    store: DocumentStore,
     is_done: Callable[[Tick], bool],
     is_permanent: bool = False,
     patient: bool = False,

@@ -114,14 +114,14 @@ def down(
     """Delete a fleet, or one of its machines, and check by listing that nothing is left that costs money."""
     fleet, machine = apply.find_fleet_or_machine(target)
     cloud = fleet.provider()
-    store: fleets.Store = fleet.store(cloud)
+    store = fleet.store(cloud)
+    document: Document | None
     if orphans is None:
         document, listing, note = fleets.inspect_fleet(fleet, store, cloud, None)
+        if note:
+            say(f"note: {note}", err=True)
     else:
-        orphaned, listing = fleets.find_orphans(fleet, store, cloud, orphans)
-        document, store, note = orphaned, fleets.MemoryStore(orphaned), ""
-    if note:
-        say(f"note: {note}", err=True)
+        store, document, listing = fleets.find_orphans(fleet, store, cloud, orphans)
     if document is None:
         say(f"there is no fleet {fleet.name} in project {cloud.project}")
         return

@@ -23,8 +23,8 @@ from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.hosts.targets import find_targets
 from tpuswarm.fleet.keeper import job_runner
 from tpuswarm.fleet.keeper.keeper import LEASE_S
-from tpuswarm.fleet.store.document import Document, is_holder_alive, with_job
-from tpuswarm.fleet.store.fleets import Fleet, Store, find_fleet
+from tpuswarm.fleet.store.document import Document, DocumentStore, is_holder_alive, with_job
+from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.attended import line_of
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.places import there
@@ -76,7 +76,7 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
         say(f"no keeper runs, so no job is restarted. {RESTART_HINT}")
 
 
-def read_document(fleet: Fleet, store: Store | None = None) -> Document:
+def read_document(fleet: Fleet, store: DocumentStore | None = None) -> Document:
     """Return a fleet's document. Raises InputError if the fleet does not exist."""
     document = (store or fleet.store(fleet.provider())).load()
     if document is None:

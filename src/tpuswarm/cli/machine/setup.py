@@ -13,7 +13,8 @@ from tpuswarm.fleet.hosts.routers import configure_routers, router_hosts
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.hosts.setup import SavedSetup, find_setup_targets, set_up_all
 from tpuswarm.fleet.keeper.head_keeper import install_head_keeper, wait_for_head_keeper
-from tpuswarm.fleet.store.fleets import Store, find_fleet
+from tpuswarm.fleet.store.document import DocumentStore
+from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.setup.plan import Machine, steps
 from tpuswarm.remote.setup.step import Step
@@ -52,7 +53,7 @@ def set_up_machines(routes: Routes, table: Setup, where: str = "all") -> None:
     asyncio.run(_set_up(routes, table, targets.machines))
 
 
-def start_head_keeper(routes: Routes, store: Store) -> None:
+def start_head_keeper(routes: Routes, store: DocumentStore) -> None:
     """Install the keeper on the head and wait until it leads."""
     asyncio.run(_start_head_keeper(routes, store))
 
@@ -83,7 +84,7 @@ def update_head_keeper(routes: Routes) -> None:
         say(f"updated the keeper on {desired.keeper_machine} too")
 
 
-async def _start_head_keeper(routes: Routes, store: Store) -> None:
+async def _start_head_keeper(routes: Routes, store: DocumentStore) -> None:
     with SetupProgress(make_console(), []) as progress:
         host = await install_head_keeper(routes, progress.set_step)
     with waiting(f"waiting for the keeper on {host.label.partition('/')[0]}"):

@@ -24,8 +24,8 @@ from tpuswarm.fleet.hosts.targets import (
     unreachable_reason,
 )
 from tpuswarm.fleet.spec.desired_from_file import SSH_KEYS, add_ssh_key, login_user
-from tpuswarm.fleet.store.document import Document
-from tpuswarm.fleet.store.fleets import Fleet, Store
+from tpuswarm.fleet.store.document import Document, DocumentStore
+from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import machine_exports
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.known import Known
@@ -92,7 +92,7 @@ def _machine_id(machine: Machine) -> str:
 
 
 class Routes:
-    def __init__(self, fleet: Fleet, cloud: Provider, store: Store):
+    def __init__(self, fleet: Fleet, cloud: Provider, store: DocumentStore):
         self.fleet, self._cloud, self._store = fleet, cloud, store
         self.known = Known(fleet.folder / "known_hosts")
         self._in_network = fleet.provider_name == "rehearsal" or _is_google_vm()

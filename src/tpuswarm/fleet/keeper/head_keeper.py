@@ -16,7 +16,8 @@ from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.fleet.hosts.setup import RETRY_S, prepare_machine
 from tpuswarm.fleet.keeper.keeper import Keeper, Tick
 from tpuswarm.fleet.spec.file import HEAD
-from tpuswarm.fleet.store.fleets import Fleet, Store
+from tpuswarm.fleet.store.document import DocumentStore
+from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.remote.attended import Attended
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.copy import put
@@ -80,7 +81,7 @@ def _fleet_files(fleet: Fleet) -> dict[str, str]:
     return files
 
 
-async def wait_for_head_keeper(routes: Routes, store: Store, host: Host) -> None:
+async def wait_for_head_keeper(routes: Routes, store: DocumentStore, host: Host) -> None:
     machine, deadline = host.label.partition("/")[0], time.monotonic() + LEAD_TIMEOUT_S
     while time.monotonic() < deadline:
         document = await asyncio.to_thread(store.load)

@@ -30,8 +30,7 @@ from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.hosts.routes import Routes, Snapshot
 from tpuswarm.fleet.hosts.setup import BootState, Preparer
 from tpuswarm.fleet.hosts.targets import Target
-from tpuswarm.fleet.store.document import Document, with_events
-from tpuswarm.fleet.store.fleets import Store
+from tpuswarm.fleet.store.document import Document, DocumentStore, with_events
 from tpuswarm.fleet.store.machine_flags import machine_exports
 from tpuswarm.fleet.training import is_head, is_member, share_token
 from tpuswarm.remote.connect import Connections
@@ -62,7 +61,7 @@ HostStates = Sequence[tuple[Target, object]]
 class JobRunner:
     """Runs the jobs of one fleet. `store` must not be shared with another thread."""
 
-    def __init__(self, routes: Routes, store: Store):
+    def __init__(self, routes: Routes, store: DocumentStore):
         self._routes, self._store = routes, store
         self._hosts: dict[RouteKey, Host] = {}
         self._preparer = Preparer(routes)

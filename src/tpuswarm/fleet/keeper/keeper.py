@@ -38,8 +38,7 @@ from tpuswarm.fleet.decide.spending import charge
 from tpuswarm.fleet.decide.state import FleetState, Observed
 from tpuswarm.fleet.keeper.clock import Clock, IdleTimer
 from tpuswarm.fleet.keeper.traffic_meter import TrafficMeter
-from tpuswarm.fleet.store.document import MAX_EVENTS, Document, KeeperLease, is_holder_alive, with_events
-from tpuswarm.fleet.store.fleets import Store
+from tpuswarm.fleet.store.document import MAX_EVENTS, Document, DocumentStore, KeeperLease, is_holder_alive, with_events
 from tpuswarm.fleet.store.history import History
 from tpuswarm.fleet.store.machine_flags import add_flag_metadata
 from tpuswarm.train.process.computer import this_computer
@@ -111,7 +110,12 @@ class DocumentGone(RunFailed):
 
 class Keeper:
     def __init__(
-        self, provider: Provider, store: Store, history: History, clock: Clock | None = None, threads: int = MAX_THREADS
+        self,
+        provider: Provider,
+        store: DocumentStore,
+        history: History,
+        clock: Clock | None = None,
+        threads: int = MAX_THREADS,
     ):
         self._provider, self._store, self._history = provider, store, history
         self._clock, self._threads = clock or Clock(), threads

@@ -149,6 +149,20 @@ class DocumentStore:
         return document
 
 
+class MemoryBucket:
+    """A bucket for a single file that ends with this process."""
+
+    def __init__(self) -> None:
+        self._stored: Stored | None = None
+
+    def read(self, path: str) -> Stored | None:
+        return self._stored
+
+    def write(self, path: str, data: bytes, generation: int) -> int:
+        self._stored = Stored(data, generation + 1)
+        return generation + 1
+
+
 class LocalBucket:
     """Files of this computer as a `Bucket`."""
 

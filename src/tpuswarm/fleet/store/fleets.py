@@ -7,10 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from tpuswarm.cloud.protocol import Listing, Provider
 from tpuswarm.config.formatting import format_age
@@ -28,6 +26,7 @@ from tpuswarm.fleet.store.document import (
     DocumentStore,
     KeeperLease,
     LocalBucket,
+    MemoryBucket,
     is_holder_alive,
     state_folder,
     state_folder_mark,
@@ -163,39 +162,8 @@ def recovered_id(fleet: Fleet, listing: Listing, adopt: str | None) -> str | Non
     return own[0] if own else None
 
 
-class Store(Protocol):
-    """A `DocumentStore`, or a document in memory."""
-
-    where: str
-
-    def load(self) -> Document | None: ...
-
-    def save(self, document: Document) -> None: ...
-
-    def change(self, make: Callable[[Document | None], Document]) -> Document: ...
-
-
-class MemoryStore:
-    """A document in memory, to delete the machines of a fleet that has lost its own."""
-
-    where = "memory"
-
-    def __init__(self, document: Document):
-        self._document = document
-
-    def load(self) -> Document | None:
-        return self._document
-
-    def save(self, document: Document) -> None:
-        self._document = document
-
-    def change(self, make: Callable[[Document | None], Document]) -> Document:
-        self._document = make(self._document)
-        return self._document
-
-
 def inspect_fleet(
-    fleet: Fleet, store: Store, cloud: Provider, file: SwarmFile | None, adopt: str | None = None
+    fleet: Fleet, store: DocumentStore, cloud: Provider, file: SwarmFile | None, adopt: str | None = None
 ) -> tuple[Document | None, Listing, str]:
     """Return the document, the machines, and a note for the user.
 
@@ -252,7 +220,7 @@ def merge_desired(file: SwarmFile, mark: str, before: Desired | None, paid: bool
     return replace(desired, paused=before.paused, dropped=before.dropped, revision=before.revision + 1, kept_on=kept_on)
 
 
-def store_desired(fleet: Fleet, store: Store, file: SwarmFile, desired: Desired, shown: Desired | None) -> None:
+def store_desired(fleet: Fleet, store: DocumentStore, file: SwarmFile, desired: Desired, shown: Desired | None) -> None:
     """Store the desired state, also in place of a damaged document.
 
     `shown`: the state that `desired` was derived from when the user confirmed. Raise InputError if it has changed.
@@ -280,7 +248,7 @@ def store_desired(fleet: Fleet, store: Store, file: SwarmFile, desired: Desired,
     fleet.remember()
 
 
-def change_desired(store: Store, desired: Desired, shown: Desired) -> None:
+def change_desired(store: DocumentStore, desired: Desired, shown: Desired) -> None:
     """Store the desired state of an existing fleet; `shown` as in `store_desired`."""
 
     def make(found: Document | None) -> Document:
@@ -292,7 +260,7 @@ def change_desired(store: Store, desired: Desired, shown: Desired) -> None:
     store.change(make)
 
 
-def _require_unchanged(store: Store, found: Document, shown: Desired | None) -> None:
+def _require_unchanged(store: DocumentStore, found: Document, shown: Desired | None) -> None:
     now = found.desired
     if shown is None or (now.fleet, now.revision, now.down) != (shown.fleet, shown.revision, shown.down):
         raise InputError(f"{store.where} was changed while this command asked: repeat it to see the new state")
@@ -302,7 +270,7 @@ def _with_keys(desired: Desired, found: Desired) -> Desired:
     return replace(desired, pools=tuple(keep_ssh_keys(pool, found.pools) for pool in desired.pools))
 
 
-def start_background_keeper(fleet: Fleet, store: Store, file: Path | None) -> None:
+def start_background_keeper(fleet: Fleet, store: DocumentStore, file: Path | None) -> None:
     """Start a keeper that outlives this command and its terminal, unless one leads already."""
     document = store.load()
     if document and document.lease and _is_background_keeper(document.lease):
@@ -313,7 +281,7 @@ def start_background_keeper(fleet: Fleet, store: Store, file: Path | None) -> No
         subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
-def wait_for_keeper(fleet: Fleet, store: Store) -> None:
+def wait_for_keeper(fleet: Fleet, store: DocumentStore) -> None:
     """Wait until a keeper leads that outlives this command. Raise RunFailed with the end of its log."""
     deadline = time.monotonic() + LEAD_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -337,8 +305,10 @@ def _is_background_keeper(lease: KeeperLease) -> bool:
         return False
 
 
-def find_orphans(fleet: Fleet, store: Store, cloud: Provider, fleet_id: str) -> tuple[Document, Listing]:
-    """Return a document and the machines of a fleet that has lost its document. Raise InputError without machines."""
+def find_orphans(
+    fleet: Fleet, store: DocumentStore, cloud: Provider, fleet_id: str
+) -> tuple[DocumentStore, Document, Listing]:
+    """Return the machines of a fleet that has lost its document, with a document in memory. Raise InputError."""
     try:
         document = store.load()
     except Damaged:
@@ -346,8 +316,11 @@ def find_orphans(fleet: Fleet, store: Store, cloud: Provider, fleet_id: str) -> 
     listing = cloud.machines(document.zones if document else ())
     if document is not None and document.desired.fleet == fleet_id:
         raise InputError(f"{fleet_id} is this fleet: `tpuswarm down` without --orphans")
-    machines = [machine for machine in listing.machines if machine.fleet == fleet_id]
-    if not machines:
+    desired = Desired(fleet_id, ())
+    zones = tuple(dict.fromkeys(machine.zone for machine in desired.own(listing.machines)))
+    if not zones:
         raise InputError(f"no machine carries the id {fleet_id}")
-    zones = tuple(dict.fromkeys(machine.zone for machine in machines))
-    return Document(fleet.name, fleet.provider_name, fleet.project, Desired(fleet_id, ()), zones), listing
+    orphaned = Document(fleet.name, fleet.provider_name, fleet.project, desired, zones)
+    store = DocumentStore(MemoryBucket(), fleet.name, "memory")
+    store.save(orphaned)
+    return store, orphaned, listing

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import reduce
 from typing import Annotated
 
 import typer
@@ -90,13 +91,7 @@ def set_(
     snapshot = routes.snapshot()
     layer, scope = _find_scope(snapshot, where, job)
     new = [Flag(name, value, checked.variables[name], layer, scope, job) for name, value in given.items()]
-
-    def add(flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
-        for flag in new:
-            flags = set_flag(flags, flag)
-        return flags
-
-    document = _change_flags(routes, add)
+    document = _change_flags(routes, set_flag, new)
     for name in checked.unchecked:
         say(f"warning: {name}: {libraries.UNCHECKED}", err=True)
     for flag in new:
@@ -129,13 +124,7 @@ def unset(
             raise InputError(f"{flag.name} for {flag.text} is in swarm.toml. Remove it there, then `tpuswarm up`.")
         known = [other.name for other in set_flags.values() if other.text == flag.text]
         raise InputError(f"{flag.name} is not set for {flag.text}; {did_you_mean(flag.name, known)}")
-
-    def remove(flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
-        for flag in old:
-            flags = unset_flag(flags, flag)
-        return flags
-
-    document = _change_flags(routes, remove)
+    document = _change_flags(routes, unset_flag, old)
     for flag in old:
         say(f"removed {flag.name} for {flag.text}")
     _apply_flags(routes, snapshot, document)
@@ -159,11 +148,13 @@ def _find_scope(snapshot: Snapshot, where: str, job: str | None) -> tuple[Layer,
     return machine_flags.parse_scope(where, snapshot.document.desired, snapshot.listing.machines)
 
 
-def _change_flags(routes: Routes, make: Callable[[tuple[Flag, ...]], tuple[Flag, ...]]) -> Document:
+def _change_flags(
+    routes: Routes, change_flag: Callable[[tuple[Flag, ...], Flag], tuple[Flag, ...]], changes: list[Flag]
+) -> Document:
     def change(document: Document | None) -> Document:
         if document is None:
             raise RunFailed(f"fleet {routes.fleet.name} was deleted by another command")
-        changed = replace(document, flags=make(document.flags))
+        changed = replace(document, flags=reduce(change_flag, changes, document.flags))
         machine_flags.check_tf_pods(changed)
         return changed
 
@@ -183,9 +174,9 @@ def _print_outdated_jobs(document: Document, machines: Iterable[Machine]) -> Non
     members = 0
     for job in document.jobs:
         outdated = [
-            seat for seat in job.assignments
-            if seat.phase == "running" and seat.machine in by_name
-            and machine_flags.machine_exports(document, by_name[seat.machine], job.name) != seat.flags
+            assignment for assignment in job.assignments
+            if assignment.phase == "running" and assignment.machine in by_name
+            and machine_flags.machine_exports(document, by_name[assignment.machine], job.name) != assignment.flags
         ]  # fmt: skip
         if is_member(job):
             members += len(outdated)

@@ -77,7 +77,7 @@ class JobLogs:
     def _is_chosen(self, job: Job) -> bool:
         if self._machine is None:
             return job.name == self._job
-        runs_there = any(seat.machine == self._machine for seat in job.assignments)
+        runs_there = any(assignment.machine == self._machine for assignment in job.assignments)
         return runs_there and (self._worker is None or job.worker in (None, self._worker))
 
     async def _print_new(self, routes: Routes, chosen: Sequence[Job], connections: Connections) -> None:
@@ -91,16 +91,18 @@ class JobLogs:
         found = [
             (job, Target(machine, worker))
             for job in chosen
-            for seat in job.assignments
-            if self._machine in (None, seat.machine)
-            if (machine := machines.get(seat.machine or "")) is not None and machine.name not in away and seat.run
+            for assignment in job.assignments
+            if self._machine in (None, assignment.machine)
+            if (machine := machines.get(assignment.machine or "")) is not None
+            and machine.name not in away
+            and assignment.run
             for worker in range(len(machine.workers))
             if job.worker in (None, worker) and self._worker in (None, worker)
         ]
         hosts = await asyncio.to_thread(routes.route_to, snapshot, [target for _, target in found])
         if not hosts:
-            seats = [seat for job in chosen for seat in job.assignments]
-            reasons = (f"{seat.machine or seat.pool}: {seat.why}{away.get(seat.machine or '', '')}" for seat in seats)
+            parts = [part for job in chosen for part in job.assignments]
+            reasons = (f"{part.machine or part.pool}: {part.why}{away.get(part.machine or '', '')}" for part in parts)
             self._say_once("; ".join(reasons))
             return
         labels = {

@@ -65,11 +65,14 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
     ]  # fmt: skip
     rows = []
     for job in document.jobs:
-        for seat in job.assignments:
-            state = "ending" if job.stop and seat.phase in ("waiting", "running") else seat.phase
-            where = "–" if seat.machine is None else seat.machine + (f"/{job.worker}" if job.worker is not None else "")
+        for assignment in job.assignments:
+            state = "ending" if job.stop and assignment.is_open else assignment.phase
+            where = (assignment.machine or "–") + (
+                f"/{job.worker}" if assignment.machine and job.worker is not None else ""
+            )
+            counts = (f"{assignment.run}", f"{assignment.failed}", f"{assignment.lost}")
             job_age = format_age(time.time() - job.at)
-            rows.append((job.name, where, state, f"{seat.run}", f"{seat.failed}", f"{seat.lost}", job_age, seat.why))
+            rows.append((job.name, where, state, *counts, job_age, assignment.why))
     console = make_console()
     console.print(table(columns, rows, console.width))
     if not has_keeper(document) and any(not job.is_over for job in document.jobs):
@@ -182,10 +185,11 @@ def store_job(
             )
         last_run = document.last_run  # hosts remember numbers of runs, so they only grow
         if job_name in taken:
-            last_run = max((seat.run for seat in taken[job_name].assignments), default=0)
-        seats = tuple(replace(seat, run=last_run) for seat in create_assignments(where, machine, desired))
+            last_run = max((assignment.run for assignment in taken[job_name].assignments), default=0)
+        new = create_assignments(where, machine, desired)
+        assignments = tuple(replace(assignment, run=last_run) for assignment in new)
         job = Job(
-            job_name, where, line_of(words), restart or "preempted", seats, there(Path.cwd()),  # type: ignore[arg-type]
+            job_name, where, line_of(words), restart or "preempted", assignments, there(Path.cwd()),  # type: ignore[arg-type]
             machine.name if machine else None, worker, failures, alive_s, time.time(),
         )  # fmt: skip
         stored[:] = [job]
@@ -205,14 +209,23 @@ def store_main_job(fleet: Fleet, pool: str, words: list[str]) -> None:
 def wait_until_started(fleet: Fleet, name: str, keep: bool = False) -> None:
     """Wait until a job runs, or has ended, on all its machines. `keep`: a keeper has just been started."""
     with survives_interrupt(name):
-        run_jobs_until(fleet, name, lambda job: all(seat.phase != "waiting" for seat in job.assignments))
+        run_jobs_until(fleet, name, has_started)
     document = read_document(fleet)
     job = next(job for job in document.jobs if job.name == name)
-    for seat in job.assignments:
-        say(f"{seat.machine or seat.pool}: {seat.phase}, {seat.why}", err=True)
+    print_assignments(job, err=True)
     if not has_keeper(document) and not keep and job.restart != "never":
         say(f"no keeper runs, so it is not restarted. {RESTART_HINT}", err=True)
     say(f"follow it: `tpuswarm logs {name} -f`; stop it: `tpuswarm stop {name}`", err=True)
+
+
+def has_started(job: Job) -> bool:
+    return all(assignment.phase != "waiting" for assignment in job.assignments)
+
+
+def print_assignments(job: Job, err: bool = False) -> None:
+    for assignment in job.assignments:
+        place = assignment.machine or assignment.pool
+        say(f"{job.name} on {place}: {assignment.phase}, {assignment.why}", err=err)
 
 
 @contextmanager
@@ -250,8 +263,8 @@ def run_jobs_until(fleet: Fleet, name: str, is_reached: Callable[[Job], bool]) -
                     return job
                 if document and document.desired.down is not None:
                     raise RunFailed(f"fleet {fleet.name} is being deleted with its jobs ({document.desired.down})")
-                open_seats = [seat for seat in job.assignments if seat.phase in ("waiting", "running")]
-                show_progress("; ".join(f"{seat.machine or seat.pool}: {seat.why}" for seat in open_seats))
+                open_parts = [part for part in job.assignments if part.is_open]
+                show_progress("; ".join(f"{part.machine or part.pool}: {part.why}" for part in open_parts))
                 await asyncio.sleep(job_runner.BUSY_INTERVAL_S)
 
     with waiting(f"waiting for job {name}") as show_progress:
@@ -261,11 +274,10 @@ def run_jobs_until(fleet: Fleet, name: str, is_reached: Callable[[Job], bool]) -
 def stop_job(fleet: Fleet, job: Job) -> None:
     """Stop a job on all its machines, and wait until it has ended."""
     if job.is_over:
-        raise InputError(f"job {job.name} has ended: {', '.join(sorted({seat.phase for seat in job.assignments}))}")
+        raise InputError(f"job {job.name} has ended: {', '.join(sorted({part.phase for part in job.assignments}))}")
     say(f"stopping job {job.name}; it is killed after 20 s", err=True)
     for ended in stop_jobs(fleet, [job.name]):
-        for seat in ended.assignments:
-            say(f"{job.name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}")
+        print_assignments(ended)
 
 
 def stop_jobs(fleet: Fleet, names: list[str]) -> list[Job]:

@@ -122,9 +122,7 @@ def _start_jobs(fleet: Fleet, url: str, train_jobs: tuple[training.TrainJob, ...
             delete_file(url, FILE)  # the status of an earlier head would send members away
             where = _head_worker(document, cloud, where)
         jobs.store_job(fleet, where, [train_job.line], train_job.name, "always", 0, None, cloud.machines)
-    head = jobs.run_jobs_until(fleet, HEAD, lambda job: all(seat.phase != "waiting" for seat in job.assignments))
-    for seat in head.assignments:
-        say(f"head: {seat.phase}, {seat.why}")
+    jobs.print_assignments(jobs.run_jobs_until(fleet, HEAD, jobs.has_started))
 
 
 def _head_worker(document: Document, cloud: Provider, where: str) -> str:
@@ -161,8 +159,7 @@ def find_open_jobs(url: str) -> tuple[Fleet, list[str]] | None:
 def end_train_jobs(fleet: Fleet, names: list[str]) -> None:
     """Stop jobs, so that no head comes back for a run that was stopped."""
     for job in jobs.stop_jobs(fleet, names):
-        for seat in job.assignments:
-            say(f"{job.name} on {seat.machine or seat.pool}: {seat.phase}, {seat.why}", err=True)
+        jobs.print_assignments(job, err=True)
 
 
 def _follow(path: Path, url: str) -> None:

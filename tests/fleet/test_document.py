@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from tests.swarm.bucket import bucket
 from tpuswarm.cloud.errors import Changed, Unreachable
+from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.buckets import GoogleBucket
+from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.store import document
 from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket
+from tpuswarm.train.storage import bucket as client
 
 
 @pytest.fixture
@@ -74,3 +79,22 @@ def test_bucket_that_stays_silent_is_given_up(fast, tmp_path, monkeypatch):
         monkeypatch.setattr(store, "save", lambda document, error=error: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             store.change(event("never"))
+
+
+def test_change_in_a_bucket_that_lies_is_made_once(fast, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "MIN_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "MAX_PAUSE_S", 0.02)
+    with bucket("state", tmp_path) as server:
+        access = Access("p", Endpoints("", server.endpoint, "token"))
+        server.random_faults = ("408", "429", "503", "reset", "lose the answer", "corrupt")
+
+        def write(number):
+            store = DocumentStore(GoogleBucket(access, "state"), "gpt2", "here")
+            for again in range(10):
+                store.change(event(f"{number}.{again}"))
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(write, range(2)))
+        server.random_faults = ()
+        found = DocumentStore(GoogleBucket(access, "state"), "gpt2", "here").load()
+    assert sorted(each.text for each in found.events) == sorted(f"{n}.{again}" for n in range(2) for again in range(10))

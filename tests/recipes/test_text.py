@@ -206,7 +206,7 @@ def test_text_in_a_bucket_is_read(tmp_path, monkeypatch):
         storage.faults = ["corrupt"]
         with pytest.raises(InputError, match=r"gs://data/text/a.txt was damaged in transit"):
             list(text.pieces())
-        Store("gs://data/text").put("a.txt", b"later")
+        Bucket("gs://data/text").delete("a.txt")
         with pytest.raises(InputError, match=r"gs://data/text/a\.txt was replaced or deleted while it was read"):
             list(text.pieces())
 

@@ -1,6 +1,7 @@
 """Reads refusals out of what Google's libraries raise and return. Imports them only once something has failed."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from tpuswarm.cloud.errors import CloudError
@@ -26,6 +27,9 @@ def translate(error: Exception, doing: str, project: str) -> CloudError | None:
 
 def of_call(error: Any) -> Answer:
     """Of a GoogleAPICallError, from gRPC or REST."""
+    if hasattr(error.response, "json"):  # the storage client puts all of the answer into its message
+        with suppress(ValueError):
+            return of_json(error.response.json(), error.code)
     code = error.grpc_status_code.name if error.grpc_status_code else HTTP.get(error.code, f"HTTP {error.code}")
     if "Getting metadata from plugin failed" in error.message:  # gRPC's word for credentials that are no longer good
         code = "UNAUTHENTICATED"

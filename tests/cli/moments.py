@@ -24,7 +24,7 @@ def contains(name: str) -> Moment:
 
 
 def has_child(name: str) -> Moment:
-    """The process has started one with that name, and has printed what it had to."""
+    """The process has printed something and started a child with that name."""
     return lambda terminal, folder: (
         terminal.read() and any(name in command for command in processes_of(terminal.process.pid))
     )

@@ -1,4 +1,4 @@
-"""Recipes as a user writes them: `line` works, each of the others has a fault."""
+"""Recipes as a user writes them: `line` works, the others have a fault."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What `--help`, `-h` and `--version` show; the commands in their examples exist."""
+"""`--help`, `-h` and `--version`; the commands in their examples exist."""
 
 import importlib.metadata
 import re
@@ -7,7 +7,7 @@ import shlex
 import pytest
 import typer
 
-from tpuswarm.cli.app import make_app
+from tpuswarm.cli.app import SUMMARIES, make_app
 from tpuswarm.cli.examples import EXAMPLES
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.user_code import option_types
@@ -53,6 +53,11 @@ def test_list_of_commands_fits_a_screen_with_a_prompt(typed):
     assert code == 0 and len(out.splitlines()) < 24 and max(map(len, out.splitlines())) <= 80
     assert all(re.search(rf"[ ,]{name}\b", out) for name in ROOT.commands)
     assert "          down     Delete a fleet, or one of its machines\n" in out
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_summary_in_the_list_of_commands_begins_the_commands_own_help(name):
+    assert ROOT.commands[name].get_short_help_str(limit=1_000).startswith(SUMMARIES[name])
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

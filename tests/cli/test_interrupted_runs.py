@@ -1,4 +1,4 @@
-"""Ctrl-C and closing terminals once a run or a swarm has begun: what is saved, what is left."""
+"""Ctrl-C and closing terminals once a run or a swarm has begun save its work and leave no process."""
 
 import signal
 import subprocess

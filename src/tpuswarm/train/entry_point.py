@@ -1,4 +1,4 @@
-"""What a user's program calls: wrong arguments refused in one sentence, errors without the frames between it and us."""
+"""Wrap the functions that users call: refuse wrong arguments in one sentence, and show only the user's frames."""
 
 import functools
 import inspect
@@ -92,7 +92,7 @@ def _wrong_call(error: TypeError, name: str, signature: inspect.Signature) -> st
 
 
 def _with_user_frames(error: TpuswarmError) -> TpuswarmError:
-    """Leave only the user's frames in an error's traceback: those on its way, and those of the error that caused it.
+    """Leave only the user's frames in the traceback of an error and of its cause.
 
     With TPUSWARM_DEBUG in the environment, which `tpuswarm --debug` sets, all frames stay.
     """

@@ -25,17 +25,17 @@ Terms = dict[str, Any]
 RESERVED = (
     "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version", "rows",
 )  # fmt: skip
-"""Columns of metrics.jsonl, where those of evaluations begin with EVALUATED: no names for a loss's metrics."""
+"""Columns of metrics.jsonl that a loss's metrics must not use; those of evaluations begin with EVALUATED."""
 EVALUATED = "eval_"
 COUNTS = "_any_row_counts"
 """The metric of a step that says whether any row of a Weighted loss counts; it is in no row of metrics.jsonl."""
 
 NUMERIC = (jax.Array, np.ndarray, np.generic, float, int)
-"""What a loss or a metric may be, before its shape is looked at."""
+"""Types of a loss and a metric."""
 
 
 def terms(out: Any) -> Terms:
-    """What a loss returned, as one dict. Raises InputError for what is no scalar and for metrics of reserved names."""
+    """Return a loss and its metrics as one dict; InputError if one is no scalar or has a reserved name."""
     pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
     loss, metrics = out if pair else (out, {})
     for name, value in {"the loss": loss, **metrics}.items():
@@ -55,7 +55,7 @@ def terms(out: Any) -> Terms:
 
 
 def terms_and_extra(out: Any, before: Any) -> tuple[Terms, Any]:
-    """What a loss with mutable state returned; InputError where that is not what it was given, in shape and dtype."""
+    """Return the terms and the mutable state of a loss; InputError if the state changed its shape or dtype."""
     two = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple) and len(out[1]) == 2
     if not two or not isinstance(out[1][0], Mapping):
         raise InputError(
@@ -74,9 +74,9 @@ def terms_and_extra(out: Any, before: Any) -> tuple[Terms, Any]:
 
 
 def objective(found: Terms) -> jax.Array:
-    """What is differentiated: the sum of a Weighted loss, whose weight is divided out once all of it is known.
+    """Return the scalar to differentiate: of a Weighted loss its sum, to be divided by the whole step's weight later.
 
-    Raises InputError where the weight depends on parameters.
+    InputError if the weight depends on parameters.
     """
     loss = found["loss"]
     if not isinstance(loss, Weighted):
@@ -103,7 +103,7 @@ _constant.defjvp(_refuse_tangent, symbolic_zeros=True)
 
 
 def means(total: Terms, count: int) -> Terms:
-    """The terms of `count` micro-batches, added up, as those of the whole batch: scalars."""
+    """Return the terms of a whole batch, scalars, from the sum of those of `count` micro-batches."""
     return {name: term.mean if isinstance(term, Weighted) else _part(term, count) for name, term in total.items()}
 
 
@@ -131,9 +131,9 @@ def _part(total: Any, count: int) -> Any:
 
 
 def in_precision(loss: Loss, precision: str, cast: Collection[str] = (), float32: str | None = None) -> Loss:
-    """`loss` computed in `precision` over float32 parameters; of a batch, the arrays named in `cast` go with them.
+    """Return `loss` computed in `precision` over float32 parameters, and over the arrays of a batch named in `cast`.
 
-    float32: parameters whose path this expression matches stay as they are under bf16.
+    float32: parameters whose path this expression matches stay float32 under bf16.
     """
 
     def half(leaf: Any) -> Any:
@@ -151,7 +151,7 @@ def in_precision(loss: Loss, precision: str, cast: Collection[str] = (), float32
             return loss(halves, *extra, rows, key)
         except TypeError as error:
             whole = [name for name, array in rows.items() if array.dtype == jnp.float32]
-            if whole and "bfloat16" in str(error):  # as lax.conv says, which does not promote
+            if whole and "bfloat16" in str(error):  # lax.conv does not promote
                 error.args = (f"{error}; {' and '.join(whole)} of the batch stay float32 without cast={whole}",)
             raise
 

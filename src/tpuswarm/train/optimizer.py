@@ -69,7 +69,7 @@ def update(
     extra_args: dict[str, Any],
     scale: Any = None,
 ) -> tuple[Any, Any]:
-    """Return the next parameters and the next state; the optimizer gets those of `extra_args` that it takes.
+    """Return the next parameters and state; the optimizer gets the `extra_args` that it accepts.
 
     scale: multiplies the updates, but those of an optimizer that goes to parameters which it keeps.
     """
@@ -108,7 +108,7 @@ def params_to_use(state: Any, params: Any) -> Any:
 
 
 def alone_because(state: Any) -> str:
-    """Return why an optimizer is for one member of a swarm alone, and the way out; empty where it is not."""
+    """Return why an optimizer cannot run in a swarm, and the way out; empty if it can."""
     if _find(state, *COUNTING):
         return (
             "has a schedule of its own, which each member would run through by its own steps: give it as schedule=, "
@@ -151,7 +151,7 @@ def _find(state: Any, *names: str) -> list[Any]:
 
 @contextmanager
 def _errors_named(function: Callable[..., Any]) -> Iterator[None]:
-    """Turn an optimizer's error into InputError with the user's line, where there is one."""
+    """Turn an optimizer's error into InputError, with the user's line if there is one."""
     try:
         yield
     except TpuswarmError:

@@ -51,13 +51,13 @@ class TrainState:
     opt: Any
     ema: Any
     extra: ClassVar[Any] = None
-    """Mutable state of the loss: see StateWithExtra. Where there is none a checkpoint has no such key."""
+    """Mutable state of the loss, in StateWithExtra; a checkpoint without it has no such key."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateWithExtra(TrainState):
-    """Of a loss with mutable state."""
+    """The state of a loss with mutable state."""
 
     extra: Any  # type: ignore[misc]  # a field here alone
 
@@ -110,7 +110,7 @@ class SupervisedProgram(Program):
             raise InputError("decay needs an optimizer(learning_rate, decay_mask) with a schedule, not a ready one")
 
     def at(self, schedule: Callable[[jax.Array], Any]) -> "SupervisedProgram":
-        """The same program with another schedule, for one that has a schedule."""
+        """Return the same program with another schedule, if it has one."""
         other = copy(self)
         other._schedule, other.has_step_schedule = schedule, False
         return other
@@ -136,7 +136,7 @@ class SupervisedProgram(Program):
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
     def alone_because(self, state: TrainState) -> str:
-        """Why the optimizer is for one member of a swarm alone, and the way out; empty where it is not."""
+        """Return why the optimizer cannot run in a swarm, and the way out; empty if it can."""
         return alone_because(state.opt)
 
     def weights(self) -> Any:
@@ -159,9 +159,9 @@ class SupervisedProgram(Program):
             metrics["lr"] = rate
 
         def value(trained: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
-            """The loss of the whole batch at once, for optimizers that ask for it.
+            """Return the loss of the whole batch at once, for optimizers that need it.
 
-            optax's line searches require that it takes, as here, the extra arguments that are not theirs.
+            optax's line searches pass it the extra arguments of other optimizers, too.
             """
             return means(self._terms(paths.overlay(params, trained), state.extra, batch, clock.key)[0], 1)["loss"]
 
@@ -172,7 +172,7 @@ class SupervisedProgram(Program):
             "obj_fn": value,
             "grad_fn": lambda params, *_: self._clip(jax.grad(value)(params))[0],
         }
-        scale = clock.lr_scale if self._schedule is None else None  # of an optimizer with a rate of its own
+        scale = clock.lr_scale if self._schedule is None else None  # for an optimizer with its own rate
         trained, opt = update(self._transformation(rate, params), grads, state.opt, trained, extra_args, scale)
         ema = state.ema
         if self._options.ema is not None:
@@ -209,7 +209,7 @@ class SupervisedProgram(Program):
         return self._batch_spec(size)
 
     def exchange(self) -> Exchange:
-        """A swarm shares the parameters, and what is floating-point in the mutable state."""
+        """A swarm shares the parameters and the floating-point part of the mutable state."""
         if self._extra is None:
             average = self._ema(lambda shared: shared)
             return Exchange(lambda state: state.params, lambda state, params: replace(state, params=params), average)
@@ -235,7 +235,7 @@ class SupervisedProgram(Program):
         ]
 
     def _ema(self, params_of: Callable[[Any], Any]) -> Average | None:
-        """The moving average, with what takes the parameters from what is shared."""
+        """Return the moving average; params_of takes the parameters from the shared tree."""
         decay = self._options.ema
         if decay is None:
             return None
@@ -275,7 +275,7 @@ class SupervisedProgram(Program):
 
     def _clip(self, grads: Any) -> tuple[Any, jax.Array]:
         """Return a gradient as optax takes it, no longer than `clip`, and its norm before."""
-        grads = jax.tree.map(jnp.conj, grads)  # JAX conjugates those of complex parameters
+        grads = jax.tree.map(jnp.conj, grads)  # JAX's gradient by a complex parameter is conjugated
         norm = optax.tree.norm(grads)
         if self._options.clip is not None:
             scale = jnp.minimum(1.0, self._options.clip / jnp.maximum(norm, 1e-30))
@@ -321,11 +321,11 @@ def _state(params: Any, opt: Any, ema: Any, extra: Any) -> TrainState:
 
 
 def inference_params(state: TrainState) -> Any:
-    """The parameters to evaluate and sample with: the moving average, or those that the optimizer means for it."""
+    """Return the parameters to evaluate and sample with: the moving average, or the optimizer's choice."""
     averaged = params_to_use(state.opt, state.params) if state.ema is None else paths.overlay(state.params, state.ema)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), averaged, state.params)
 
 
 def _average(leaf: jax.Array) -> jax.Array:
-    """Where a moving average begins: a copy, in at least float32, for small steps are lost in fewer bits."""
+    """Return the first moving average: a copy in at least float32, since fewer bits lose small steps."""
     return jnp.array(leaf, jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)

@@ -54,7 +54,7 @@ class IndexedSource:
         try:
             try:
                 found = pool.map(_work, parts)
-            except (AttributeError, TypeError, ValueError, PicklingError) as error:  # as a process is started
+            except (AttributeError, TypeError, ValueError, PicklingError) as error:  # when a process starts
                 raise InputError(
                     f"the {type(self._data).__name__} cannot be sent to worker processes ({first_line(error)}): define "
                     "classes and functions at the top of a file, open files only where rows are read, or leave out "
@@ -98,7 +98,7 @@ def _refuse_notebook_classes(data: Any) -> None:
     if hasattr(sys.modules["__main__"], "__file__"):
         return
     finder = _MainFinder(_Discarded())
-    with suppress(Exception):  # what cannot be pickled is found as a process starts
+    with suppress(Exception):  # starting a process reports values that cannot be pickled
         finder.dump(data)
     if finder.found:
         raise InputError(

@@ -111,7 +111,7 @@ class StreamSource:
 
     def _remember(self, row: int) -> None:
         """Remember the position before the next item, which begins with `row`."""
-        # Of what is no function it is not known where it begins anew once it was set somewhere.
+        # An iterable that was set to a position may begin its next pass anywhere; a function makes a new one.
         methods = (_methods(self._made) or _methods(self._items)) if callable(self._data) else None
         if methods is not None:
             try:

@@ -1,4 +1,4 @@
-"""Gradients that are not what the user believes: none at all, or sums that bfloat16 has rounded away."""
+"""Find parameters without a gradient, and gradients that bfloat16 rounds away."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,8 +16,8 @@ from tpuswarm.train.recipe import Batch, State
 MAX_NAMED = 3
 """Parameters that are named; the others are counted."""
 NO_GRADIENT = (
-    "no gradient reaches {}, so nothing trains them: running statistics belong into extra=, what is not to be trained "
-    "into --freeze, the rest can go"
+    "no gradient reaches {}, so they are not trained: give running statistics in extra=, name constants in --freeze, "
+    "and remove unused ones"
 )
 ROUNDED = (
     "the gradient of {} adds up in bfloat16 over more than 256 steps of a loop, which loses small terms: name them in "
@@ -76,7 +76,7 @@ def _is_zero(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
 
 
 def _is_long_sum(leaf: Any, makers: dict[Var, JaxprEqn]) -> bool:
-    """Whether a result is, but for its shape and dtype, a sum of many bfloat16 numbers that is one itself."""
+    """Whether a result is a bfloat16 sum of many bfloat16 numbers, possibly reshaped or cast."""
     while not isinstance(leaf, Literal) and (maker := makers.get(leaf)) is not None:
         if is_long_sum(maker) or _adds_up(maker, leaf):
             return True

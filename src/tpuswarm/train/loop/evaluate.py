@@ -22,7 +22,7 @@ from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import blame
 
 EVAL_BATCHES = 200
-"""An evaluation during training takes at most this many batches of the held-out rows, from the first on."""
+"""An evaluation during training takes at most this many batches of the held-out rows."""
 
 
 class FiniteSource(Protocol):
@@ -36,7 +36,7 @@ class FiniteSource(Protocol):
 
 
 class HeldOut(NamedTuple):
-    """Held-out rows, and how many of them are evaluated at once, over all devices."""
+    """Held-out rows, and the number that all devices evaluate at once."""
 
     source: FiniteSource
     batch: int
@@ -48,13 +48,13 @@ class Part(NamedTuple):
     first: int
     rows: int
     split: bool
-    """Over the devices; else each of them has all."""
+    """Whether the rows are split over the devices; otherwise each device has all of them."""
 
 
 def parts(rows: int, batch: int, devices: int) -> Iterator[Part]:
-    """All rows: whole batches, then the rest, of which no device gets more rows at a time than of a batch.
+    """Yield all rows as whole batches, then the rest in parts that give no device more rows than a batch does.
 
-    At most four sizes, and so four compilations, the last three of them for fewer rows than a batch has.
+    The parts have at most four sizes, and so need four compilations.
     """
     end = rows - rows % batch
     for first in range(0, end, batch):
@@ -68,9 +68,9 @@ def parts(rows: int, batch: int, devices: int) -> Iterator[Part]:
 
 
 def rehearse(placed: Placed, name: str, held: HeldOut, most_batches: int | None = EVAL_BATCHES) -> list[str]:
-    """The names of the metrics, from tracing the program at each size that evaluations will have; nothing is compiled.
+    """Trace the evaluation at each size that it will have, without compiling; return the names of its metrics.
 
-    Raises InputError for rows that are not those of a step, and where the program fails at one of the sizes.
+    InputError for rows that differ from those of a step, and if the program fails at one of the sizes.
     """
     _require_same(placed, name, held.source)
     split, whole = batch_sharding(placed.mesh), replicated(placed.mesh)
@@ -125,11 +125,11 @@ def evaluate(
     far: Callable[[str], None] = lambda text: None,
     leaves_feed: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, float], int] | None:
-    """Means of the metrics over the rows of the first epoch, and how many rows that were; None if told to leave.
+    """Return the means of the metrics over the rows of the first epoch, and their number; None if told to leave.
 
-    Every row counts the same, but where a metric is Weighted: one of which no row counts has no mean, and is left out.
-    batch: rows at once, over all devices, which divide it; far: is told how far it is; leaves_feed: whether to stop
-    waiting for another thread that reads, which this host decides alone.
+    Every row counts the same, except in a Weighted metric, which is left out if no row counts. batch: rows at once,
+    divisible by the devices; far: is told the progress; leaves_feed: whether this host stops waiting for another thread
+    that reads.
     """
     every = list(islice(parts(source.rows_per_epoch, batch, placed.mesh.size), most_batches))
     split, whole = batch_sharding(placed.mesh), replicated(placed.mesh)
@@ -155,9 +155,9 @@ def evaluate(
 def evaluate_run(
     loaded: LoadedRun, split: str, batch: int | None = None, far: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, float], int]:
-    """`evaluate` over all rows of a split; batch: None is that of the run's own evaluations.
+    """Evaluate all rows of a split; batch: None is that of the run's own evaluations.
 
-    Raises InputError for a split without an end, and NoSuchSplit.
+    InputError for a split without an end, and NoSuchSplit.
     """
     held = _held_out(loaded, split, batch)
     if _has_another_program(loaded):
@@ -182,9 +182,9 @@ def _has_another_program(loaded: LoadedRun) -> bool:
 
 
 def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, batch: int | None = None) -> Any:
-    """What a user's function gives for all rows of a split, see `Trainer.predict`.
+    """Return what a user's function gives for all rows of a split, see `Trainer.predict`.
 
-    Raises InputError as `evaluate_run` does, and where the function fails or gives another number of rows.
+    InputError as in `evaluate_run`, and if the function fails or gives another number of rows.
     """
     source, batch = _held_out(loaded, split, batch)
     numbers = _row_numbers(source)
@@ -200,7 +200,7 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
             with blame(fails):
                 found.append(jax.device_get(call(loaded.state, rows)))
             arrays = by_path(jax.tree.map(np.asarray, found[-1]))
-        except TypeError as error:  # of one that is not the user's, or that returns what is no array
+        except TypeError as error:  # from a library's function, or a result that is no array
             raise InputError(f"{fails}: {first_line(error)}") from error
         for path, array in arrays.items():
             if array.shape[:1] != (part.rows,):
@@ -217,7 +217,7 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
 
 
 def _require_by_row(call: Callable[..., Any], state: State, spec: Mapping[str, Any], before: int) -> None:
-    """Raise InputError where an array's first axis is as long for one row more, as that of a sum over them is."""
+    """Raise InputError if an array's first axis does not grow with one more row, as in a sum over rows."""
     try:
         shapes = jax.eval_shape(call, state, dict(spec))
     except Exception:  # noqa: BLE001  # a function for one size of batches alone
@@ -260,7 +260,7 @@ def _held_out(loaded: LoadedRun, split: str, batch: int | None) -> HeldOut:
 
 
 def _mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:
-    """Of a metric, given that of each part; None where no row counts."""
+    """Return the mean of a metric from its values for all parts; None if no row counts."""
     if isinstance(values[0], Weighted):
         total, weight = np.sum(np.asarray(values, np.float64), axis=0)
         return None if weight == 0 else float(total / weight)

@@ -1,4 +1,4 @@
-"""The evaluations during a run: when one is due, what it measures, and which is the best."""
+"""Evaluate during a run, and keep the best checkpoint."""
 
 import math
 import time
@@ -109,7 +109,7 @@ class Evaluations:
                 self._session.forget("keep_best")  # else the same command without it would fail again
                 raise
 
-    def end(self) -> None:
+    def report_missing_best(self) -> None:
         """Tell if `keep_best` has found nothing to keep."""
         if self._best and self._best.step is None:
             goal = self._session.settings["keep_best"]

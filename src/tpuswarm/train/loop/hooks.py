@@ -1,4 +1,4 @@
-"""Functions of the user's that a run calls between its steps."""
+"""Hooks: a user's functions that a run calls between its steps."""
 
 import math
 import operator
@@ -21,10 +21,10 @@ from tpuswarm.train.user_code import blame, line_of, require_call
 
 
 class Step(NamedTuple):
-    """What a training loop yields, and what hooks get: a row of metrics.jsonl, and a state.
+    """A row of metrics.jsonl and a state: a training loop yields it, and hooks get it.
 
-    `row` of an update has step, tokens, loss, …; of an evaluation, step and eval_loss. In a loop the devices run ahead:
-    `state` is the newest, that of the row's step or of the one after. It is only good until the next step is asked for.
+    The row of an update has step, tokens, loss, …; that of an evaluation has step and eval_loss. In a loop the devices
+    run ahead: `state` is of the row's step or of the next one. It is valid until the next step is requested.
     """
 
     row: dict[str, Any]
@@ -35,7 +35,7 @@ EVALUATION = "evaluation"
 
 
 class Stop(NamedTuple):
-    """What a hook returns to end the run here, as one that has finished."""
+    """A hook returns it to finish the run at this step."""
 
     reason: str
 
@@ -43,13 +43,13 @@ class Stop(NamedTuple):
 class Every(NamedTuple):
     """`call(step)` every so many steps (100), after so much time ("5m") or each "evaluation", and at the run's end.
 
-    What it returns counts where it is a Stop, a ScaleLearningRate, a text (for the report and the screen), a picture,
-    uint8 (height, width, 3), or a matplotlib Figure (both for the run's folder and TensorBoard), or a dict of numbers,
-    which become a row of metrics.jsonl. Those of an "evaluation" are in its row, under `eval_NAME`: keep_best,
-    EarlyStopping and ReduceOnPlateau can go by them.
+    The function may return a Stop, a ScaleLearningRate, a text for the report and the screen, a picture (uint8 of shape
+    (height, width, 3), or a matplotlib Figure) for the run's folder and TensorBoard, or a dict of numbers, which become
+    a row of metrics.jsonl. Numbers of an "evaluation" go into its row, under `eval_NAME`; keep_best, EarlyStopping and
+    ReduceOnPlateau can use them. Other values are ignored.
 
-    Its Step is of one moment: the row of the newest update, with the figures of the newest evaluation, and the state
-    right after that update, which is good until the function returns. On several hosts each calls it.
+    Its Step has the row of the newest update, with the metrics of the newest evaluation, and the state after that
+    update, which is valid until the function returns. On several hosts each calls it.
     """
 
     every: int | str
@@ -57,9 +57,9 @@ class Every(NamedTuple):
 
 
 class ScaleLearningRate(NamedTuple):
-    """What a hook returns to multiply the learning rate from here on, also after the run was resumed.
+    """A hook returns it to multiply the learning rate from this step on, also in a resumed run.
 
-    For recipes of `supervised`; of an optimizer that was made with its rate, the updates are multiplied.
+    For recipes of `supervised`. An optimizer that was made with its learning rate gets its updates multiplied.
     """
 
     factor: float
@@ -97,7 +97,7 @@ class Patience:
 
 @entry_point
 class EarlyStopping(Patience):
-    """`Every("evaluation", EarlyStopping())`: ends the run after `patience` of them without a better figure."""
+    """`Every("evaluation", EarlyStopping())` ends the run after `patience` evaluations without a better value."""
 
     def __call__(self, step: Step) -> Stop | None:
         """Look at one evaluation."""
@@ -130,68 +130,68 @@ class Hooks:
     """The hooks of a run, and when each was called last."""
 
     def __init__(self, hooks: Iterable[Every], more: Iterable[Every] = ()):
-        """Raises InputError for what is no Every, for an interval that is none, and for what takes no Step."""
+        """InputError for a hook that is no Every, has a wrong interval, or cannot be called with a Step."""
         if isinstance(hooks, Every):
             raise InputError("hooks are given as a list, [Every(100, function)]")
         hooks = [*hooks, *more]
-        for each in hooks:
-            if not isinstance(each, Every):
-                raise InputError(f"hooks are given as [Every(100, function)], not as a {type(each).__name__}")
-            require_call(each.call, "hook", "step")
-            if isinstance(each.call, Patience):
-                if each.every != EVALUATION:
-                    name = type(each.call).__name__
+        for hook in hooks:
+            if not isinstance(hook, Every):
+                raise InputError(f"hooks are given as [Every(100, function)], not as a {type(hook).__name__}")
+            require_call(hook.call, "hook", "step")
+            if isinstance(hook.call, Patience):
+                if hook.every != EVALUATION:
+                    name = type(hook.call).__name__
                     raise InputError(
                         f'{name} counts evaluations: give it as Every("{EVALUATION}", {name}()), not as '
-                        f"Every({each.every!r}, …); eval_every says how often they are"
+                        f"Every({hook.every!r}, …); eval_every says how often they are"
                     )
-                each.call.begin()
-        self._hooks = [(_interval(each.every), each.call) for each in hooks]
+                hook.call.begin()
+        self._hooks = [(_interval(hook.every), hook.call) for hook in hooks]
         self._called = [time.monotonic()] * len(self._hooks)
         self._called_at = [-1] * len(self._hooks)
         """Step of each one's last call."""
 
     def require(self, names: Collection[str]) -> None:
-        """Raise InputError where one of them reads a figure that is not among these."""
+        """Raise InputError if a hook reads a metric that is not among `names`."""
         for _, call in self._hooks:
             if isinstance(call, Patience):
                 call.require(names)
 
     @property
     def can_add_metrics(self) -> bool:
-        """Whether one is called after evaluations that could return more figures of them."""
+        """Whether a hook of evaluations may return more metrics."""
         return any(interval is None and not isinstance(call, Patience) for interval, call in self._hooks)
 
     @property
     def scale_learning_rate(self) -> bool:
-        """Whether one of them is there to do so."""
+        """Whether a hook is a ReduceOnPlateau."""
         return any(isinstance(call, ReduceOnPlateau) for _, call in self._hooks)
 
     def due(self, step: int) -> list[int]:
-        """The numbers of those that it is time for."""
+        """Return the indices of the hooks that are due at a step."""
         now = time.monotonic()
         last = enumerate(zip(self._hooks, self._called, strict=True))
         return [index for index, ((interval, _), at) in last if interval is not None and interval.due(step, now - at)]
 
     def evaluated(self, due: Sequence[int] = ()) -> list[int]:
-        """Those, and the ones that each evaluation is for."""
+        """Return the indices `due` and those of the hooks of evaluations."""
         return [index for index, (interval, _) in enumerate(self._hooks) if interval is None or index in due]
 
     def last(self, step: int, evaluated: bool) -> list[int]:
-        """Those that are called at the end of a run: all that have not seen its row.
+        """Return the indices of the hooks to call at the end of a run: all that have not seen its last row.
 
         evaluated: the row has changed since the hooks of this step were called.
         """
         return [index for index, at in enumerate(self._called_at) if evaluated or at != step]
 
     def counts(self, index: int) -> bool:
-        """Whether one of them counts evaluations: it is called after the others, and goes by their numbers too."""
+        """Whether a hook counts evaluations. Such hooks are called last, since they read the numbers of others."""
         return isinstance(self._hooks[index][1], Patience)
 
     def call(self, index: int, row: Mapping[str, Any], state: State) -> Any:
-        """What one of them returns: a figure as a picture, a dict of numbers under their names in rows.
+        """Call a hook; return a figure as a picture, and numbers under the names that they have in rows.
 
-        InputError, with its line, where it fails or what it returns cannot be used.
+        InputError with the hook's line if it fails or returns something unusable.
         """
         interval, function = self._hooks[index]
         given = copy_containers(state)
@@ -204,7 +204,7 @@ class Hooks:
             return _in_rows(found, interval is None) if isinstance(found, Mapping) else found
         except InputError as error:
             raise InputError(f"{error}{line_of(function)}") from None
-        except Exception as error:  # of the library that it is from
+        except Exception as error:  # from whatever library made the value
             raise InputError(
                 f"a hook returned a {type(returned).__name__} that cannot be used: {first_line(error)}"
                 f"{line_of(function)}"
@@ -212,7 +212,7 @@ class Hooks:
 
 
 def add_numbers(numbers: dict[str, Any], returned: Any, names: Collection[str]) -> None:
-    """Add what a hook returned to the numbers of others; InputError for a name that another one has, or rows have."""
+    """Add a hook's numbers to those of other hooks; InputError for a name that is taken."""
     for name, value in returned.items() if isinstance(returned, Mapping) else ():
         if name in numbers or name in names:
             whose = "another hook's" if name in numbers else "a column of rows already"
@@ -242,7 +242,7 @@ def hooks_of(recipe: Recipe) -> list[Every]:
 
 
 def copy_containers(state: State) -> State:
-    """A state of the same arrays for the user's code: what it changes in its dicts is not trained."""
+    """Copy the dicts and lists of a state, not its arrays: user code may change its copy without effect."""
     return jax.tree.map(lambda leaf: leaf, state)
 
 
@@ -261,9 +261,9 @@ def require_unchanged(given: State, state: State) -> None:
 
 
 def _required(returned: Any) -> Any:
-    """What a hook returned, a figure as a picture, numbers as floats (None where they are not finite).
+    """Convert what a hook returned: a figure to a picture, numbers to floats, or to None if they are not finite.
 
-    InputError for an array of three dimensions that is no picture, for a bad factor, and for a dict of anything else.
+    InputError for a three-dimensional array that is no picture, a bad factor, or a dict with anything but numbers.
     """
     if isinstance(returned, ScaleLearningRate):
         check_number(returned.factor, "the factor of ScaleLearningRate", above=0)
@@ -279,7 +279,6 @@ def _required(returned: Any) -> Any:
 
 
 def _number(name: Any, value: Any) -> float | None:
-    """A number that a hook returned; None where it is not finite."""
     array = np.asarray(value)
     if not isinstance(name, str) or array.shape or array.dtype.kind not in "biufV":  # V: bfloat16
         raise InputError(f"a hook returned a dict with {name!r}: {value!r}; in a dict of a hook are names and numbers")
@@ -288,5 +287,5 @@ def _number(name: Any, value: Any) -> float | None:
 
 
 def _interval(every: int | str) -> Interval | None:
-    """None: each evaluation."""
+    """Return the interval of a hook; None for a hook of evaluations."""
     return None if every == EVALUATION else parse_every(every, "a hook's every")

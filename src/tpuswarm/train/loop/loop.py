@@ -105,7 +105,7 @@ class Loop:
         except Interrupted:  # for the second time
             self._cut_short()
             raise
-        except BaseException as error:  # whatever ended it, the run should say so
+        except BaseException as error:  # whatever it is, the run records it
             with suppress(RunFailed):
                 progress.event("failed", f"{type(error).__name__}: {error}")
             raise
@@ -154,7 +154,7 @@ class Loop:
         if self._wandb is not None:
             self._outputs.open_wandb(step, self._wandb)
         if step == 0:
-            self._saver.save(wait=False)  # there is always one to go back to, and what a save takes is known early
+            self._saver.save(wait=False)  # so there is always one to return to, and the time of a save is known early
         else:
             self._progress.last_row = self._agreement.same("reading the last row", last_row(session.run.folder))
 
@@ -216,7 +216,7 @@ class Loop:
             return ""
         hooks = self._hook_calls.hooks.last(progress.step, evaluated=row is not None)
         yield from self._hook_calls.call(hooks, row)
-        self._evaluations.end()
+        self._evaluations.report_missing_best()
         if session.run.writes:
             self._write_summary()
             if (text := self._sample()) is not None:
@@ -225,7 +225,7 @@ class Loop:
                 from tpuswarm.train.look.report import write_report  # matplotlib: half a second that no start waits for
 
                 write_report(session.run.folder)
-        if reason := self._hook_calls.stop_reason:  # the same command does not go on from here
+        if reason := self._hook_calls.stop_reason:  # the same command does not continue
             ended = f"ended at step {progress.step}: {reason}"
             self._outputs.tell(progress.step, "finished", ended, of=session.steps)
             return ended
@@ -233,7 +233,7 @@ class Loop:
         return f"finished: {progress.step} steps"
 
     def _sample(self) -> str | None:
-        """Return what the model writes, for the report; None if it writes nothing or is spread over several hosts."""
+        """Return a text of the model for the report; None if it writes none or runs on several hosts."""
         if jax.process_count() > 1:
             return None
         with waiting("writing a sample"):

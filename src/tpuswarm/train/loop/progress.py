@@ -1,4 +1,4 @@
-"""Where a run stands, and the rows it writes."""
+"""The progress of a run: its state, its step, and the rows it writes."""
 
 import math
 import time
@@ -84,7 +84,7 @@ class Progress:
             self.outputs.tell(self.step, "note", message)
 
     def note_missing(self, row: Mapping[str, Any]) -> None:
-        """Tell the user which metrics of a row have no value, each of them once."""
+        """Tell the user which metrics of a row have no value, once for each metric."""
         names = [name for name, value in row.items() if value is None and name not in self._noted]
         if names:
             self._noted.update(names)

@@ -1,4 +1,4 @@
-"""What a run records of itself, and what its hosts compare."""
+"""The configuration that a run records, and the facts that its hosts compare."""
 
 import hashlib
 import json
@@ -17,11 +17,11 @@ from tpuswarm.train.settings import FIXED, FREE
 from tpuswarm.train.user_code import blame, file_digest
 
 LR_SCALE = "lr_scale"
-"""The event by which hooks multiply the learning rate; `total`: by what, all of them together."""
+"""An event: a hook multiplied the learning rate; `total` is the product of all factors so far."""
 
 
 def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.toml says of a run; InputError for options that are no plain values."""
+    """Return the content of config.toml; InputError for options that are no plain values."""
     options = recipe.options()
     try:
         json.dumps(options)
@@ -41,7 +41,7 @@ def chosen(compiled: Compiled) -> dict[str, Any]:
         "platform": device.platform,
         "device": device.device_kind,
         "devices": compiled.mesh.size,
-        "hosts": len({each.process_index for each in compiled.mesh.devices.flat}),
+        "hosts": len({device.process_index for device in compiled.mesh.devices.flat}),
         "sharding": compiled.choice.shard,
         "remat": compiled.choice.remat,
         "attention": compiled.options.attention,
@@ -54,8 +54,10 @@ def chosen(compiled: Compiled) -> dict[str, Any]:
 
 
 def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
-    """What the hosts of one run have to agree on, by name."""
-    options = {name: value for name, value in recipe.options().items() if name != "data"}  # what is in it counts
+    """Return the facts that all hosts of a run must share, by name."""
+    options = {
+        name: value for name, value in recipe.options().items() if name != "data"
+    }  # a path may differ between hosts
     return {
         "recipe": recipe.name,
         "recipe file": file_digest(recipe.target),
@@ -75,11 +77,11 @@ def first_row(source: Source) -> str:
 
 
 def lr_scale_after(events: Iterable[Mapping[str, Any]], step: int) -> float:
-    """By what hooks had multiplied the learning rate after `step` updates, without what a later start has undone."""
+    """Return the product of all learning-rate factors after `step` updates, without those that a later start undid."""
     scales: list[tuple[int, float]] = []
     for row in events:
         if row["event"] == "started":
-            scales = [each for each in scales if each[0] <= row["step"]]
+            scales = [scale for scale in scales if scale[0] <= row["step"]]
         elif row["event"] == LR_SCALE:
             scales.append((row["step"], row["total"]))
     return next((total for at, total in reversed(scales) if at <= step), 1.0)

@@ -1,4 +1,4 @@
-"""Everything a training loop needs, made ready: directory, settings, program, data, state."""
+"""Prepare a run: resolve its settings, compile its program, restore or make its state."""
 
 import math
 import sys
@@ -64,12 +64,12 @@ class Session:
     lr_scale: float
     """By what hooks have multiplied the learning rate."""
     save_seconds: float | None
-    """What the checkpoint gone on from took to save."""
+    """How long the restored checkpoint took to save."""
     step_key: jax.Array
     config: dict[str, Any]
     """For config.toml."""
     notes: list[str]
-    """Sentences for the user: what was resumed, what was passed over."""
+    """Sentences for the user about the start of the run."""
 
     def begin(self) -> None:
         """Write the configuration: from now on the directory is a run, and stays."""
@@ -98,7 +98,7 @@ class Session:
         return Clock(self.step_key, np.int32(step), np.float32(step / self.steps), np.float32(self.lr_scale))
 
     def position(self, step: int) -> Any:
-        """Where the data goes on after `step` updates; None where it has no positions, or each host one of its own."""
+        """Return the position of the data after `step` updates; None without positions and on several hosts."""
         position = getattr(self.source, "position", None)
         if position is None or jax.process_count() > 1:
             return None
@@ -109,9 +109,9 @@ class Session:
 def taken(
     recipe: Recipe, asked: Mapping[str, Any], folder: Path | None, hosts: Several | None, ends: ExitStack
 ) -> Iterator[tuple[Run, Agreement]]:
-    """The run directory and the hosts of a run, which end where what follows here fails.
+    """Yield the run directory and the hosts of a run; end them if the block fails.
 
-    ends: when it is closed, the directory is let go, and removed where the session has not begun.
+    ends: its close releases the directory, and removes it if the session has not begun.
     """
     if hosts and folder is None:
         raise InputError("a run over several hosts needs --run, a directory on a shared disk")
@@ -139,9 +139,9 @@ class Resolved:
     source: Source
     tokens_per_row: int
     config: dict[str, Any] | None
-    """What the run directory held; None in a new one."""
+    """The configuration in the run directory; None in a new one."""
     changed: list[str]
-    """What is different from there, in words."""
+    """Settings that differ from it, in words."""
     renamed: list[str]
     """A different name or file of the recipe, in words."""
 
@@ -156,9 +156,9 @@ def resolve(
     devices: int,
     may_grow: bool = False,
 ) -> Resolved:
-    """What was asked, what the run has and what the recipe wants, as one set of settings.
+    """Merge the user's settings, the run's and the recipe's defaults into one set.
 
-    may_grow: more steps than the run has are no other configuration, where nothing in a step depends on its progress.
+    may_grow: accept more steps than the run has, if no step depends on the progress of the run.
     """
     config = run.config()
     stored = dict(config["train"]) if config else {}
@@ -197,7 +197,7 @@ def resolve(
     settings = {name: _first(asked.get(name), stored.get(name), None if config else usual.get(name)) for name in FIXED}
     settings |= {"batch": batch} | {name: asked[name] for name in FREE}
     settings |= {name: _first(asked[name], before.get(name), usual.get(name)) for name in HABITS}
-    check_settings(settings)  # what comes from tokens, from epochs and from the recipe as well
+    check_settings(settings)  # also those from tokens, epochs and the recipe
     return Resolved(settings, source, tokens_per_row, config, changed, renamed)
 
 
@@ -339,7 +339,7 @@ def prepare(
 
 
 def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None, list[str]]:
-    """The checkpoint to go on from, what is newer put out of its way; and sentences about damaged ones."""
+    """Return the checkpoint to resume from, and sentences about damaged ones; set newer folders aside."""
     if not agreement.leads:
         there = agreement.same("choosing the checkpoint", dict[str, Any]())
         return (checkpoint.Saved(**there | {"folder": run.checkpoints / there["folder"]}) if there else None), []
@@ -354,7 +354,7 @@ def _first(*values: Any) -> Any:
 
 
 def request(settings: Mapping[str, Any]) -> Request:
-    """What settings ask of a program."""
+    """Return the part of the settings that concerns the program."""
     names = ("batch", "shard", "precision", "accumulate", "clip", "freeze", "decay", "ema")
     return Request(**{name: settings[name] for name in names if name in settings})
 
@@ -368,9 +368,9 @@ def _option_differences(config: Mapping[str, Any], recipe: Recipe, asked: Mappin
 
 
 def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
-    """The held-out rows; None where there are none and nobody asked for evaluations.
+    """Return the held-out rows; None if there are none and evaluations were not requested.
 
-    Raises InputError for what is there and cannot be evaluated.
+    InputError for held-out rows that cannot be evaluated.
     """
     with blame(f"the data of {recipe.name} failed"):
         try:

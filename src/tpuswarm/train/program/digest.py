@@ -1,4 +1,4 @@
-"""A digest of what a program computes in a step: whether a run is resumed with the loss and optimizer it began with."""
+"""Digest what a program computes in a step, to tell whether a run resumes with the program that began it."""
 
 import hashlib
 import json
@@ -30,10 +30,10 @@ ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, str]:
-    """`step`: SHA-256 of what a step does to the state; `under`: of what changes that besides the recipe and settings.
+    """Return `step`, the SHA-256 of what a step does to the state, and `under`, that of the conditions of the trace.
 
-    It is traced in the simplest form, on one device: however a run is resumed, the digest is the same. Empty for a
-    recipe of this package, and where the trace fails, for which there is a better place to say so.
+    The trace is in the simplest form, on one device, so the digest does not depend on how a run is resumed. Empty for a
+    recipe of this package, and if the trace fails, which compiling reports later.
     """
     if type(recipe).__module__.startswith(BUILT_IN):
         return {}
@@ -76,7 +76,7 @@ def is_same(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """What a program computes, without the names in it: its equations and the arrays that it holds, in their order."""
+    """Yield the equations and constants of a program in order, without names."""
     if isinstance(value, ClosedJaxpr):
         yield from _parts(value.consts)
         yield from _parts(value.jaxpr)
@@ -85,8 +85,8 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif isinstance(value, Mapping):
         yield from _parts(sorted(value.items(), key=repr))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _parts(each)
+        for part in value:
+            yield from _parts(part)
     elif isinstance(value, set | frozenset):
         yield from _parts(sorted(value, key=repr))
     elif isinstance(value, np.ndarray | np.generic | jax.Array):

@@ -12,7 +12,7 @@ MAX_TERMS = 256
 SUMS, SCATTERED = ("reduce_sum", "cumsum", "reduce_window_sum"), ("scatter-add",)
 """Primitives that add: each number of the result has many terms, or as many as there are equal indices."""
 INSIDE = ("jit", "pjit", "closed_call", "remat2", "scan", "while", "cond", "custom_jvp_call")
-"""Primitives with programs inside that are looked at; kernels and the parts of a shard_map are left as they are."""
+"""Primitives whose inner programs are rewritten; kernels and the bodies of a shard_map are not."""
 
 
 def widened(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -25,9 +25,9 @@ def widened(values: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def sums_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose sums of many bfloat16 numbers are made in float32 and rounded once, as PyTorch's are.
+    """Return `function` with its sums of many bfloat16 numbers made in float32 and rounded once, as PyTorch does.
 
-    JAX's own are not where a broadcast is differentiated: gradients of biases, scales and embeddings.
+    JAX sums in bfloat16 in the gradient of a broadcast, such as a bias, a scale or an embedding.
     """
 
     def wide(*args: Any) -> Any:
@@ -51,9 +51,9 @@ def is_long_sum(equation: JaxprEqn) -> bool:
 
 
 def _wide(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """The same object where nothing in it is such a sum: JAX lowers a program that is called twice once.
+    """Rewrite the long sums of a program; return the same object if it has none, so that JAX lowers it once.
 
-    done: what has become of each jaxpr, by its id.
+    done: results by the id of the program.
     """
     if id(jaxpr) not in done:
         equations = [_wide_equation(equation, done) for equation in jaxpr.eqns]
@@ -89,7 +89,7 @@ def _in_float32(equation: JaxprEqn) -> Callable[..., jax.Array]:
 
 
 def _inside(value: Any, done: dict[int, Jaxpr]) -> Any:
-    """A parameter of an equation, the programs in it made wide."""
+    """Rewrite the programs in a parameter of an equation."""
     if isinstance(value, ClosedJaxpr):
         jaxpr = _wide(value.jaxpr, done)
         return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)

@@ -6,17 +6,7 @@ from pathlib import Path
 from tests.fleet.fake_cloud import FakeCloud
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, How, Listing, Machine, TpuSpec, VmSpec, Worker
-from tpuswarm.fleet.decide.actions import (
-    Action,
-    ActionResult,
-    CloudAnswer,
-    Create,
-    CreateResult,
-    Delete,
-    Event,
-    Stop,
-    Wait,
-)
+from tpuswarm.fleet.decide import actions
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
 from tpuswarm.fleet.decide.limits import Limits, is_billable
 from tpuswarm.fleet.decide.money import machine_price
@@ -71,14 +61,14 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.state, self.work = FleetState(), WorkStatus()
-        self.answers: list[CloudAnswer] = []
-        self.actions: list[Action] = []
+        self.answers: list[actions.CloudAnswer] = []
+        self.actions: list[actions.Action] = []
         self.times: list[float] = []
         """When each action happened, in seconds since the start."""
-        self.events: list[Event] = []
+        self.events: list[actions.Event] = []
         self.busy: frozenset[str] = frozenset()
         self.traffic = Traffic()
-        self.waits: tuple[Wait, ...] = ()
+        self.waits: tuple[actions.Wait, ...] = ()
         self.listing = Listing((), frozenset())
         self.spent, self.started, self.clock_offset_s = 0.0, self.cloud.now, 0.0
 
@@ -117,7 +107,7 @@ class Loop:
             if request.operation:
                 done, error = self.cloud.outcome(request.operation)
                 if done:
-                    self.answers.append(CreateResult(key, error))
+                    self.answers.append(actions.CreateResult(key, error))
         self.listing = self.cloud.machines(self.desired.zones)
         self.state, events = observe(self.state, self.desired, self.listing, self.answers, self.now)
         self.events += events
@@ -130,23 +120,23 @@ class Loop:
         for action in found.actions:
             self.act(action)
 
-    def act(self, action: Action) -> None:
+    def act(self, action: actions.Action) -> None:
         self.actions.append(action)
         self.times.append(self.cloud.now - self.started)
         try:
             match action:
-                case Create(spec):
+                case actions.Create(spec):
                     operation = self.cloud.create(spec)
-                case Delete(found):
+                case actions.Delete(found):
                     operation = self.cloud.delete(found)
-                case Stop(found):
+                case actions.Stop(found):
                     operation = self.cloud.stop(found)
                 case _:
                     operation = self.cloud.start(action.machine)
         except CloudError as error:
-            self.answers.append(ActionResult(action, None, error))
+            self.answers.append(actions.ActionResult(action, None, error))
         else:
-            self.answers.append(ActionResult(action, operation, None))
+            self.answers.append(actions.ActionResult(action, operation, None))
 
 
 def started(cloud: FakeCloud, *pools: PoolSpec, seconds: float = 600.0, every: float = 10.0, **fields: object) -> Loop:

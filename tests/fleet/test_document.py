@@ -1,4 +1,4 @@
-"""What a finished command has changed in a fleet's document is there once."""
+"""A change that a command has finished is in the document once, whatever the bucket does."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +56,7 @@ def test_change_whose_answer_is_lost_is_made_once(fast, tmp_path):
         store = DocumentStore(LosesAnswers(folder, seed), "gpt2", "here")
         for number in range(10):
             store.change(event(f"{number}"))
-        texts = [each.text for each in store.load().events if each.text != "of another"]
+        texts = [found.text for found in store.load().events if found.text != "of another"]
         assert texts == [f"{number}" for number in range(10)], f"seed {seed}"
 
 
@@ -69,7 +69,7 @@ def test_sixteen_writers_at_once_all_come_through(fast, tmp_path):
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(write, range(16)))
     found = DocumentStore(LocalBucket(tmp_path), "gpt2", "here").load().events
-    assert sorted(each.text for each in found) == sorted(f"{n}.{again}" for n in range(16) for again in range(5))
+    assert sorted(event.text for event in found) == sorted(f"{n}.{again}" for n in range(16) for again in range(5))
 
 
 def test_bucket_that_stays_silent_is_given_up(fast, tmp_path, monkeypatch):

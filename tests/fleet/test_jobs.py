@@ -1,24 +1,13 @@
-"""Decide what to do next about a job: seats, runs, retries, and who is to blame for an end."""
+"""Decide what to do next about a job: assignments, runs, retries, and who is to blame for an end."""
 
 from dataclasses import replace
 
 import pytest
 
 from tests.fleet.loop import FLEET, ZONE, desired, machine, pool
+from tpuswarm.fleet.decide import jobs
 from tpuswarm.fleet.decide.desired import Desired
-from tpuswarm.fleet.decide.jobs import (
-    MISSING_GRACE_S,
-    Assignment,
-    EndRun,
-    Job,
-    RunReport,
-    StartRun,
-    StrayRun,
-    create_assignments,
-    find_strays,
-    scale_job,
-    update_job,
-)
+from tpuswarm.fleet.decide.jobs import Assignment, EndRun, Job, RunReport, StartRun, StrayRun, scale_job
 
 NOW = 1_000.0
 RUNNING, OK, FAILED = RunReport(1, "running"), RunReport(1, "ended", 0), RunReport(1, "ended", 1)
@@ -26,106 +15,92 @@ LOST = RunReport(1, "lost", why="the machine started anew")
 STALLED = RunReport(1, "stalled", why="nothing was printed for 60 s")
 STOPPED = RunReport(1, "asked", 130)
 A, B = machine("a"), machine("b")
+NEW = Assignment("small")
+FREE = Assignment("small", "a", 1.0)
+RUN_1 = replace(FREE, phase="running", run=1)
+START_1, START_2 = StartRun("a", 1, (0, 1)), StartRun("a", 2, (0, 1))
 
 
-def job(*seats: Assignment, restart="preempted", **fields) -> Job:
-    return Job("train", "small", "python train.py", restart, seats or (Assignment("small"),), **fields)
-
-
-def running(**fields) -> Job:
-    """A job whose first run is on both workers of machine a."""
-    return job(Assignment("small", "a", 1.0, "running", 1), **fields)
+def job(*assignments: Assignment, restart="preempted", **fields) -> Job:
+    return Job("train", "small", "python train.py", restart, assignments or (NEW,), **fields)
 
 
 def reports(first: RunReport | None, second: RunReport | None, name: str = "a") -> dict:
     return {(name, 0): first, (name, 1): second}
 
 
-def step(before: Job, machines, reports, now: float = NOW, unreachable=()) -> tuple[Job, tuple]:
-    found = update_job(before, machines, unreachable, reports, now)
-    return found.job, found.actions
+def step(before: Assignment, machines, reports, now: float = NOW, unreachable=(), **fields) -> tuple[Assignment, tuple]:
+    """Update a job with one assignment; return the assignment and the actions."""
+    update = jobs.update_job(job(before, **fields), machines, unreachable, reports, now)
+    return update.job.assignments[0], update.actions
 
 
-def test_job_takes_a_seat_starts_on_all_workers_and_is_done_when_all_succeed():
-    found, acts = step(job(), [A], {})
-    assert (found.assignments[0].machine, found.assignments[0].phase, acts) == ("a", "waiting", ()), (
-        "stored before it starts"
-    )
-    found, acts = step(found, [A], reports(None, None))
-    assert acts == (StartRun("a", 1, (0, 1)),) and found.assignments[0].phase == "running"
+def test_job_is_assigned_starts_on_all_workers_and_is_done_when_all_succeed():
+    found, actions = step(NEW, [A], {})
+    assert (found, actions) == (replace(FREE, why="a/0 does not answer yet"), ()), "stored before it starts"
+    found, actions = step(found, [A], reports(None, None))
+    assert actions == (START_1,) and found.phase == "running"
     assert step(found, [A], reports(RUNNING, RUNNING)) == step(found, [A], reports(RUNNING, OK)) == (found, ())
-    found, acts = step(found, [A], reports(OK, OK))
-    assert (found.assignments[0].phase, found.assignments[0].code, acts, found.is_over) == ("done", 0, (), True)
+    found, actions = step(found, [A], reports(OK, OK))
+    assert (found.phase, found.code, actions, job(found).is_over) == ("done", 0, (), True)
 
 
 def test_start_interrupted_by_a_killed_keeper_is_completed():
-    found, acts = step(running(), [A], reports(RUNNING, None))
-    assert acts == (StartRun("a", 1, (1,)),) and found == running()
+    assert step(RUN_1, [A], reports(RUNNING, None)) == (RUN_1, (StartRun("a", 1, (1,)),))
 
 
 def test_run_number_is_higher_than_any_the_host_has_seen():
-    assert step(job(Assignment("small", "a", 1.0)), [A], reports(RunReport(7, "ended", 0), None))[1] == (
-        StartRun("a", 8, (0, 1)),
-    )
+    assert step(FREE, [A], reports(RunReport(7, "ended", 0), None))[1] == (StartRun("a", 8, (0, 1)),)
 
 
 def test_failed_worker_ends_the_others_and_is_blamed():
-    found, acts = step(running(), [A], reports(FAILED, RUNNING))
-    assert acts == (EndRun("a", 1, (1,)),) and found.assignments[0].phase == "running"
+    found, actions = step(RUN_1, [A], reports(FAILED, RUNNING))
+    assert actions == (EndRun("a", 1, (1,)),) and found.phase == "running"
     for both, worker in ((reports(FAILED, STOPPED), 0), (reports(STOPPED, FAILED), 1)):
-        found, acts = step(running(), [A], both)
-        assert (found.assignments[0].phase, found.assignments[0].why, acts) == ("failed", f"a/{worker}: exit 1", ())
+        found, actions = step(RUN_1, [A], both)
+        assert (found.phase, found.why, actions) == ("failed", f"a/{worker}: exit 1", ())
 
 
 def test_failed_job_is_retried_after_a_pause_within_its_budget():
-    found, _ = step(running(failures=1), [A], reports(FAILED, OK))
-    seat = found.assignments[0]
-    assert (seat.phase, seat.failed) == ("waiting", 1) and seat.not_before > NOW
-    assert step(found, [A], reports(FAILED, OK))[1] == ()
-    again, acts = step(found, [A], reports(FAILED, OK), seat.not_before)
-    assert acts == (StartRun("a", 2, (0, 1)),)
+    found, _ = step(RUN_1, [A], reports(FAILED, OK), failures=1)
+    assert (found.phase, found.failed) == ("waiting", 1) and found.not_before > NOW
+    assert step(found, [A], reports(FAILED, OK), failures=1)[1] == ()
+    again, actions = step(found, [A], reports(FAILED, OK), found.not_before, failures=1)
     failed = RunReport(2, "ended", 1)
-    assert step(again, [A], reports(failed, failed))[0].assignments[0].phase == "failed"
-    always = running(restart="always")
+    assert actions == (START_2,) and step(again, [A], reports(failed, failed), failures=1)[0].phase == "failed"
+    always = RUN_1
     for run in range(1, 6):
         failed = RunReport(run, "ended", 1)
-        always, _ = step(always, [A], reports(failed, failed), NOW * run)
-        always, acts = step(always, [A], reports(failed, failed), NOW * run + 999)
-        assert acts == (StartRun("a", run + 1, (0, 1)),)
-    assert always.assignments[0].failed == 5
+        always, _ = step(always, [A], reports(failed, failed), NOW * run, restart="always")
+        always, actions = step(always, [A], reports(failed, failed), NOW * run + 999, restart="always")
+        assert actions == (StartRun("a", run + 1, (0, 1)),)
+    assert always.failed == 5
 
 
 @pytest.mark.parametrize("report", [LOST, STALLED])
 def test_lost_or_stalled_worker_uses_no_retry_and_blames_no_other(report):
-    found, acts = step(running(), [A], reports(FAILED, report))
-    assert (found.assignments[0].phase, found.assignments[0].lost, found.assignments[0].failed, acts) == (
-        "waiting",
-        1,
-        0,
-        (),
-    )
-    assert step(found, [A], reports(FAILED, report))[1] == (StartRun("a", 2, (0, 1)),)
-    assert step(running(restart="never"), [A], reports(FAILED, report))[0].assignments[0].phase == "failed"
-    assert step(running(), [A], reports(RUNNING, report))[1] == (EndRun("a", 1, (0,)),)
+    found, actions = step(RUN_1, [A], reports(FAILED, report))
+    assert (found.phase, found.lost, found.failed, actions) == ("waiting", 1, 0, ())
+    assert step(found, [A], reports(FAILED, report))[1] == (START_2,)
+    assert step(RUN_1, [A], reports(FAILED, report), restart="never")[0].phase == "failed"
+    assert step(RUN_1, [A], reports(RUNNING, report))[1] == (EndRun("a", 1, (0,)),)
 
 
 def test_nothing_starts_and_nobody_is_blamed_while_a_worker_does_not_answer():
-    for before, report in ((job(Assignment("small", "a", 1.0)), None), (running(), FAILED)):
-        found, acts = step(before, [A], {("a", 0): report})
-        assert acts == () and found.assignments[0].phase == before.assignments[0].phase
-        assert "a/1 does not answer" in found.assignments[0].why
+    for before, report in ((FREE, None), (RUN_1, FAILED)):
+        found, actions = step(before, [A], {("a", 0): report})
+        assert actions == () and found.phase == before.phase and "a/1 does not answer" in found.why
 
 
 @pytest.mark.parametrize("listed", [[], [machine("a", "dead")], [machine("a", created=2.0)]])
 def test_job_of_a_preempted_machine_moves_to_another(listed):
     machines = [*listed, machine("b", created=3.0)]
-    before = running() if listed else step(running(), machines, {}, NOW - MISSING_GRACE_S)[0]
-    found, acts = step(before, machines, {})
-    (seat,) = found.assignments
-    assert (seat.machine, seat.created) in (("a", 2.0), ("b", 3.0))
-    assert (seat.phase, seat.lost, seat.failed, acts) == ("waiting", 1, 0, ())
-    assert step(found, machines, reports(None, None, seat.machine))[1] == (StartRun(seat.machine, 2, (0, 1)),)
-    assert step(replace(before, restart="never"), listed, {})[0].assignments[0].phase == "failed"
+    before = RUN_1 if listed else step(RUN_1, machines, {}, NOW - jobs.MISSING_GRACE_S)[0]
+    found, actions = step(before, machines, {})
+    assert (found.machine, found.created) in (("a", 2.0), ("b", 3.0))
+    assert (found.phase, found.lost, found.failed, actions) == ("waiting", 1, 0, ())
+    assert step(found, machines, reports(None, None, found.machine))[1] == (StartRun(found.machine, 2, (0, 1)),)
+    assert step(before, listed, {}, restart="never")[0].phase == "failed"
 
 
 @pytest.mark.parametrize(
@@ -134,77 +109,75 @@ def test_job_of_a_preempted_machine_moves_to_another(listed):
         ([machine("a", "deleting")], (), "a is deleting"),
         ([machine("a", "repairing")], (), "a is repairing"),
         ([], (), "a is not listed"),
-        ([], (ZONE,), None),
+        ([], (ZONE,), "a may be in a zone that does not answer"),
     ],
 )
-def test_machine_whose_processes_may_live_keeps_its_seat(listed, unreachable, why):
+def test_machine_whose_processes_may_live_keeps_its_assignment(listed, unreachable, why):
     """Else two processes could write one checkpoint."""
-    found, acts = step(running(), [*listed, B], reports(None, None, "b"), unreachable=unreachable)
-    (seat,) = found.assignments
-    assert (seat.machine, seat.lost, acts) == ("a", 0, ()) and why in (seat.why, None)
-    assert step(running(stop=True), listed, {}, unreachable=unreachable)[0].is_over == (why == "a is not listed")
+    found, actions = step(RUN_1, [*listed, B], reports(None, None, "b"), unreachable=unreachable)
+    assert (found.machine, found.lost, found.why, actions) == ("a", 0, why, ())
+    stopped, _ = step(RUN_1, listed, {}, unreachable=unreachable, stop=True)
+    assert (stopped.phase == "stopped") == (why == "a is not listed")
 
 
 def test_machine_that_is_not_listed_for_long_is_lost():
-    found, _ = step(running(), [B], {})
-    found, acts = step(found, [A, B], reports(RUNNING, RUNNING), NOW + 1)
-    assert found.assignments[0].missed_at == 0.0 and acts == ()
-    found, _ = step(step(found, [B], {}, NOW + 2)[0], [B], {}, NOW + 2 + MISSING_GRACE_S)
-    assert found.assignments[0].machine == "b" and found.assignments[0].lost == 1
+    found, _ = step(RUN_1, [B], {})
+    found, actions = step(found, [A, B], reports(RUNNING, RUNNING), NOW + 1)
+    assert found.missed_at == 0.0 and actions == ()
+    found, _ = step(step(found, [B], {}, NOW + 2)[0], [B], {}, NOW + 2 + jobs.MISSING_GRACE_S)
+    assert found.machine == "b" and found.lost == 1
 
 
-def test_run_without_a_seat_is_a_stray():
+def test_run_without_an_assignment_is_a_stray():
     states = {("a", 0): RUNNING, ("b", 1): RUNNING, ("b", 0): OK, ("c", 0): None}
-    assert find_strays([running()], {"train": states}) == {StrayRun("train", "b", 1, 1)}
-    stopped = job(Assignment("small", "a", 1.0, "stopped", 1))
-    assert find_strays([stopped], {"train": states, "unknown": {("a", 1): RUNNING}}) == {
+    assert jobs.find_strays([job(RUN_1)], {"train": states}) == {StrayRun("train", "b", 1, 1)}
+    stopped = job(replace(RUN_1, phase="stopped"))
+    assert jobs.find_strays([stopped], {"train": states, "unknown": {("a", 1): RUNNING}}) == {
         StrayRun("train", "a", 0, 1), StrayRun("train", "b", 1, 1), StrayRun("unknown", "a", 1, 1),
     }  # fmt: skip
-    assert not find_strays([], {".notebook": states}), "a person's notebook is no job"
+    assert not jobs.find_strays([], {".notebook": states}), "a person's notebook is no job"
 
 
 def test_worker_that_cannot_end_is_reported():
     stuck = RunReport(1, "running", why="exit 1, but 2 of its processes do not end")
-    found, acts = step(running(), [A], reports(RUNNING, stuck))
-    assert (found.assignments[0].phase, found.assignments[0].why, acts) == ("running", f"a/1: {stuck.why}", ())
+    assert step(RUN_1, [A], reports(RUNNING, stuck)) == (replace(RUN_1, why=f"a/1: {stuck.why}"), ())
 
 
-def test_two_seats_never_share_a_machine():
+def test_two_assignments_never_share_a_machine():
     for machines, expected in (([A, B], ["a", "b"]), ([A], ["a", None])):
-        found, _ = step(job(Assignment("small"), Assignment("small")), machines, {})
-        assert [seat.machine for seat in found.assignments] == expected
+        update = jobs.update_job(job(NEW, NEW), machines, (), {}, NOW)
+        assert [assignment.machine for assignment in update.job.assignments] == expected
 
 
 def test_stopped_job_ends_everywhere_and_starts_nowhere():
-    found, acts = step(running(stop=True), [A], reports(RUNNING, OK))
-    assert acts == (EndRun("a", 1, (0,)),) and not found.is_over
-    found, acts = step(found, [A], reports(STOPPED, OK))
-    assert acts == () and found.assignments[0].phase == "stopped"
-    assert step(job(stop=True), [A], reports(None, None))[0].assignments[0].phase == "stopped"
-    assert step(running(stop=True), [], {})[0].is_over
-    found, acts = step(running(stop=True), [A], reports(None, STOPPED))
-    assert acts == (EndRun("a", 1, (0,)),) and found.assignments[0].phase == "running", "worker 0 may be starting"
-    assert step(running(), [A], reports(FAILED, None))[1] == (EndRun("a", 1, (1,)),)
+    found, actions = step(RUN_1, [A], reports(RUNNING, OK), stop=True)
+    assert actions == (EndRun("a", 1, (0,)),) and found.phase == "running"
+    found, actions = step(found, [A], reports(STOPPED, OK), stop=True)
+    assert actions == () and found.phase == "stopped"
+    assert step(NEW, [A], reports(None, None), stop=True)[0].phase == "stopped"
+    assert step(RUN_1, [], {}, stop=True)[0].phase == "stopped"
+    found, actions = step(RUN_1, [A], reports(None, STOPPED), stop=True)
+    assert actions == (EndRun("a", 1, (0,)),) and found.phase == "running", "worker 0 may be starting"
+    assert step(RUN_1, [A], reports(FAILED, None))[1] == (EndRun("a", 1, (1,)),)
 
 
-def test_seats_follow_the_size_of_their_pool():
+def test_assignments_follow_the_size_of_their_pool():
     fleet = desired(pool(count=3), pool("other"))
-    assert len(create_assignments("small", None, fleet)) == 3 and len(create_assignments("all", None, fleet)) == 4
-    assert create_assignments("a", A, fleet) == (Assignment("small", "a", 1.0),)
-    three = job(*create_assignments("small", None, fleet))
-    assert scale_job(three, fleet) is three
-    assert len(scale_job(three, desired(pool(count=5))).assignments) == 5
-    busy = replace(three, assignments=(Assignment("small", "a", 1.0, "running", 1), *three.assignments[1:]))
-    assert scale_job(busy, desired(pool())).assignments == busy.assignments[:1]
-    for fixed in (running(machine="a"), job(Assignment("small", "a", 1.0, "done", 1))):
+    sizes = [len(jobs.create_assignments(where, None, fleet)) for where in ("small", "all")]
+    assert sizes == [3, 4] and jobs.create_assignments("a", A, fleet) == (FREE,)
+    three = job(*jobs.create_assignments("small", None, fleet))
+    assert scale_job(three, fleet) is three and len(scale_job(three, desired(pool(count=5))).assignments) == 5
+    busy = replace(three, assignments=(RUN_1, *three.assignments[1:]))
+    assert scale_job(busy, desired(pool())).assignments == (RUN_1,)
+    for fixed in (job(RUN_1, machine="a"), job(replace(FREE, phase="done"))):
         assert scale_job(fixed, Desired(FLEET, (pool(count=3),))) is fixed
 
 
 def test_job_starts_on_a_new_machine_only_once_it_is_set_up():
     """The new machine may have the name of the preempted one."""
-    before, again = job(Assignment("small", "a", created=1.0, phase="running", run=3)), machine("a", created=2.0)
-    found = update_job(before, [again], (), reports(None, None), NOW, {})
-    (seat,) = found.job.assignments
-    assert (seat.phase, seat.lost, seat.created, found.actions) == ("waiting", 1, 2.0, ())
-    assert update_job(found.job, [again], (), reports(None, None), NOW, {"a": "a is being set up"}).actions == ()
-    assert update_job(found.job, [again], (), reports(None, None), NOW, {}).actions == (StartRun("a", 4, (0, 1)),)
+    before, again, idle = job(replace(RUN_1, run=3)), machine("a", created=2.0), reports(None, None)
+    update = jobs.update_job(before, [again], (), idle, NOW, {})
+    (found,) = update.job.assignments
+    assert (found.phase, found.lost, found.created, update.actions) == ("waiting", 1, 2.0, ())
+    assert jobs.update_job(update.job, [again], (), idle, NOW, {"a": "a is being set up"}).actions == ()
+    assert jobs.update_job(update.job, [again], (), idle, NOW, {}).actions == (StartRun("a", 4, (0, 1)),)

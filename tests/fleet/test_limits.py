@@ -5,16 +5,8 @@ import pytest
 from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ZONE, A, B, Loop, desired, pool, started
 from tpuswarm.cloud.protocol import Machine
+from tpuswarm.fleet.decide import money
 from tpuswarm.fleet.decide.desired import Budget
-from tpuswarm.fleet.decide.money import (
-    DELETE_MARGIN_S,
-    Grant,
-    GrantCover,
-    Rate,
-    covered_machines,
-    machine_price,
-    vm_price,
-)
 from tpuswarm.fleet.decide.observe import observe
 from tpuswarm.fleet.decide.plan import make_plan
 from tpuswarm.fleet.decide.spending import MAX_UNSEEN_S, Spending, charge
@@ -23,8 +15,8 @@ from tpuswarm.fleet.decide.state import FleetState, Observed
 NOW = 1_800_000_000.0
 
 
-def grant(type_: str = "v2-8", is_spot: bool = True, count: int = 2, ends: float | None = None) -> Grant:
-    return Grant(type_, ZONE, is_spot, count, ends)
+def grant(type_: str = "v2-8", is_spot: bool = True, count: int = 2, ends: float | None = None) -> money.Grant:
+    return money.Grant(type_, ZONE, is_spot, count, ends)
 
 
 def tpu(name: str, created: float, type_: str = "v2-8", zone: str = ZONE, how: str = "spot") -> Machine:
@@ -46,30 +38,30 @@ def tpu(name: str, created: float, type_: str = "v2-8", zone: str = ZONE, how: s
     ],
 )
 def test_grant_covers_its_type_zone_and_provisioning(type_, is_spot, wanted, how, is_covered):
-    cover = GrantCover([grant(type_, is_spot)], NOW)
+    cover = money.GrantCover([grant(type_, is_spot)], NOW)
     assert cover.claim(wanted, ZONE, how) == is_covered
     assert not cover.claim(wanted, B, how)
 
 
 def test_grant_covers_the_oldest_machines_up_to_its_count():
-    found, left = covered_machines([tpu("new", 3.0), tpu("old", 1.0), tpu("middle", 2.0)], [grant()], NOW)
+    found, left = money.covered_machines([tpu("new", 3.0), tpu("old", 1.0), tpu("middle", 2.0)], [grant()], NOW)
     assert found == {(ZONE, "old"), (ZONE, "middle")} and not left.claim("v2-8", ZONE, "spot")
 
 
 def test_prices_of_machines_and_disks():
-    assert machine_price(tpu("a", 0.0)) == pytest.approx(1.35)
-    assert machine_price(tpu("a", 0.0, how="on-demand")) == pytest.approx(4.5)
-    assert machine_price(tpu("a", 0.0, "v6e-8", "asia-east1-c")) is None
-    assert machine_price(tpu("a", 0.0, "v99-8")) is None, "a type that only the cloud knows"
-    with_disk, without = (vm_price("n2-highmem-8", ZONE, False, gib) for gib in (200, 0))
+    assert money.machine_price(tpu("a", 0.0)) == pytest.approx(1.35)
+    assert money.machine_price(tpu("a", 0.0, how="on-demand")) == pytest.approx(4.5)
+    assert money.machine_price(tpu("a", 0.0, "v6e-8", "asia-east1-c")) is None
+    assert money.machine_price(tpu("a", 0.0, "v99-8")) is None, "a type that only the cloud knows"
+    with_disk, without = (money.vm_price("n2-highmem-8", ZONE, False, gib) for gib in (200, 0))
     assert with_disk and without and with_disk - without == pytest.approx(200 * 0.1 / 730)
 
 
 def test_rate_counts_unknown_prices():
-    rate = Rate().plus(1.35).plus(None).plus(1.35)
+    rate = money.Rate().plus(1.35).plus(None).plus(1.35)
     assert rate.hour == "$2.70 and 1 unknown price" and rate.day == "$64.80 and 1 unknown price"
-    assert Rate().plus(None).plus(None).hour == "2 unknown prices"
-    assert Rate().hour == "$0.00"
+    assert money.Rate().plus(None).plus(None).hour == "2 unknown prices"
+    assert money.Rate().hour == "$0.00"
 
 
 def test_only_granted_machines_are_created_unless_paying_is_allowed(cloud):
@@ -92,7 +84,7 @@ def test_only_granted_machines_are_created_unless_paying_is_allowed(cloud):
 def test_machines_are_deleted_before_their_grant_ends(cloud):
     ends = cloud.now + 4000
     loop = Loop(cloud, desired(pool(count=2), grants=(grant(ends=ends),), paid=False))
-    loop.run(4000 - DELETE_MARGIN_S - 100)
+    loop.run(4000 - money.DELETE_MARGIN_S - 100)
     assert len(cloud.names("ready")) == 2
     loop.run(600)
     assert cloud.names() == [] and cloud.now < ends

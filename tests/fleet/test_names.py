@@ -14,7 +14,6 @@ from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.names import by_number, free_names, resolve_name, short_zone
 from tpuswarm.fleet.view import machine_rows, machines_table
-from tpuswarm.train.look.live import Column, table
 
 NAMES = ("v2-usc1f-0", "v2-usc1f-7", "v2-usc1f-10", "v3-euw4a-7", "v3-euw4a-1", "gpt2-head")
 
@@ -72,11 +71,3 @@ def test_long_names_types_and_states_are_never_cut():
     text = draw(machines_table(machine_rows(fleet, listing, [], time.time()), 80))
     assert "…" not in text and "".join(text.split()).count("unhealthy_") == 1
     assert all(name in text for name in ("language-model-2-router", "v5litepod-256", "n2-highmem-16", "cost, $"))
-
-
-def test_reason_is_wrapped_and_not_read_as_markup():
-    columns = [Column("job"), Column("machine"), Column("state"), Column("why", wraps=20)]
-    why = "set-up stopped at mount: mkfs: [/dev/sdb] is mounted; [setup] names it under secrets, and no one has one"
-    text = draw(table(columns, [("a-job-with-a-name", "v2-usc1f-0/0", "waiting", why)], 80))
-    assert why.replace(" ", "") in "".join(line[42:] for line in text.splitlines()[1:]).replace(" ", "")
-    assert "a-job-with-a-name  v2-usc1f-0/0  waiting" in text

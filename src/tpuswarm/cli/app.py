@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 from typer.main import get_group
 
 from tpuswarm.cli.help import Command, CommandGroup, format_top_help
@@ -101,6 +102,15 @@ class _Top(CommandGroup):
     def __init__(self, **attributes: Any):
         super().__init__(**attributes)
         self.commands: Any = _Commands()
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete the names of commands without importing them."""
+        commands = self.commands
+        self.commands = {name: TyperCommand(name, help=SUMMARIES.get(name)) for name in commands}
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            self.commands = commands
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         format_top_help(ctx.command_path, self.help or "", COMMANDS, SUMMARIES, formatter)

@@ -44,7 +44,7 @@ def doctor(
     fleet: FleetOption = None,
 ) -> None:
     """Find what is wrong with machines or a run: why it matters, how to mend it. Exit code 1 if something is."""
-    if where == CLOUD or _names_run(where):
+    if where == CLOUD or (where != HERE and _names_run(where)):
         if mend:
             raise InputError("--fix mends machines only; follow the remedies that doctor prints without it")
         raise typer.Exit(_check_cloud(fleet, as_json) if where == CLOUD else _check_run(where, as_json))

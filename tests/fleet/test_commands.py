@@ -6,13 +6,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from tests.fleet.conftest import GOLDEN
+from tpuswarm.cli.fleet import view
 from tpuswarm.cli.fleet.view import _draw_fleet, open_fleet
 from tpuswarm.cli.machine.jobs import run_jobs_until
+from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.jobs import Assignment, Job
@@ -298,3 +301,18 @@ def test_invalid_training_is_refused_before_anything_is_created(cli, old, new, m
     assert message in cli.run("train swarm.toml --yes --paid", 2)
     assert cli.cloud.existing == {}
     assert "--steps has to reach all machines: write it under [train]" in cli.run("train swarm.toml --steps 3", 2)
+
+
+def test_view_of_a_training_outlives_an_outage(monkeypatch):
+    answers = iter([Unreachable("reading gs://b/run.json: Service Unavailable"), "finished"])
+
+    def read(self):
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return SimpleNamespace(look=SimpleNamespace(state=answer), draw=lambda width, height: answer)
+
+    monkeypatch.setattr(view.FleetTraining, "read", read)
+    monkeypatch.setattr(view, "POLL_INTERVAL_S", 0.0)
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80)
+    view.FleetTraining("gs://b/a", None).watch(screen)
+    assert "Service Unavailable; trying again" in screen.file.getvalue()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tpuswarm.cli.console import FleetOption, Json, Target, make_console
-from tpuswarm.cloud.errors import CloudError
+from tpuswarm.cloud.errors import CloudError, Unreachable
 from tpuswarm.cloud.protocol import Listing
 from tpuswarm.config.formatting import format_age
 from tpuswarm.errors import InputError
@@ -177,11 +177,18 @@ class FleetTraining(NamedTuple):
 
     def watch(self, console: Any) -> None:
         """Redraw it until the run ends."""
+        from rich.text import Text
+
         from tpuswarm.train.process.drawn import Drawn
 
         with Drawn(console=console, auto_refresh=False) as live:
             while True:
-                state = self.read()
+                try:
+                    state = self.read()
+                except Unreachable as error:  # the training does not depend on this command
+                    live.update(Text(f"{error}; trying again"), refresh=True)
+                    time.sleep(POLL_INTERVAL_S)
+                    continue
                 live.update(state.draw(console.width, console.height - 1), refresh=True)
                 if state.look and state.look.state == "finished":
                     return

@@ -50,9 +50,9 @@ def test_unknown_holder_of_the_tpu_is_a_warning(fleet, monkeypatch):
 
 
 def test_silent_connection_to_a_worker_is_closed(monkeypatch):
-    monkeypatch.setattr(worker, "PROVES_S", 0.1)
+    monkeypatch.setattr(worker, "AUTHENTICATION_TIMEOUT_S", 0.1)
     ours, theirs = Pipe()
-    worker.serve(theirs, b"secret", "127.0.0.1")
+    worker.serve(theirs, b"secret")
     assert theirs.closed
     ours.close()
 

@@ -1,14 +1,14 @@
-"""Begins Jupyter on a machine where it does not run, and says where it is; on a slice, what its kernel needs, too."""
+"""Start Jupyter on a machine unless it runs there; on a slice, also a service on each other worker."""
 
 import asyncio
 import json
 import re
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
+from typing import Any, TypeVar
 
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.remote.connect import Connections, ask
@@ -17,206 +17,182 @@ from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import NOTEBOOK, SERVICE, VENV, as_set_up
 from tpuswarm.remote.supervisor import Supervisor
 
+T = TypeVar("T")
 FOLDER = f"~/{NOTEBOOK}"
 SERVER, WORKER = f"{SERVICE}notebook", f"{SERVICE}notebook-worker"
 COLAB = "https://colab.research.google.com"
-"""The only other page that may talk to the server, with its token."""
-NEEDS = ("jupyterlab", "ipykernel")
-"""Of worker 0; the others need the second alone."""
-PURELIB = 'import sysconfig; print(sysconfig.get_path("purelib"))'
+"""The only foreign origin that may use the server, with its token."""
+START_TIMEOUT_S = 60.0
+FIND_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 PATHS = (
     f'programs=~/{VENV}/bin/python; if [ -x "$programs" ]; then export PYTHONPATH="$("$programs" -c '
-    f'{shlex.quote(PURELIB)})"; fi; export PATH=~/{NOTEBOOK}/venv/bin:"$PATH"; '
+    f'{shlex.quote(FIND_PACKAGES)})"; fi; export PATH=~/{NOTEBOOK}/venv/bin:"$PATH"; '
 )
-"""Jupyter's own environment first, and the packages of the machine's programs before those of it."""
-BEGINS_S, ANSWERS_S = 60.0, 60.0
-"""Seconds for a server to listen, and for a host to answer."""
+"""Jupyter's own environment first on PATH; packages of the machine's programs before its own."""
+RUN = """\
+import importlib, sys
+main = importlib.import_module(f"tpuswarm_slice.{sys.argv.pop(1)}").main
+sys.path.pop(0)  # this folder is not the user's
+main()
+"""
 
 
 class NoJupyter(InputError):
-    """Hosts do not have what a notebook needs."""
+    """Hosts lack packages that a notebook needs."""
 
-    def __init__(self, labels: Sequence[str], lacks: str):
-        who = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"
-        super().__init__(
-            f"{who} {'has' if len(labels) == 1 else 'have'} no {lacks}: `notebook = true` in [setup] puts it there"
-        )
+    def __init__(self, labels: Sequence[str], package: str):
+        hosts = f"{labels[0]} has" if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more have"
+        super().__init__(f"{hosts} no {package}: `notebook = true` in [setup] puts it there")
 
 
 @dataclass(frozen=True)
 class Notebook:
-    """A server that runs."""
+    """A running server."""
 
     host: Host
     port: int
     """On the host's loopback."""
     token: str
     is_new: bool
-    """Whether it was begun now."""
+    """Whether this call started it."""
 
     def url(self, port: int, name: str = "127.0.0.1", path: str = "") -> str:
-        """By which it is opened through a port of this computer."""
+        """Return the URL through a port of this computer."""
         return f"http://{name}:{port}/{path}?token={self.token}"
 
 
 async def begin(
     connections: Connections, hosts: Sequence[Host], addresses: Sequence[str], folder: str, before: Notebook | None
 ) -> Notebook:
-    """The server of a machine, begun on its first host unless it runs there.
+    """Return a machine's server; start it on the first host if it does not run.
 
-    hosts: all of the machine; addresses: theirs within its network. folder: in which notebooks lie, from the home,
-    where there is such a one. before: the server as this command knew it: on a machine that came back it gets the same
-    port and token. Raises NoJupyter; RunFailed where it ends at once; NoWay.
+    hosts: all hosts of the machine; addresses: theirs in its network. folder: the notebooks' folder, from the home.
+    before: the server that this command knew; a replaced machine gets the same port and token. Raises NoJupyter;
+    RunFailed if the server does not start; NoWay.
     """
-    asked = [Supervisor(connections, host) for host in hosts]
-    shown = await _on_all(hosts, lambda host: asked[hosts.index(host)].show())
-    runs = [_run(each, WORKER) for each in shown]
-    run, is_on = _run(shown[0], SERVER)
-    is_slice = len(hosts) > 1
+    supervisors = {host: Supervisor(connections, host) for host in hosts}
+    jobs = dict(zip(hosts, await _on_all(hosts, lambda host: supervisors[host].show()), strict=True))
+    first, others = hosts[0], hosts[1:]
     token = before.token if before else secrets.token_urlsafe(24)
-    config = None if is_on else {"config": _config(token), "port": before.port if before else None}
+    is_running = _last_run(jobs[first], SERVER)[1]
+    server = None if is_running else {"config": _config(token), "port": before.port if before else None}
 
-    async def prepare(host: Host) -> dict[str, object]:
-        first = host is hosts[0]
-        found = _kernel(host.label.partition("/")[0], len(hosts)) if first else {}
-        about = {
-            "needs": NEEDS if first else NEEDS[1:],
-            "files": {"begin": _begin(host), **found},
-            "begins": config if first else None,
-        }
+    async def prepare(host: Host, needs: Sequence[str], texts: Mapping[str, str]) -> dict[str, Any]:
+        about = {"needs": needs, "files": texts, "server": server if "jupyterlab" in needs else None}
         line = as_set_up(f"{PATHS}exec python3 -c {shlex.quote(_text('prepare.py'))}")
-        code, out, err = await ask(connections, host, line, json.dumps(about).encode())
-        if code != 0:
-            raise RunFailed(f"{host.label} cannot be prepared for a notebook (exit {code}): {_last(err)}")
+        status, out, err = await ask(connections, host, line, json.dumps(about).encode())
+        if status != 0:
+            raise RunFailed(f"{host.label} cannot be prepared for a notebook (exit {status}): {_last_line(err)}")
         return dict(json.loads(out.decode().strip().rpartition("\n")[2]))
 
-    said = await _on_all(hosts, prepare)
-    if lacking := [host.label for host, each in zip(hosts, said, strict=True) if each["lacks"]]:
-        raise NoJupyter(lacking, "Jupyter" if "jupyterlab" in str(said[0]["lacks"]) else "ipykernel")
-    if is_slice:
-        await _begin_workers(connections, hosts, addresses, runs)
-    run += not is_on
-    place = f"{FOLDER}/server-{run}"
-    if not is_on:
-        line = as_set_up(_server_line(place), folder)
-        await asked[0].start(SERVER, run, {"line": line, "alive_s": None})
-    server = json.loads(await _listens(connections, hosts[0], SERVER, f"{place}/jpserver-*.json"))
-    return Notebook(hosts[0], server["port"], server["token"], not is_on)
+    async def start(host: Host, name: str, line: Callable[[str], str], file: str) -> str:
+        """Start a job unless it runs; return the text of a file that it writes below its own path."""
+        run, is_on = _last_run(jobs[host], name)
+        path = f"{FOLDER}/{name.removeprefix(SERVICE)}-{run + (not is_on)}"
+        if not is_on:
+            await supervisors[host].start(name, run + 1, {"line": line(path), "alive_s": None})
+        return await _wait_for_file(connections, host, name, path + file)
+
+    kernel = _kernel_files(first.label.partition("/")[0], len(hosts))
+    code = slice_files() if others else {}
+    found = [await prepare(first, ("jupyterlab", "ipykernel"), {"begin": _begin_script(first), **kernel, **code})]
+    code["secret"] = found[0]["secret"]
+    found += await _on_all(others, lambda host: prepare(host, ("ipykernel",), {"begin": _begin_script(host), **code}))
+    if lacking := [host.label for host, answer in zip(hosts, found, strict=True) if answer["lacks"]]:
+        raise NoJupyter(lacking, "Jupyter" if "jupyterlab" in found[0]["lacks"] else "ipykernel")
+    if others:
+        program = f"{PATHS}exec python3 {FOLDER}/code/run.py worker"
+        address_of = dict(zip(hosts, addresses, strict=True))
+        ports = await _on_all(
+            others, lambda host: start(host, WORKER, lambda path: as_set_up(f"{program} {address_of[host]} {path}"), "")
+        )
+        workers = list(zip(addresses[1:], map(int, ports), strict=True))
+        await prepare(first, (), {"slice.json": json.dumps({"address": addresses[0], "workers": workers})})
+    text = await start(first, SERVER, lambda path: as_set_up(_server_line(path), folder), "/jpserver-*.json")
+    about = json.loads(text)
+    return Notebook(first, about["port"], about["token"], not is_running)
 
 
 async def end(connections: Connections, hosts: Sequence[Host]) -> bool:
-    """End the server, its kernels, and on a slice their engines; whether any was running. Raises NoWay."""
+    """Stop the server and everything it started; return whether anything ran. Raises NoWay."""
 
-    async def one(host: Host) -> bool:
-        supervisor, ran = Supervisor(connections, host), False
-        for name, state in (await supervisor.show()).items():
-            if name in (SERVER, WORKER) and state["state"] == "running":
-                await supervisor.end(name, state["run"])
-                ran = True
-        return ran
+    async def stop(host: Host) -> bool:
+        supervisor = Supervisor(connections, host)
+        jobs = await supervisor.show()
+        running = [name for name in (SERVER, WORKER) if _last_run(jobs, name)[1]]
+        for name in running:
+            await supervisor.end(name, jobs[name]["run"])
+        return bool(running)
 
-    return any(await _on_all(hosts, one))
-
-
-async def _begin_workers(
-    connections: Connections, hosts: Sequence[Host], addresses: Sequence[str], runs: Sequence[tuple[int, bool]]
-) -> None:
-    """What starts engines, on all workers; and what the kernel has to know of them, on the first."""
-    code, out, _ = await ask(connections, hosts[0], f"cat {FOLDER}/secret 2>/dev/null")
-    secret = out.decode().strip() if code == 0 and out.strip() else secrets.token_hex(32)
-    await _put(connections, hosts, {"secret": secret, "worker.py": _text("worker.py"), "kernel.py": _text("kernel.py")})
-
-    async def start(host: Host) -> int:
-        number = hosts.index(host)
-        run, is_on = runs[number]
-        run += not is_on
-        place = f"{FOLDER}/worker-{run}"
-        if not is_on:
-            line = as_set_up(f"{PATHS}exec python3 {FOLDER}/worker.py {addresses[number]} {place}")
-            await Supervisor(connections, host).start(WORKER, run, {"line": line, "alive_s": None})
-        return int(await _listens(connections, host, WORKER, place))
-
-    ports = await _on_all(hosts, start)
-    told = json.dumps({"workers": list(zip(addresses, ports, strict=True))})
-    await _put(connections, hosts[:1], {"slice.json": told})
-
-
-async def _put(connections: Connections, hosts: Sequence[Host], texts: Mapping[str, str]) -> None:
-    about = json.dumps({"needs": [], "files": texts, "begins": None}).encode()
-    line = as_set_up(f"{PATHS}exec python3 -c {shlex.quote(_text('prepare.py'))}")
-
-    async def put(host: Host) -> None:
-        code, _, err = await ask(connections, host, line, about)
-        if code != 0:
-            raise RunFailed(f"{host.label} takes no files for a notebook (exit {code}): {_last(err)}")
-
-    await _on_all(hosts, put)
+    return any(await _on_all(hosts, stop))
 
 
 def line_that_reads(files: str) -> str:
-    """A shell line that prints a file once it holds something: a service creates it before it writes into it."""
+    """A shell line that prints a file that is not empty: a service creates its file before it writes into it."""
     read = f'text=$(cat {files} 2>/dev/null); [ "$text" ] && echo "$text" && exit'
     return f"for try in $(seq 20); do {read}; sleep 0.1; done; exit 1"
 
 
-async def _listens(connections: Connections, host: Host, job: str, files: str) -> str:
-    """Wait until a service has written its file; what stands in it. Raises RunFailed where it has ended instead."""
-    line = line_that_reads(files)
-    supervisor = Supervisor(connections, host)
+async def _wait_for_file(connections: Connections, host: Host, job: str, file: str) -> str:
+    supervisor, name = Supervisor(connections, host), "Jupyter" if job == SERVER else "the service of the slice kernel"
     try:
-        async with asyncio.timeout(BEGINS_S):
+        async with asyncio.timeout(START_TIMEOUT_S):
             while True:
-                code, out, _ = await ask(connections, host, line)
-                if code == 0:
+                status, out, _ = await ask(connections, host, line_that_reads(file))
+                if status == 0:
                     return out.decode()
-                if (await supervisor.show())[job]["state"] != "running":
+                if not _last_run(await supervisor.show(), job)[1]:
                     _, log = await supervisor.log(job, 1)
-                    what = "Jupyter" if job == SERVER else "the part that runs cells"
-                    raise RunFailed(f"{what} on {host.label} has ended at once: {_last(log)}")
+                    raise RunFailed(f"{name} on {host.label} ended at once: {_last_line(log)}")
     except TimeoutError:
-        raise RunFailed(f"{job.strip('.')} on {host.label} does not listen after {BEGINS_S:g} s") from None
+        raise RunFailed(f"{name} on {host.label} does not listen after {START_TIMEOUT_S:g} s") from None
 
 
-def _run(shown: Mapping[str, Mapping[str, object]], job: str) -> tuple[int, bool]:
-    """Which run was the last one, and whether it goes on."""
-    state = shown.get(job, {})
-    return int(str(state.get("run", 0))), state.get("state") == "running"
+def _last_run(jobs: Mapping[str, Mapping[str, Any]], name: str) -> tuple[int, bool]:
+    """Return the number of a job's last run, and whether it is running."""
+    job = jobs.get(name, {})
+    return job.get("run", 0), job.get("state") == "running"
 
 
-def _config(token: str) -> str:
-    """Of the server, as its own file has it; the port comes on the host."""
+def _config(token: str) -> dict[str, Any]:
     server = {
         "ip": "127.0.0.1", "port_retries": 0, "open_browser": False, "allow_root": True, "answer_yes": True,
         "allow_origin": COLAB, "allow_credentials": True,
     }  # fmt: skip
-    return json.dumps({"ServerApp": server, "IdentityProvider": {"token": token}})
+    kernels = {"transport_encryption": "auto"}  # all users of a machine can reach its loopback
+    return {"ServerApp": server, "IdentityProvider": {"token": token}, "KernelManager": kernels}
 
 
-def _server_line(place: str) -> str:
-    """The line of a shell. Its configuration comes after the user's own, which it does not touch."""
+def _server_line(runtime: str) -> str:
+    """Start the server; its configuration follows the user's own."""
     return (
-        f"{PATHS}export JUPYTER_CONFIG_PATH={FOLDER}/config JUPYTER_PATH={FOLDER}/share JUPYTER_RUNTIME_DIR={place}; "
+        f"{PATHS}export JUPYTER_CONFIG_PATH={FOLDER}/config JUPYTER_PATH={FOLDER}/share JUPYTER_RUNTIME_DIR={runtime}; "
         f"export JUPYTERLAB_SETTINGS_DIR={FOLDER}/settings; exec python3 -m jupyterlab "
         f"--config={FOLDER}/config/jupyter_server_config.json"
     )
 
 
-def _begin(host: Host) -> str:
-    """A script that is another program, with the environment of the machine and its flags as they are now."""
-    line = as_set_up(f'{PATHS}exec "$@"', exports=host.exports)
+def _begin_script(host: Host) -> str:
+    """A script that runs a program with the machine's environment and flags of now, and one hash seed."""
+    line = as_set_up(f'{PATHS}export PYTHONHASHSEED=0; exec "$@"', exports=host.exports)
     return f"#!/bin/bash\n{line}\n"
 
 
-def _kernel(name: str, workers: int) -> dict[str, str]:
-    """Of Jupyter: the kernel, under the name that notebooks from elsewhere ask for; no news, no questions."""
-    words = f"exec /bin/bash {FOLDER}/begin python3 "
-    words += "-m ipykernel_launcher" if workers == 1 else f"{FOLDER}/kernel.py"
+def slice_files() -> dict[str, str]:
+    """The package of the slice kernel and its launcher, by path on a host."""
+    modules = ("__init__.py", "engine.py", "kernel.py", "worker.py")
+    return {"code/run.py": RUN, **{f"code/tpuswarm_slice/{name}": _text(name) for name in modules}}
+
+
+def _kernel_files(machine: str, workers: int) -> dict[str, str]:
+    """The kernel, named as notebooks from elsewhere ask; JupyterLab without news."""
+    program = "python3 -m ipykernel_launcher" if workers == 1 else f"python3 {FOLDER}/code/run.py kernel"
     about = {
-        "argv": ["/bin/bash", "-c", f'{words} -f "$0"', "{connection_file}"],
-        "display_name": name if workers == 1 else f"{name} ({workers} workers)",
+        "argv": ["/bin/bash", "-c", f'exec /bin/bash {FOLDER}/begin {program} -f "$0"', "{connection_file}"],
+        "display_name": machine if workers == 1 else f"{machine} ({workers} workers)",
         "language": "python",
         "interrupt_mode": "signal" if workers == 1 else "message",
-        "metadata": {"debugger": workers == 1},
+        "metadata": {"debugger": True, "supported_encryption": "curve"},
     }
     announcements = {"@jupyterlab/apputils-extension:announcements": True}
     return {
@@ -225,20 +201,20 @@ def _kernel(name: str, workers: int) -> dict[str, str]:
     }
 
 
-@cache
 def _text(name: str) -> str:
     return files("tpuswarm.remote.notebook").joinpath(name).read_text(encoding="utf-8")
 
 
-def _last(said: bytes) -> str:
-    line = said.decode(errors="replace").strip().rpartition("\n")[2]
-    return re.sub(r"token=[\w-]+", "token=…", line) or "it said nothing"
+def _last_line(output: bytes) -> str:
+    line = output.decode(errors="replace").strip().rpartition("\n")[2]
+    return re.sub(r"token=[\w-]+", "token=…", line) or "no message"
 
 
-async def _on_all(hosts: Sequence[Host], work):  # type: ignore[no-untyped-def]
-    """What comes of it on each; the first error where there is one."""
-    found = await fan_out(hosts, work, time_out_s=ANSWERS_S + BEGINS_S)
-    for each in found:
-        if isinstance(each, TpuswarmError):
-            raise each
-    return found
+async def _on_all(hosts: Sequence[Host], work: Callable[[Host], Awaitable[T]]) -> list[T]:
+    """Return the results; raise the first error."""
+    results: list[T] = []
+    for result in await fan_out(hosts, work, time_out_s=2 * START_TIMEOUT_S):
+        if isinstance(result, TpuswarmError):
+            raise result
+        results.append(result)
+    return results

@@ -1,450 +1,429 @@
-"""On worker 0 of a slice: a Jupyter kernel that runs each cell on all workers at once, in one JAX program.
+"""Run a slice's kernel on its first worker. It is Jupyter's own, and the other workers repeat what it executes.
 
-This file is sent to the host and needs nothing but Python 3.10 and ipykernel there. Each worker has an engine, which is
-IPython's own kernel; `worker.py` starts it there. What worker 0 shows is passed on as it is: text, plots, widgets,
-progress bars. The others' output is shown once they are done, where it is not worker 0's. A first line `%%worker 2`
-sends a cell to one worker alone.
+`worker.py` starts an engine on each other worker, and all form one JAX program. Output of another worker is shown at
+the end of a cell if it differs. A first line `%%worker 2` sends a cell to one worker.
 """
 
 import asyncio
+import base64
 import hashlib
 import json
 import os
 import re
 import socket
 import threading
-from collections.abc import Awaitable, Sequence
-from concurrent.futures import Future
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-import zmq
-import zmq.asyncio
-from ipykernel.kernelapp import IPKernelApp
-from ipykernel.kernelbase import Kernel
-from jupyter_client.asynchronous import AsyncKernelClient
+from .engine import COLLECTIVE, MAGIC, App, Mirrored, has_devices, in_thread
+from .worker import FOLDER, shut_down, tune
 
-OURS = Path(__file__).resolve().parent
-MAGIC = re.compile(r"\s*%%worker\b[ \t]*(\S*)[^\n]*(?:\n|$)")
-CONNECTS_S, BEGINS_S = 20.0, 120.0
-"""Seconds for a worker to take a connection, and for its engine to be there."""
-PATIENCE_S = 5.0
-"""Seconds after which it is said for whom a cell waits that has failed, or was interrupted, elsewhere."""
-KEPT = 1 << 16
-"""Characters of another worker's output that are kept; of the rest only a digest."""
-PASSED = ("stream", "display_data", "update_display_data", "execute_result", "error", "clear_output",
-          "comm_open", "comm_msg", "comm_close")  # fmt: skip
-PROGRAM = """\
-if hasattr(__import__("jax").config, "jax_enable_preemption_service"):
-    __import__("jax").config.update("jax_enable_preemption_service", False)
-__import__("jax").distributed.initialize({where!r}, {count}, {number}, cluster_detection_method="deactivate",
-                                         coordinator_bind_address={where!r})
-"""
-"""What makes the engines one program; it leaves no name behind."""
-ALL = "A slice is one program, so its other workers were ended too: restart the kernel"
+CONNECT_TIMEOUT_S, JOIN_TIMEOUT_S = 20.0, 300.0
+MEET_TIMEOUT_S, SPLIT_MEET_TIMEOUT_S = 60.0, 5.0
+SETTLE_S = 1.5
+"""How long other workers may run on after one has failed."""
+LATE_OUTPUT_S = 0.5
+MAX_CHARS = 1 << 16
+MAX_REQUESTS = 100
+VOLATILE = re.compile(
+    r"\b0x[0-9a-f]+|/tmp/[^\s:'\"]+|\d+(:\d\d)+([.,]\d+)?|(\d[\d.,]*\s?(ns|[µμ]s|us|ms|s|min|h)|[\d.,?]+(it/s|s/it))\b"
+)
+"""Addresses, temporary paths and times: they differ between workers that do the same."""
+RESTART = ". A slice is one program, so its other workers were ended too: restart the kernel"
+Reply = dict[str, Any]
+Work = Callable[[], Awaitable[Any]]
 
 
-class Gone(Exception):
-    """A worker has no engine any more, or never had: why, in words."""
+class Lost(Exception):
+    """The slice's program cannot go on."""
 
 
 class Output:
-    """What a worker other than 0 printed in a cell."""
+    """One worker's text in one stream: its beginning, and a digest without addresses, paths and times."""
 
     def __init__(self) -> None:
-        self.text, self.length = "", 0
-        self._digest = hashlib.sha256()
+        self.text, self.line, self.chars, self.digest = "", "", 0, hashlib.sha256()
 
     def add(self, text: str) -> None:
-        """More of it."""
-        if "at 0x" in text:
-            text = re.sub(r"\bat 0x[0-9a-f]+", "at 0x…", text)  # where an object lies is no difference
-        self._digest.update(text.encode(errors="replace"))
-        self.length += len(text)
-        self.text += text[: KEPT - len(self.text)]
+        """Add text."""
+        self.text += text[: MAX_CHARS - len(self.text)]
+        self.chars += len(text)
+        *lines, self.line = (self.line + text).split("\n")
+        for line in lines:
+            if not line.startswith("[Gloo]"):  # JAX's CPU collectives report each worker's number
+                line = line.rpartition("\r")[2]  # the last state of a progress bar
+                self.digest.update(f"{VOLATILE.sub('…', line) if len(line) < MAX_CHARS else line}\n".encode())
+
+    def finish(self) -> bytes:
+        """End the last line; return the digest."""
+        self.add("\n" if self.line else "")
+        return self.digest.digest()
+
+
+@dataclass
+class Request:
+    """A cell or a widget's message that workers carry out."""
+
+    message: Any
+    workers: Sequence[int]
+    results: dict[int, "Future[Reply]"] = field(default_factory=dict)
+    outputs: dict[tuple[int, str], Output] = field(default_factory=lambda: defaultdict(Output))
+    failed: list[int] = field(default_factory=list)
+    """Workers in the order of their failures."""
+    is_cut = is_over = is_comparing = False
 
     @property
-    def same(self) -> bytes:
-        """Equal for what is equal."""
-        return self._digest.digest()
-
-    @property
-    def shown(self) -> str:
-        """As much as is kept."""
-        left = self.length - len(self.text)
-        return self.text + (f"\n… {left:,} more characters" if left else "")
+    def id(self) -> str:
+        """The identifier of its message."""
+        return str(self.message["header"]["msg_id"])
 
 
 class Worker:
-    """One of them: its engine, and what is asked of it."""
+    """The connection to another worker's engine."""
 
-    def __init__(self, number: int, at: tuple[str, int], secret: bytes, folder: str):
-        self.number = number
+    def __init__(self, number: int, at: tuple[str, int], kernel: "SliceKernel"):
+        self.number, self._at, self._kernel = number, at, kernel
         self._line: Any = None
-        self._engine: Future[dict[str, Any]] = Future()
-        self.gone: Future[str] = Future()
-        """Done when its engine is: why."""
-        self._replies: dict[str, asyncio.Future[Any]] = {}
-        self._idle: dict[str, asyncio.Event] = {}
-        self.printed, self.warned = Output(), Output()
-        self.error: dict[str, Any] | None = None
-        self._pumps: list[asyncio.Task[None]] = []
-        threading.Thread(target=self._attend, args=(at, secret, folder), daemon=True).start()
+        self._outgoing: SimpleQueue[bytes] = SimpleQueue()
+        self._waiting: dict[str, Future[Reply]] = {}
+        self._lock, self._is_gone = threading.Lock(), False
+        threading.Thread(target=self._attend, daemon=True).start()
 
-    def _attend(self, at: tuple[str, int], secret: bytes, folder: str) -> None:
-        """Hold the line to its host, by which an engine lives there."""
-        try:
-            socket.create_connection(at, CONNECTS_S).close()
-            self._line = connection.Client(at, authkey=secret)
-            keep_alive(self._line.fileno())
-            self._line.send_bytes(json.dumps({"folder": folder}).encode())
-            first = json.loads(self._line.recv_bytes())
-            if "engine" in first:
-                self._engine.set_result(first["engine"])
-                first = json.loads(self._line.recv_bytes())
-            if "refused" in first:
-                why = f"{first['refused']}: shut that one down, then restart this one"
-            else:
-                why = self._lost(f"its process has ended: {first['ended']}")
-        except (OSError, EOFError, ValueError, AuthenticationError) as error:
-            why = self._lost(f"its host {at[0]} does not answer ({error or type(error).__name__})")
-        self.gone.set_result(why)
-        if not self._engine.done():
-            self._engine.set_exception(Gone(why))
+    def send(self, **message: Any) -> None:
+        """Send a message, once the engine is connected."""
+        self._outgoing.put(json.dumps(message, default=str).encode())
 
-    def _lost(self, why: str) -> str:
-        return f"worker {self.number} is lost: {why}. {ALL}"
-
-    async def begin(self, hear: Any) -> None:
-        """Wait for the engine. `hear`: takes each message that it publishes. Raises Gone."""
-        try:
-            about = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._engine)), BEGINS_S)
-            context = zmq.asyncio.Context()
-            context.setsockopt(zmq.RCVHWM, 0)  # nothing is left out, an end least of all
-            self._client: Any = AsyncKernelClient(context=context)
-            about["key"] = about["key"].encode()
-            self._client.load_connection_info(about)
-            self._client.start_channels(stdin=False, hb=False)
-            await self._client.wait_for_ready(timeout=BEGINS_S)
-        except (TimeoutError, RuntimeError) as error:
-            raise Gone(self._lost(f"its process does not answer after {BEGINS_S:g} s")) from error
-        self._pumps = [asyncio.ensure_future(self._pump_replies()), asyncio.ensure_future(self._pump_published(hear))]
-
-    async def _pump_replies(self) -> None:
-        while True:
-            message = await self._client.get_shell_msg()
-            waiting = self._replies.pop(message["parent_header"].get("msg_id"), None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(message["content"])
-
-    async def _pump_published(self, hear: Any) -> None:
-        while True:
-            message = await self._client.get_iopub_msg()
-            asked = message["parent_header"].get("msg_id")
-            if message["msg_type"] == "status":
-                if message["content"]["execution_state"] == "idle" and asked in self._idle:
-                    self._idle[asked].set()
-            else:
-                hear(self, message)
-
-    async def run(self, code: str, silent: bool, stored: bool, expressions: Any = None) -> dict[str, Any]:
-        """Run a cell; its reply, once all that it has printed was heard."""
-        self.printed, self.warned, self.error = Output(), Output(), None
-        asked = self._client.execute(code, silent, stored, expressions, allow_stdin=False)
-        self._idle[asked] = asyncio.Event()
-        reply = await self._reply(asked)
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._idle[asked].wait(), PATIENCE_S)
-        del self._idle[asked]
-        return reply
-
-    async def ask(self, kind: str, *words: Any) -> dict[str, Any]:
-        """What a request of another kind comes to: complete, inspect, is_complete."""
-        return await self._reply(getattr(self._client, kind)(*words))
-
-    def _reply(self, asked: str) -> "asyncio.Future[dict[str, Any]]":
-        found: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._replies[asked] = found
-        return found
-
-    def pass_on(self, message: Any) -> None:
-        """What has no reply: a widget's messages."""
-        self._client.session.send(
-            self._client.shell_channel.socket, message["msg_type"], message["content"],
-            metadata=message["metadata"], buffers=message["buffers"],
-        )  # fmt: skip
-
-    def interrupt(self) -> None:
-        """As Ctrl-C would."""
-        with suppress(OSError, AttributeError):
-            self._line.send_bytes(b"interrupt")
+    def request(self, **message: Any) -> "Future[Reply]":
+        """Send a request; the future fails with Lost if the engine ends."""
+        future: Future[Reply] = Future()
+        with self._lock:
+            if self._is_gone:
+                future.set_exception(Lost())
+            self._waiting[message["id"]] = future
+        self.send(**message)
+        return future
 
     def end(self) -> None:
-        """Let go of its engine, which ends."""
-        for each in self._pumps:
-            each.cancel()
-        with suppress(OSError, AttributeError), socket.socket(fileno=os.dup(self._line.fileno())) as held:
-            held.shutdown(socket.SHUT_RDWR)  # to close it would not wake the thread that reads
+        """End the connection, and with it the engine."""
+        if self._line is not None:
+            shut_down(self._line)
+
+    def _attend(self) -> None:
+        """Take messages until the connection ends; then report why."""
+        try:
+            socket.create_connection(self._at, CONNECT_TIMEOUT_S).close()
+            self._line = connection.Client(self._at, authkey=(FOLDER / "secret").read_bytes())
+            tune(self._line)
+            self._line.send_bytes(json.dumps({"folder": os.path.relpath(Path.cwd(), Path.home())}).encode())
+            threading.Thread(target=self._write, daemon=True).start()
+            while "ended" not in (message := json.loads(self._line.recv_bytes())) and "refused" not in message:
+                if "kind" in message:
+                    self._kernel.note_remote(self.number, message)
+                elif message.get("raised"):
+                    self._waiting.pop(message["done"]).set_exception(RuntimeError(message["raised"]))
+                else:
+                    self._waiting.pop(message["done"]).set_result(message)
+            if "refused" in message:
+                self._kernel.lose(message["refused"], ": shut that one down, then restart this one")
+            why = f"its process has ended: {message.get('ended')}"
+        except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            why = f"its host {self._at[0]} does not answer ({error or type(error).__name__})"
+        self._kernel.lose(f"worker {self.number} is lost: {why}")
+        with self._lock:
+            self._is_gone = True
+        for future in [*self._waiting.values()]:
+            future.set_exception(Lost())
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._line.send_bytes(self._outgoing.get())
 
 
-class SliceKernel(Kernel):
-    """The kernel."""
-
-    implementation, implementation_version = "tpuswarm", "1"
-    banner = "Each cell runs on all workers of the slice at once."
-    language_info = {  # noqa: RUF012
-        "name": "python", "mimetype": "text/x-python", "file_extension": ".py", "pygments_lexer": "ipython3",
-        "codemirror_mode": {"name": "ipython", "version": 3},
-    }  # fmt: skip
+class SliceKernel(Mirrored):
+    """IPython's kernel, which has the other workers repeat cells and messages of widgets."""
 
     def __init__(self, **about: Any):
+        self._requests: dict[str, Request] = {}
+        self._current: Request | None = None
+        self._lock = threading.RLock()
+        self._lost, self._has_joined = "", False
+        self._shared: set[str] = set()
+        """Comms that all workers have opened."""
         super().__init__(**about)
-        found = json.loads((OURS / "slice.json").read_text())
-        secret, folder = (OURS / "secret").read_bytes(), os.path.relpath(Path.cwd(), Path.home())
-        self._workers = [Worker(n, tuple(each), secret, folder) for n, each in enumerate(found["workers"])]
-        self._host = found["workers"][0][0]
-        self._gone: list[asyncio.Future[str]] = []
-        """Of each worker, in the kernel's loop; made once, since each has a callback there."""
-        self._begun: asyncio.Task[None] | None = None
-        self._lost = ""
-        self._parent: Any = {}
-        self._shown, self._showing = Output(), 0
-        """What the worker whose output is passed on has printed, and which it is."""
-        self._interrupted = False
-        for kind in ("comm_open", "comm_msg", "comm_close"):
-            self.shell_handlers[kind] = self._comm
+        self.shell_handlers.update(comm_msg=self._handle_comm, comm_close=self._handle_comm)
+        found = json.loads((FOLDER / "slice.json").read_text())
+        self._address = found["address"]
+        self._others = {number: Worker(number, tuple(at), self) for number, at in enumerate(found["workers"], 1)}
+        self._all = range(len(self._others) + 1)
 
     @property
     def kernel_info(self) -> dict[str, Any]:
-        """Without subshells: a cell has all workers."""
-        return {**super().kernel_info, "supported_features": []}
+        """Without subshells: other workers could not repeat them at the same place."""
+        info = super().kernel_info
+        return {**info, "supported_features": [name for name in info["supported_features"] if "subshell" not in name]}
 
-    # A cell.
+    async def shell_main(self, subshell_id: str | None, msg: Any) -> None:
+        """Handle messages strictly in order, also those of widgets during an asynchronous cell."""
+        async with self._main_asyncio_lock:
+            await self.dispatch_shell(msg)
 
     async def do_execute(
         self, code: str, silent: bool, store_history: bool = True, user_expressions: Any = None,
         allow_stdin: bool = False, *, cell_meta: Any = None, cell_id: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Run it on all workers, or on one; it ends where one of them is lost."""
-        self._parent, self._interrupted = self.get_parent(), False
-        chosen: Sequence[Worker] = self._workers
-        if magic := MAGIC.match(code):
-            code = code[magic.end() :]
-            if not magic[1].isdecimal() or int(magic[1]) >= len(self._workers):
-                last = len(self._workers) - 1
-                return self._fail("UsageError", f"%%worker takes a worker's number, 0 to {last}, not {magic[1]!r}")
-            chosen = [self._workers[int(magic[1])]]
-        self._shown, self._showing = Output(), chosen[0].number
-        try:
-            await self._ready()
-            expressions = user_expressions if chosen[0].number == 0 else None
-            replies = await self._until_gone(self._run(chosen, code, silent, store_history, expressions))
-        except Gone as gone:
-            self._lose(str(gone))
-            return self._fail("WorkerLost", self._lost)
-        self._tell_others(chosen[1:])
-        failed = [(each, reply) for each, reply in zip(chosen, replies, strict=True) if reply["status"] != "ok"]
-        if not failed:
-            return {**replies[0], "execution_count": self.execution_count}
-        worker, reply = failed[0]
-        if worker is not chosen[0]:
-            error = worker.error or {"ename": reply.get("ename", "Aborted"), "evalue": reply.get("evalue", "")}
-            self._fail(error["ename"], error["evalue"], [f"worker {worker.number}:", *error.get("traceback", ())])
-        return {**reply, "execution_count": self.execution_count}
+    ) -> Reply:  # fmt: skip
+        """Run a cell on all workers, or on one."""
+        count, run = self.shell.execution_count, super().do_execute
+        if (magic := MAGIC.match(code)) and not (magic[1].isdecimal() and int(magic[1]) in self._all):
+            why = f"%%worker takes a worker's number, 0 to {self._all[-1]}, not {magic[1]!r}"
+            reply = self._fail(self.get_parent(), "UsageError", why)
+        else:
+            about = {"cell_meta": cell_meta, "cell_id": cell_id}
+            task = {"code": code, "silent": silent, "store": store_history, "count": count, "stdin": allow_stdin}
+            reply = await self._carry_out(
+                [int(magic[1])] if magic else self._all,
+                lambda: run(code, silent, store_history, user_expressions, allow_stdin, **about),
+                {"do": "run", **task},
+            )
+        if store_history and self.shell.execution_count == count:  # this worker had no part in it
+            self.shell.history_manager.store_inputs(count, "", code)
+            self.shell.execution_count += 1
+        return {"user_expressions": {}, "payload": [], "execution_count": count, **reply}
 
-    async def _run(
-        self, chosen: Sequence[Worker], code: str, silent: bool, stored: bool, expressions: Any
-    ) -> list[dict[str, Any]]:
-        """The reply of each; says whom it waits for where others have failed already, or do not hear an interrupt."""
-        runs = [
-            asyncio.ensure_future(each.run(code, silent, stored, expressions if each is chosen[0] else None))
-            for each in chosen
-        ]
+    async def _handle_comm(self, stream: Any, ident: Any, message: Any) -> None:
+        kind, content = message["header"]["msg_type"], message["content"]
+
+        async def work() -> None:
+            getattr(self.comm_manager, kind)(stream, ident, message)
+
+        if content["comm_id"] in self._shared:
+            buffers = [base64.b64encode(buffer).decode() for buffer in message["buffers"]]
+            await self._carry_out(self._all, work, {"do": "comm", "kind": kind, "content": content, "buffers": buffers})
+        else:
+            await self.run_user_code(message["header"]["msg_id"], work)
+
+    async def _carry_out(
+        self, workers: Sequence[int], work: Callable[[], Awaitable[Any]], task: dict[str, Any]
+    ) -> Reply:
+        """Have these workers carry out the current message; return the reply once all have."""
+        request = Request(self.get_parent(), workers)
+        with self._lock:
+            self._requests[request.id] = self._current = request
+            for old in [*self._requests][:-MAX_REQUESTS]:
+                del self._requests[old]
+        others = [self._others[number] for number in workers if number]
         try:
-            said, wait = False, set(runs)
-            while wait:
-                done, wait = await asyncio.wait(wait, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-                failed = [
-                    each.number for each, run in zip(chosen, runs, strict=True)
-                    if run.done() and run.result()["status"] != "ok"
-                ]  # fmt: skip
-                if wait and not done and not said and (failed or self._interrupted):
-                    said = True
-                    left = _workers(n.number for n, run in zip(chosen, runs, strict=True) if not run.done())
-                    why = f"{_numbers(failed)} failed" if failed and not self._interrupted else "it was interrupted"
-                    self._say(f"{why}, and {left} still at work, perhaps waiting for the others: restart the kernel\n")
-            return [each.result() for each in runs]
+            await self._join()
+            if self.interrupted == request.id:
+                return await self.run_user_code(request.id, work)  # which does not begin
+            request.results = {worker.number: worker.request(id=request.id, **task) for worker in others}
+            if 0 in workers:
+                request.results[0] = Future()
+            for number, result in request.results.items():
+                result.add_done_callback(lambda done, number=number: self._check(request, number, done))  # type: ignore[misc]
+            if 0 in workers:
+                request.results[0].set_result(await self.run_user_code(request.id, work))
+                for worker in others:
+                    worker.send(do="answer", id=request.id, is_eof=False)  # it may wait for an answer that nobody gave
+            await asyncio.wait([asyncio.wrap_future(result) for result in request.results.values()])
+            replies = {number: result.result() for number, result in sorted(request.results.items())}
+        except Lost:
+            if request.is_cut:
+                self._say(request, f"{self._lost}\n")
+                return request.results[request.failed[0]].result()
+            return self._fail(request.message, "WorkerLost", self._lost)
         finally:
-            for each in runs:
-                each.cancel()
+            with self._lock:
+                request.is_over, self._current = True, None
+        if request.is_cut:
+            self._say(request, f"{self._lost}\n")
+        return await self._conclude(request, replies)
 
-    async def _until_gone(self, work: Awaitable[Any]) -> Any:
-        """What it comes to; raises Gone where a worker is lost meanwhile."""
-        task = asyncio.ensure_future(work)
-        gone = self._gone = self._gone or [asyncio.wrap_future(each.gone) for each in self._workers]
-        await asyncio.wait([task, *gone], return_when=asyncio.FIRST_COMPLETED)
-        lost = next((future.result() for future in gone if future.done()), None)
-        if lost is None:
-            return task.result()
-        task.cancel()
-        await asyncio.wait([task])
-        raise Gone(lost)
-
-    def _lose(self, why: str) -> None:
-        """End all engines; every cell from now on says why."""
-        self._lost = self._lost or why
-        for each in self._workers:
-            each.end()
-
-    async def _ready(self) -> None:
-        """Wait until all engines are one program. Raises Gone."""
+    async def _join(self) -> None:
+        """Make all workers one JAX program, once; interrupts wait. Raises Lost."""
         if self._lost:
-            raise Gone(self._lost)
-        if self._begun is None:
-            self._begun = asyncio.ensure_future(self._begin())
-        await asyncio.shield(self._begun)
+            raise Lost
+        if not self._has_joined:
+            with socket.create_server((self._address, 0)) as free:
+                address = f"{self._address}:{free.getsockname()[1]}"
+            await self._together("join", [address, len(self._all)], JOIN_TIMEOUT_S, "the workers formed no JAX program")
+            self._has_joined = True
 
-    async def _begin(self) -> None:
-        await self._until_gone(asyncio.gather(*(each.begin(self._hear) for each in self._workers)))
-        with socket.create_server((self._host, 0)) as free:
-            where = f"{self._host}:{free.getsockname()[1]}"
-        count = len(self._workers)
-        replies = await self._until_gone(
-            asyncio.gather(*(
-                each.run(PROGRAM.format(where=where, count=count, number=each.number), True, False)
-                for each in self._workers
-            ))
-        )  # fmt: skip
-        for each, reply in zip(self._workers, replies, strict=True):
-            if reply["status"] != "ok":
-                said = f"{reply.get('ename')}: {reply.get('evalue')}"
-                self._say(f"worker {each.number} is not one JAX program with the others: {said}\n")
+    async def _together(self, task: str, values: list[Any], timeout_s: float, problem: str) -> None:
+        """Have all workers do a task that ends on none before it ends on all; raises Lost."""
+        futures: list[Future[Any]] = [in_thread(COLLECTIVE[task], *values, 0)]
+        for number, worker in self._others.items():
+            futures.append(worker.request(do=task, id=f"{task} {values[0]}", values=[*values, number]))
+        waiting = [asyncio.wrap_future(future) for future in futures]
+        done, missing = await asyncio.wait(waiting, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+        errors = [error for future in done if (error := future.exception())]
+        if missing or errors:
+            self.lose(problem + "".join(f": {error}" for error in errors[:1]))
+            raise Lost
 
-    # What is shown.
+    async def _conclude(self, request: Request, replies: dict[int, Reply]) -> Reply:
+        """Show what differs between the workers; have them meet after a failure. Return the reply to the request."""
+        opened = [reply["opened"] if number else self.opened for number, reply in replies.items()]
+        if len(replies) == len(self._all) and all(identifiers == opened[0] for identifiers in opened):
+            self._shared.update(opened[0])
+        elif any(opened):
+            self._say(request, "the workers have made different widgets, whose values reach one worker only\n")
+        if 0 in replies:
+            self._compare(request)
+        failed = {number: replies[number] for number in request.failed}
+        if not failed:
+            return next(iter(replies.values()))
+        errors = [reply for reply in failed.values() if reply["ename"] != "KeyboardInterrupt"] or [*failed.values()]
+        shown = {(failed[0]["ename"], failed[0]["evalue"])} if 0 in failed else set()
+        if 0 in replies and not request.is_cut:
+            for reply in errors:
+                if (reply["ename"], reply["evalue"]) not in shown:
+                    shown.add((reply["ename"], reply["evalue"]))
+                    self._show_failure(request, [number for number in failed if failed[number] is reply])
+        if has_devices() or any(reply.get("has_devices") for reply in replies.values()):
+            timeout_s = SPLIT_MEET_TIMEOUT_S if len(failed) < len(replies) else MEET_TIMEOUT_S
+            with suppress(Lost):
+                await self._together("meet", [request.id], timeout_s, "the workers stopped at different places")
+            if self._lost and not request.is_cut:
+                self._say(request, f"{self._lost}\n")
+        return errors[0]
 
-    def _hear(self, worker: Worker, message: Any) -> None:
-        """What an engine has published: passed on, or kept for the end of the cell."""
-        kind, content = message["msg_type"], message["content"]
-        if kind not in PASSED:
-            return
-        first = worker.number == self._showing
-        into = self._shown if first else worker.printed
-        if kind == "stream" and content["name"] == "stderr":
-            lines = content["text"].split("\n")  # without progress bars, which never agree on the time
-            worker.warned.add("".join(f"{line}\n" for line in lines if line.strip() and "\r" not in line))
-        elif kind == "stream":
-            into.add(content["text"])
-        elif kind in ("display_data", "execute_result"):
-            into.add(content["data"].get("text/plain", "") + "\n")
-        elif kind == "error":
-            worker.error = content
-        if first:
-            if "execution_count" in content:
-                content = {**content, "execution_count": self.execution_count}
-            self.session.send(
-                self.iopub_socket, kind, content, self._parent, ident=self._topic(kind),
-                metadata=message["metadata"], buffers=message["buffers"],
-            )  # fmt: skip
+    # Failures.
 
-    def _tell_others(self, others: Sequence[Worker]) -> None:
-        """What the others printed where it is something else; who else has failed."""
-        first = self._workers[self._showing]
-        self._tell("stdout", self._shown, {each.number: each.printed for each in others})
-        self._tell("stderr", first.warned, {each.number: each.warned for each in others})
-        if first.error is not None and first.error["ename"] != "KeyboardInterrupt":
-            for each in others:
-                if each.error is not None:
-                    about = f"{each.error['ename']}: {each.error['evalue']}".removesuffix(": ")
-                    self._say(f"worker {each.number} failed too: {about}\n")
+    def _check(self, request: Request, number: int, done: "Future[Reply]") -> None:
+        """Note a failure; watch the other workers after the first."""
+        if done.exception() is None and done.result()["status"] != "ok":
+            with self._lock:
+                request.failed.append(number)
+            if len(request.failed) == 1 and len(request.workers) > 1:
+                threading.Thread(target=self._settle, args=(request,), daemon=True).start()
 
-    def _tell(self, name: str, shown: Output, others: dict[int, Output]) -> None:
-        """Those of the others that are not what was shown; what is alike is said once."""
-        alike: dict[bytes, list[int]] = {}
-        for number, each in others.items():
-            if each.same != shown.same and (each.length or self._workers[number].error is None):
-                alike.setdefault(each.same, []).append(number)
-        for numbers in alike.values():
-            text = others[numbers[0]].shown.rstrip("\n") or "nothing"
-            self._say(f"{_numbers(numbers)}:{' ' if chr(10) not in text else chr(10)}{text}\n", name)
+    def _settle(self, request: Request) -> None:
+        """Show a failure for which other workers wait. They cannot catch up, so the slice is lost."""
+        wait(request.results.values(), SETTLE_S)
+        left = [number for number, result in request.results.items() if not result.done()]
+        if left and self.interrupted != request.id:
+            request.is_cut = True
+            self._show_failure(request, request.failed)
+            self.lose(f"{label(request.failed)} failed while {label(left)} waited")
 
-    def _say(self, text: str, name: str = "stderr") -> None:
-        content = {"name": name, "text": text}
-        self.session.send(self.iopub_socket, "stream", content, self._parent, ident=self._topic("stream"))
-
-    def _fail(self, name: str, value: str, traceback: Sequence[str] = ()) -> dict[str, Any]:
-        """Show an error; the reply of its cell."""
-        about = {"ename": name, "evalue": value, "traceback": [*traceback] or [f"{name}: {value}"]}
-        self.session.send(self.iopub_socket, "error", about, self._parent, ident=self._topic("error"))
-        return {"status": "error", "execution_count": self.execution_count, **about}
-
-    # What is asked beside cells.
-
-    async def do_complete(self, code: str, cursor_pos: int) -> dict[str, Any]:
-        """As worker 0 knows it."""
-        return await self._asked("complete", code, cursor_pos) or await super().do_complete(code, cursor_pos)
-
-    async def do_inspect(
-        self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()
-    ) -> dict[str, Any]:
-        """As worker 0 knows it."""
-        found = await self._asked("inspect", code, cursor_pos, detail_level)
-        return found or await super().do_inspect(code, cursor_pos, detail_level, omit_sections)
-
-    async def do_is_complete(self, code: str) -> dict[str, Any]:
-        """Whether a cell is whole."""
-        return await self._asked("is_complete", code) or {"status": "unknown"}
-
-    async def _asked(self, kind: str, *words: Any) -> dict[str, Any] | None:
-        try:
-            await self._ready()
-            return await self._until_gone(self._workers[0].ask(kind, *words))
-        except Gone as gone:
-            self._lose(str(gone))
-            return None
-
-    async def _comm(self, stream: Any, ident: Any, message: Any) -> None:
-        """A widget's messages are worker 0's, who has made it."""
-        with suppress(Gone):
-            await self._ready()
-            self._parent = message
-            self._workers[0].pass_on(message)
+    def lose(self, why: str, advice: str = RESTART) -> None:
+        """End all engines and refuse cells from now on."""
+        with self._lock:
+            if self._lost or self.shell.exit_now:
+                return
+            self._lost = why + advice
+            request = self._current
+        for worker in self._others.values():
+            worker.end()
+        if request is not None:
+            self.interrupt(request.id)
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Reach all workers; comes on the control channel, while a cell runs."""
-        self._interrupted = True
-        for each in self._workers:
-            each.interrupt()
+        """Interrupt the current request on all of its workers; comes in the control thread."""
+        if (request := self._current) is not None:
+            for worker in self._others.values():
+                worker.send(do="interrupt", id=request.id)
+            self.interrupt(request.id)
         self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
-    async def do_shutdown(self, restart: bool) -> dict[str, Any]:
-        """Ends all engines."""
-        for each in self._workers:
-            each.end()
-        return {"status": "ok", "restart": restart}
+    async def do_shutdown(self, restart: bool) -> Reply:
+        """End all engines."""
+        for worker in self._others.values():
+            worker.end()
+        return super().do_shutdown(restart)
+
+    def _fail(self, message: Any, ename: str, evalue: str, traceback: Sequence[str] = ()) -> Reply:
+        """Show an error; return it as a reply."""
+        error = {"ename": ename, "evalue": evalue, "traceback": [*traceback] or [f"{ename}: {evalue}"]}
+        self.show_error(error, message, b"slice")
+        return {"status": "error", **error}
+
+    def _show_failure(self, request: Request, failed: Sequence[int]) -> None:
+        """Show another worker's error with its traceback; this one's is shown already."""
+        if 0 not in failed:
+            error = request.results[failed[0]].result()
+            traceback = [f"{label(failed)}:", *error["traceback"]]
+            self._fail(request.message, error["ename"], error["evalue"], traceback)
+
+    def _input_request(self, prompt: str, ident: Any, parent: Any, password: bool = False) -> str:
+        """Ask on this worker; send the answer to the others."""
+        answer: dict[str, Any] = {"is_eof": True}
+        try:
+            value = super()._input_request(prompt, ident, parent, password)
+            answer = {"value": value}
+        finally:
+            for worker in self._others.values():
+                worker.send(do="answer", id=parent["header"]["msg_id"], **answer)
+        return str(value)
+
+    # Output.
+
+    def publish(self, kind: str, request_id: str, content: Any, metadata: Any, ident: bytes) -> bool:
+        """Note this worker's output; hold back an interrupt that another worker's failure caused."""
+        if ident == b"slice" or (request := self._requests.get(request_id)) is None:
+            return True
+        self._note(request, 0, kind, content)
+        return not (kind == "error" and self._lost and content["ename"] == "KeyboardInterrupt")
+
+    def note_remote(self, number: int, message: dict[str, Any]) -> None:
+        """Take what another worker publishes: show it if the cell is that worker's alone."""
+        request = self._requests.get(message["id"]) or next(reversed(self._requests.values()), None)
+        if request is not None and 0 in request.workers:
+            self._note(request, number, message["kind"], message["content"])
+        elif request is not None:
+            about = {"metadata": message["metadata"], "ident": b"slice"}
+            self.session.send(self.iopub_socket, message["kind"], message["content"], request.message, **about)
+
+    def _note(self, request: Request, number: int, kind: str, content: Any) -> None:
+        if kind == "stream":
+            stream, text = content["name"], content["text"]
+        elif kind in ("display_data", "execute_result"):
+            stream, text = "stdout", content["data"].get("text/plain", "") + "\n"
+        else:
+            return
+        with self._lock:
+            request.outputs[number, stream].add(text)
+            if request.is_over and not request.is_comparing:
+                request.is_comparing = True
+                timer = threading.Timer(LATE_OUTPUT_S, self._compare, [request])
+                timer.daemon = True
+                timer.start()
+
+    def _compare(self, request: Request) -> None:
+        """Show output of other workers since the last comparison that this one has not."""
+        with self._lock:
+            outputs, request.outputs, request.is_comparing = request.outputs, defaultdict(Output), False
+        for stream in ("stdout", "stderr"):
+            groups: dict[bytes, list[int]] = defaultdict(list)
+            for number in request.workers[1:]:
+                if outputs[number, stream].chars or number not in request.failed:
+                    groups[outputs[number, stream].finish()].append(number)
+            groups.pop(outputs[0, stream].finish(), None)
+            for numbers in groups.values():
+                output = outputs[numbers[0], stream]
+                text = output.text.rstrip("\n") or "nothing"
+                left = f"\n… {output.chars - MAX_CHARS:,} more characters" if output.chars > MAX_CHARS else ""
+                self._say(request, f"{label(numbers)}:{chr(10) if chr(10) in text else ' '}{text}{left}\n", stream)
+
+    def _say(self, request: Request, text: str, stream: str = "stderr") -> None:
+        content = {"name": stream, "text": text}
+        self.session.send(self.iopub_socket, "stream", content, request.message, ident=b"slice")
 
 
-def keep_alive(number: int) -> None:
-    """Notice within half a minute that the other host is gone."""
-    with socket.socket(fileno=os.dup(number)) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-
-
-def _numbers(numbers: Any) -> str:
-    """`worker 3`, `workers 1, 2, 3`."""
-    found = [*numbers]
+def label(numbers: Iterable[int]) -> str:
+    """Return `worker 3` or `workers 1, 2, 3`."""
+    found = sorted(numbers)
     return f"worker{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
 
 
-def _workers(numbers: Any) -> str:
-    """The same with its verb's number left to the caller: `worker 3 is`, `workers 1, 2 are`."""
-    found = [*numbers]
-    return f"{_numbers(found)} {'are' if len(found) > 1 else 'is'}"
-
-
-if __name__ == "__main__":
-    IPKernelApp.launch_instance(kernel_class=SliceKernel)
+def main() -> None:
+    """Run the kernel."""
+    App.launch_instance(kernel_class=SliceKernel)

@@ -1,24 +1,22 @@
-"""On a host: looks whether it has what a notebook needs, and writes the files of one. Says what it found as JSON.
+"""Write the files of a notebook on this host and print what the host lacks. Sent as a program's text; Python 3.10.
 
-This file is sent to the host as a program's text and needs nothing but Python 3.10 there. On standard input: `needs`,
-packages; `files`, by their paths below ~/.tpuswarm/notebook; `begins`, the configuration of a server that begins now,
-and the port that it had before, if any; null where none begins.
+Standard input is JSON: `needs`, packages; `files`, texts by path below ~/.tpuswarm/notebook; `server`, the
+configuration of a server that starts now and its earlier port, or null.
 """
 
 import importlib.util
 import json
 import os
+import secrets
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
-OURS = Path.home() / ".tpuswarm" / "notebook"
-SERVER = OURS / "config" / "jupyter_server_config.json"
+FOLDER = Path.home() / ".tpuswarm" / "notebook"
 
 
 def write(path: Path, text: str) -> None:
-    """A file for its owner alone, whole or not at all."""
+    """Write a file that only its owner may read."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     new = path.with_name(path.name + ".new")
     new.touch(0o600)
@@ -26,39 +24,25 @@ def write(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def is_free(port: int) -> bool:
-    """Whether nobody listens there."""
+def free_port(wanted: int) -> int:
+    """Return this port of the loopback if it is free, else another one."""
     try:
-        with socket.create_server(("127.0.0.1", port)):
-            return True
+        with socket.create_server(("127.0.0.1", wanted)) as server:
+            return int(server.getsockname()[1])
     except OSError:
-        return False
+        return free_port(0)
 
 
-def say(what: "dict[str, Any]") -> None:
-    """The answer."""
-    sys.stdout.write(json.dumps(what) + "\n")
-
-
-def main() -> None:
-    """All of it."""
-    asked = json.load(sys.stdin)
-    lacks = [each for each in asked["needs"] if importlib.util.find_spec(each) is None]
-    if lacks:
-        say({"lacks": lacks})
-        return
+request = json.load(sys.stdin)
+lacks = [package for package in request["needs"] if importlib.util.find_spec(package) is None]
+secret = FOLDER / "secret"
+if not lacks:
     os.umask(0o077)
-    for name, text in asked["files"].items():
-        write(OURS / name, text)
-    if (begins := asked["begins"]) is not None:
-        port = begins["port"]
-        if port is None or not is_free(port):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-        server = json.loads(begins["config"])
-        server["ServerApp"]["port"] = port
-        write(SERVER, json.dumps(server))
-    say({"lacks": []})
-
-
-main()
+    if not secret.exists():
+        write(secret, secrets.token_hex(32))
+    for name, text in request["files"].items():
+        write(FOLDER / name, text)
+    if server := request["server"]:
+        server["config"]["ServerApp"]["port"] = free_port(server["port"] or 0)
+        write(FOLDER / "config" / "jupyter_server_config.json", json.dumps(server["config"]))
+sys.stdout.write(json.dumps({"lacks": lacks, "secret": "" if lacks else secret.read_text()}) + "\n")

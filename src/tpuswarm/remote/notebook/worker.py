@@ -1,15 +1,11 @@
-"""On each worker of a slice: starts an engine, which is IPython's own kernel, for whoever runs cells on all workers.
+"""Start an engine on this worker for a slice kernel that connects; end it with the connection.
 
-This file is sent to the host and needs nothing but Python 3.10 and ipykernel there. A kernel of the slice (`kernel.py`,
-on worker 0) connects and has an engine for as long as the connection lasts: however the kernel ends, its engines end.
-Both ends prove that they know the slice's secret, which also signs what is said to the engine.
-
-    worker.py ADDRESS FILE        listens at that address, on a port that it writes to FILE
+Runs on every worker but the first. Both ends prove that they know the slice's secret.
 """
 
-import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,137 +13,103 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 from typing import Any
 
-OURS = Path(__file__).resolve().parent
-ENDS_S = 10.0
-"""Seconds that an engine which was asked to end has, and a kernel that comes for the next one waits."""
-LOOK_S = 0.02
-PROVES_S = 10.0
-"""Seconds that whoever connects has to prove that it knows the secret."""
+FOLDER = Path.home() / ".tpuswarm" / "notebook"
+AUTHENTICATION_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 10.0
+POLL_INTERVAL_MS = 100
 PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
-BUSY = threading.Lock()
-"""One engine at a time: chips serve one process."""
+CHIPS = threading.Lock()
+"""Held by the one engine that may run."""
 
 
-def main(address: str, file: Path) -> None:
-    """Serve kernels for ever."""
-    secret = (OURS / "secret").read_bytes()
-    listener = connection.Listener((address, 0))
+def main() -> None:
+    """Serve kernels at the address that is the first argument; write the port to the file that is the second."""
+    secret = (FOLDER / "secret").read_bytes()
+    listener = connection.Listener((sys.argv[1], 0))
+    file = Path(sys.argv[2])
     new = file.with_suffix(".new")
     new.write_text(str(listener.address[1]))
     new.replace(file)
     while True:
         try:
             line = listener.accept()
-        except OSError:  # whoever it was has gone again
-            time.sleep(LOOK_S)
-            continue
-        threading.Thread(target=serve, args=(line, secret, address), daemon=True).start()
+        except OSError:  # the client left at once
+            time.sleep(POLL_INTERVAL_MS / 1000)
+        else:
+            threading.Thread(target=serve, args=(line, secret), daemon=True).start()
 
 
-def serve(line: Any, secret: bytes, address: str) -> None:
-    """One kernel, until its connection ends."""
-    late = threading.Timer(PROVES_S, shut, [line])
-    late.daemon = True
-    late.start()
-    try:
+def serve(line: Any, secret: bytes) -> None:
+    """Serve one kernel until its connection ends."""
+    timer = threading.Timer(AUTHENTICATION_TIMEOUT_S, shut_down, [line])
+    timer.daemon = True
+    timer.start()
+    with suppress(OSError, EOFError, ValueError, AuthenticationError), line:
         connection.deliver_challenge(line, secret)
         connection.answer_challenge(line, secret)
-        late.cancel()
-        keep_alive(line.fileno())
-        asked = json.loads(line.recv_bytes())
-        if not BUSY.acquire(timeout=ENDS_S):
-            line.send_bytes(json.dumps({"refused": "another notebook's kernel has this slice"}).encode())
-            return
-        try:
-            run(line, asked["folder"], secret.decode(), address)
-        finally:
-            BUSY.release()
-    except (OSError, EOFError, ValueError, AuthenticationError):
-        return  # whoever it was has gone, or is nobody of ours
-    finally:
-        late.cancel()
-        line.close()
+        timer.cancel()
+        tune(line)
+        folder = json.loads(line.recv_bytes())["folder"]
+        last = {"refused": "another notebook's kernel has this slice"}
+        if CHIPS.acquire(timeout=END_TIMEOUT_S):
+            try:
+                last = {"ended": run_engine(line, Path.home() / folder)}
+            finally:
+                CHIPS.release()
+        line.send_bytes(json.dumps(last).encode())
+    timer.cancel()
 
 
-def shut(line: Any) -> None:
-    """Wake the thread that reads from it, to its end."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as held:
-        held.shutdown(socket.SHUT_RDWR)
-
-
-def keep_alive(number: int) -> None:
-    """Notice within half a minute that the other host is gone."""
-    with socket.socket(fileno=os.dup(number)) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        held.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-
-
-def run(line: Any, folder: str, key: str, address: str) -> None:
-    """An engine, in a folder below the home where there is one, for as long as the line holds."""
-    with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "engine.json"
-        about = {"ip": address, "key": key, "transport": "tcp", "signature_scheme": "hmac-sha256"}
-        file.touch(0o600)
-        file.write_text(json.dumps({**about, **dict.fromkeys(PORTS, 0)}))
-        there = Path.home() / folder
+def run_engine(line: Any, folder: Path) -> str:
+    """Run an engine until it ends, or its connection; return how it ended."""
+    with tempfile.TemporaryDirectory() as private:  # its sockets are files that only this user may open
+        file = Path(private) / "engine.json"
+        file.write_text(json.dumps({"transport": "ipc", "ip": f"{private}/socket", **dict.fromkeys(PORTS, 0)}))
         process = subprocess.Popen(
-            ["/bin/bash", OURS / "begin", "python3", "-m", "ipykernel_launcher", "-f", file],
+            [
+                "/bin/bash",
+                FOLDER / "begin",
+                "python3",
+                FOLDER / "code/run.py",
+                "engine",
+                str(line.fileno()),
+                "-f",
+                file,
+            ],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            cwd=there if there.is_dir() else Path.home(),
-            env={**os.environ, "JPY_PARENT_PID": str(os.getpid())},  # it ends where we are killed
+            cwd=folder if folder.is_dir() else Path.home(),
+            env={**os.environ, "JPY_PARENT_PID": str(os.getpid())},
+            pass_fds=[line.fileno()],
         )
-        watching = threading.Thread(target=watch, args=(process, line, file), daemon=True)
-        watching.start()
-        try:
-            while line.recv_bytes() == b"interrupt":
-                send(process, signal.SIGINT)
-        except (OSError, EOFError):
+        poll = select.poll()
+        poll.register(line, select.POLLRDHUP)
+        while process.poll() is None and not poll.poll(POLL_INTERVAL_MS):
             pass
-        send(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ENDS_S / 2)
-        send(process, signal.SIGKILL)  # also what it has left
-        process.wait()
-        watching.join()
-
-
-def send(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """A signal to an engine and what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def watch(process: "subprocess.Popen[bytes]", line: Any, file: Path) -> None:
-    """Say where the engine listens, and later how it ended."""
-    try:
-        while process.poll() is None:
-            found = load(file)
-            if all(found.get(each) for each in PORTS):
-                line.send_bytes(json.dumps({"engine": found}).encode())
-                break
-            time.sleep(LOOK_S)
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(END_TIMEOUT_S / 2)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also its children
         code = process.wait()
-        how = f"exit {code}" if code >= 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
-        line.send_bytes(json.dumps({"ended": how}).encode())
-    except OSError:
-        pass  # nobody listens any more
+    return f"exit {code}" if code >= 0 else f"killed by signal {-code}, {signal.Signals(-code).name}"
 
 
-def load(file: Path) -> "dict[str, Any]":
-    """What an engine has written so far; it may be at it."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def shut_down(line: Any) -> None:
+    """End a connection; wakes the thread that reads from it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as connected:
+        connected.shutdown(socket.SHUT_RDWR)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+def tune(line: Any) -> None:
+    """Send small messages at once; notice within 30 s that the other host is gone."""
+    with socket.socket(fileno=os.dup(line.fileno())) as connected:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("NODELAY", 1), ("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 4)):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)

@@ -1,5 +1,6 @@
 """A change that a command has finished is in the document once, whatever the bucket does."""
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,8 +14,11 @@ from tpuswarm.cloud.google.buckets import GoogleBucket
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.jobs import Assignment, Job
+from tpuswarm.fleet.decide.spending import Spending
+from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.store import document
-from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket
+from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket, document_path
 from tpuswarm.train.storage import bucket as client
 
 
@@ -98,3 +102,13 @@ def test_change_in_a_bucket_that_lies_is_made_once(fast, tmp_path, monkeypatch):
         server.random_faults = ()
         found = DocumentStore(GoogleBucket(access, "state"), "gpt2", "here").load()
     assert sorted(each.text for each in found.events) == sorted(f"{n}.{again}" for n in range(2) for again in range(10))
+
+
+def test_stored_names_stay_when_the_code_is_renamed(tmp_path):
+    store = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
+    job, work = Job("a", "all", "true", "never", (Assignment("small"),)), WorkStatus(unusable={"m": (1.0, "full")})
+    new = Document("gpt2", "google", "p", Desired("f", ()), (), spending=Spending(at=2.0), work=work, jobs=(job,))
+    store.change(lambda _: new)
+    stored = json.loads(LocalBucket(tmp_path).read(document_path("gpt2")).data)
+    assert stored["jobs"][0]["seats"] and stored["work"]["spoilt"] and stored["ledger"]["at"] == 2.0
+    assert replace(store.load(), commands=()) == new

@@ -126,13 +126,13 @@ def test_tensorflow_pod_accepts_a_single_libtpu_flag():
         check_tf_pods(document(V3_PRECISION, second))
 
 
-def seats_of(names: str) -> tuple[Assignment, ...]:
+def assigned(names: str) -> tuple[Assignment, ...]:
     return tuple(Assignment("small", name, 1.0, "running", 1, flags="old") for name in names)
 
 
 def test_members_restart_with_new_flags_one_at_a_time_and_other_jobs_do_not():
     hosts = [machine(name, workers=1) for name in "abc"]
-    jobs = tuple(Job(name, "small", "run", "preempted", seats_of("abc")) for name in ("members", "other"))
+    jobs = tuple(Job(name, "small", "run", "preempted", assigned("abc")) for name in ("members", "other"))
     wanted = dict.fromkeys("abc", "new")
     runs = {(job.name, name): RunReport(1, "running") for job in jobs for name in "abc"}
     ended: list[tuple[float, str]] = []
@@ -155,16 +155,16 @@ def test_members_restart_with_new_flags_one_at_a_time_and_other_jobs_do_not():
     assert [name for _, name in ended] == ["a", "b", "c"] and started == wanted
     assert all(later - earlier >= FLAG_RESTART_INTERVAL_S for (earlier, _), (later, _) in pairwise(ended))
     members, other = jobs
-    assert [(seat.flags, seat.run, seat.lost, seat.failed) for seat in members.assignments] == [("new", 2, 0, 0)] * 3
-    assert [(seat.flags, seat.run) for seat in other.assignments] == [("old", 1)] * 3
+    assert [(it.flags, it.run, it.lost, it.failed) for it in members.assignments] == [("new", 2, 0, 0)] * 3
+    assert [(it.flags, it.run) for it in other.assignments] == [("old", 1)] * 3
 
 
 def test_unreachable_member_delays_the_restart_of_the_others():
     hosts, wanted = [machine(name, workers=1) for name in "ab"], {"a": "new", "b": "new"}
-    jobs = (Job("members", "small", "join", "preempted", seats_of("ab")),)
+    jobs = (Job("members", "small", "join", "preempted", assigned("ab")),)
     for now in range(1_000, 1_300, 10):
         (job,) = restart_for_flags(jobs, {"members": wanted}, now)
         step = update_job(job, hosts, (), {("b", 0): RunReport(1, "running")}, now, None, wanted)
         assert step.actions == ()
         jobs = (step.job,)
-    assert [seat.phase for seat in jobs[0].assignments] == ["running", "running"]
+    assert [it.phase for it in jobs[0].assignments] == ["running", "running"]

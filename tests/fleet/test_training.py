@@ -155,14 +155,14 @@ def member(name: str, state="alive", speed: float | None = 41_000.0) -> MemberSt
 
 @pytest.fixture
 def overview() -> tuple[Document, Listing, list[Event], list[MemberStatus]]:
-    seats = (
+    assignments = (
         Assignment("small", "s-0", phase="running", run=1),
         Assignment("small", "s-1", phase="running", run=2, lost=1),
         Assignment("small", "s-2", phase="waiting", why="s-2 is being set up"),
         Assignment("small", "s-3", phase="running", run=1),
     )
     head, members, _ = swarm_jobs("all-head")
-    jobs = (head, Job("members-small", "small", members.line, "always", seats))
+    jobs = (head, Job("members-small", "small", members.line, "always", assignments))
     lease = KeeperLease("x", "all-head", 1, 1, NOW)
     fleet = Desired(FLEET, (pool("small", 6), vm("head")))
     document = Document("all", "google", "project", fleet, (ZONE,), lease=lease, jobs=jobs)

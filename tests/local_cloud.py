@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import until as until  # for tests of clouds
-from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.connect import connect, stop
 from tpuswarm.cloud.rehearsal.place import Place
@@ -52,6 +52,6 @@ def delete_machine(place: Place, name: str) -> None:
     """Delete a machine of us-central1-f as in Google's console."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPUSWARM_REHEARSAL", str(place.folder))
-        cloud = Google(open_access("rehearsal", None))
+        cloud = GoogleProvider(open_access("rehearsal", None))
         (found,) = [machine for machine in cloud.machines(["us-central1-f"]).machines if machine.name == name]
         cloud.delete(found)

@@ -113,7 +113,7 @@ def cloud_folder(tmp_path_factory):
 def init(typed, cloud_folder, signed_out, monkeypatch):
     """Run `init` against the local cloud in an empty folder: (code, out, err)."""
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(cloud_folder))
-    monkeypatch.setattr("tpuswarm.cloud.google.project.LOOK_S", 0.05)
+    monkeypatch.setattr("tpuswarm.cloud.google.project.POLL_INTERVAL_S", 0.05)
     pool = "--provider rehearsal --type v2-8 --zone us-central1-b"
 
     def run(options: str, project: str | None = None) -> tuple[int, str, str]:

@@ -16,7 +16,7 @@ from tpuswarm.cloud.google.buckets import bucket_url
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.firewall import Rule
 from tpuswarm.cloud.google.project import Project
-from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import FLEET_LABEL
 from tpuswarm.cloud.rehearsal.client import environment
 from tpuswarm.cloud.rehearsal.connect import connect
@@ -51,18 +51,18 @@ def test_os_login_policy_is_reported_before_any_machine_exists(init, typed, acce
     code, out, err = typed("up", "--yes")
     assert code == 2 and "org-policies disable-enforce compute.requireOsLogin --project=login-1" in out
     assert "nothing was created" in err
-    assert Google(access("login-1")).machines(["us-central1-b"]) == ((), frozenset())
+    assert GoogleProvider(access("login-1")).machines(["us-central1-b"]) == ((), frozenset())
 
 
 def test_bucket_is_labelled_with_its_fleet(init, typed, access):
     init("--yes", "whole-1")
     code, _, err = typed("up", "--yes")
     assert (code, err) == (0, "")
-    (machine,) = Google(access("whole-1")).machines(["us-central1-b"]).machines
+    (machine,) = GoogleProvider(access("whole-1")).machines(["us-central1-b"]).machines
     bucket = access("whole-1").get("looking", bucket_url(access("whole-1"), "whole-1-swarm"))
     assert machine.state == "ready" and bucket["labels"] == {"tpuswarm": "swarm", FLEET_LABEL: machine.fleet}
     assert typed("down", "--yes")[0] == 0
-    assert Google(access("whole-1")).machines(["us-central1-b"]).machines == ()
+    assert GoogleProvider(access("whole-1")).machines(["us-central1-b"]).machines == ()
 
 
 def test_interrupted_init_continues_with_the_same_command(init, access, monkeypatch):

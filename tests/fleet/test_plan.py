@@ -9,7 +9,7 @@ import pytest
 from tests.fleet.fake_cloud import BOOT_S, FakeCloud
 from tests.fleet.loop import EUROPE, FLEET, A, B, C, Loop, desired, pool, started, vm
 from tpuswarm.cloud.errors import Denied, Invalid, NotSignedIn
-from tpuswarm.cloud.google.instances import to_instance
+from tpuswarm.cloud.google.instances import instance_from_spec
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, VmSpec
 from tpuswarm.fleet.apply.gcloud import create
 from tpuswarm.fleet.decide.actions import Create, Delete
@@ -204,7 +204,7 @@ def test_vm_is_deleted_by_google_after_the_end_date_even_without_a_keeper(cloud)
     specs = [action.spec for action in loop.actions if isinstance(action, Create)]
     (head,) = [spec for spec in specs if isinstance(spec, VmSpec)]
     assert head.ends == loop.desired.down_when.at + DELETE_MARGIN_S
-    scheduling = to_instance(head, "my-project").scheduling
+    scheduling = instance_from_spec(head, "my-project").scheduling
     assert scheduling.termination_time == "2027-01-15T09:16:40+00:00"
     assert scheduling.instance_termination_action == "DELETE"
     assert "--termination-time=2027-01-15T09:16:40+00:00" in create(head, "my-project")

@@ -9,7 +9,7 @@ import pytest
 from tests.fleet.conftest import GOLDEN
 from tpuswarm.cli.fleet import apply
 from tpuswarm.cloud.errors import Denied, NoQuota, NotSignedIn, Unreachable
-from tpuswarm.cloud.google.firewall import Rule, wanted
+from tpuswarm.cloud.google.firewall import Rule, fleet_rules
 from tpuswarm.cloud.google.project import APIS, BucketSettings, Subnetwork
 from tpuswarm.cloud.google.quotas import Quota
 from tpuswarm.config.toml_file import parse_toml
@@ -34,7 +34,7 @@ FACTS = ProjectFacts(
     runtimes={ZONE: ("tpu-ubuntu2204-base", "tpu-vm-tf-2.18.0")},
     bucket=BucketSettings("us-central1"),
     subnetworks={NET: Subnetwork("10.128.0.0/20", False)},
-    rules=wanted(NETWORK, "tpuswarm-mine", "tpuswarm mine"),
+    rules=fleet_rules(NETWORK, "tpuswarm-mine", "tpuswarm mine"),
     account="1-compute@developer.gserviceaccount.com",
 )
 REQUIRED_APIS = frozenset(APIS) - {"cloudquotas.googleapis.com", "cloudbilling.googleapis.com"}

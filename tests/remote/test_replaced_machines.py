@@ -27,7 +27,7 @@ def ssh(fleet, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_zone_that_does_not_answer_is_a_finding_and_other_machines_are_checked(fleet, monkeypatch):
-    monkeypatch.setattr("tpuswarm.cloud.google.access.PATIENCE", 0.2)
+    monkeypatch.setattr("tpuswarm.cloud.google.access.RETRY_WINDOW_S", 0.2)
     with fleet.broken(ZONE, "unreachable"):
         dark = "does not answer: its machines are unknown"
         assert doctor(fleet, "all") == {ZONE: ("reach", dark)}

@@ -2,7 +2,7 @@ import pytest
 
 from tests.local_cloud import local_cloud, until
 from tpuswarm.cloud.google.access import Access
-from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import Machine, TpuSpec
 from tpuswarm.cloud.rehearsal.client import ask
 from tpuswarm.cloud.rehearsal.connect import connect
@@ -30,7 +30,7 @@ def endpoints(place):
 @pytest.fixture
 def google(endpoints):
     """A provider without machines; deletes those that the test makes."""
-    google = Google(Access("my-project", endpoints))
+    google = GoogleProvider(Access("my-project", endpoints))
     yield google
     for machine in google.machines([AVAILABLE, STOCKOUT]).machines:
         if machine.state != "deleting":
@@ -42,11 +42,11 @@ def spec(name: str, zone: str = AVAILABLE, type_: str = "v2-8", how="on-demand",
     return TpuSpec(name, zone, type_, how, "f1e2", "small", "tpu-ubuntu2204-base", **fields)
 
 
-def only_machine(google: Google, zone: str = AVAILABLE) -> Machine | None:
+def only_machine(google: GoogleProvider, zone: str = AVAILABLE) -> Machine | None:
     machines = google.machines([zone]).machines
     assert len(machines) <= 1
     return machines[0] if machines else None
 
 
-def in_state(google: Google, state: str, zone: str = AVAILABLE) -> Machine:
+def in_state(google: GoogleProvider, state: str, zone: str = AVAILABLE) -> Machine:
     return until(lambda: (machine := only_machine(google, zone)) and machine.state == state and machine)

@@ -17,7 +17,7 @@ from tpuswarm.cloud.errors import CloudError, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import access, buckets
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
-from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import Machine, VmSpec
 from tpuswarm.train.storage import bucket
 
@@ -26,12 +26,12 @@ LOCAL = Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token")
 
 @pytest.fixture
 def short_timeouts(monkeypatch):
-    monkeypatch.setattr(access, "PATIENCE", 0.1)
-    monkeypatch.setattr(buckets, "PATIENCE", 0.1)
+    monkeypatch.setattr(access, "RETRY_WINDOW_S", 0.1)
+    monkeypatch.setattr(buckets, "RETRY_WINDOW_S", 0.1)
     monkeypatch.setitem(bucket._ONCE, "timeout", (0.05, 0.05))
-    monkeypatch.setattr(access, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(access, "MIN_PAUSE_S", 0.02)
     for module in ("access", "provider"):
-        monkeypatch.setattr(f"tpuswarm.cloud.google.{module}.SECONDS", 0.05)
+        monkeypatch.setattr(f"tpuswarm.cloud.google.{module}.REQUEST_TIMEOUT_S", 0.05)
 
 
 @pytest.fixture
@@ -50,15 +50,15 @@ def gcloud_folder(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("method", "errors", "raised", "calls"),
     [
-        ("ask", [api.ServiceUnavailable("down")], None, 2),
-        ("change", [api.ServiceUnavailable("down")], Unreachable, 1),
-        ("ask", [api.NotFound("down")], CloudError, 1),
-        ("ask", [KeyError("a fault of our own")], KeyError, 1),
-        ("ask", [api.ServiceUnavailable("down")] * 100, Unreachable, range(2, 100)),
+        ("call_with_retries", [api.ServiceUnavailable("down")], None, 2),
+        ("call_once", [api.ServiceUnavailable("down")], Unreachable, 1),
+        ("call_with_retries", [api.NotFound("down")], CloudError, 1),
+        ("call_with_retries", [KeyError("a fault of our own")], KeyError, 1),
+        ("call_with_retries", [api.ServiceUnavailable("down")] * 100, Unreachable, range(2, 100)),
     ],
 )
 def test_only_transient_failures_of_reads_are_retried(short_timeouts, monkeypatch, method, errors, raised, calls):
-    monkeypatch.setattr(access, "PATIENCE", 60.0 if len(errors) == 1 else 1.0)
+    monkeypatch.setattr(access, "RETRY_WINDOW_S", 60.0 if len(errors) == 1 else 1.0)
     answers = Mock(side_effect=[*errors, "answer"])
     call = partial(getattr(Access("p", LOCAL), method), "reading", answers)
     if raised:
@@ -100,7 +100,7 @@ CALLS = {
 def test_calls_to_a_silent_server_time_out(call, short_timeouts):
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         port = silent.getsockname()[1]
-        google = Google(Access("p", Endpoints(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "token")))
+        google = GoogleProvider(Access("p", Endpoints(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "token")))
         with pytest.raises(Unreachable):
             CALLS[call](google)
 
@@ -108,12 +108,12 @@ def test_calls_to_a_silent_server_time_out(call, short_timeouts):
 @pytest.mark.parametrize("call", ["machines", "create vm", "read"])
 def test_call_without_network_fails_in_one_sentence(call, short_timeouts):
     with pytest.raises(Unreachable) as raised:
-        CALLS[call](Google(Access("p", LOCAL)))
+        CALLS[call](GoogleProvider(Access("p", LOCAL)))
     assert "\n" not in str(raised.value)
 
 
 def test_user_who_never_signed_in_learns_how(gcloud_folder):
-    google = Google(Access("p"))
+    google = GoogleProvider(Access("p"))
     assert google.project == "p"
     with pytest.raises(NotSignedIn, match="gcloud auth application-default login"):
         google.types("us-central1-f")
@@ -140,10 +140,10 @@ def test_sign_in_to_gcloud_alone_is_enough(gcloud_folder, tmp_path, monkeypatch,
     monkeypatch.setenv("PATH", f"{gcloud.parent}:/usr/bin:/bin")
     google = Access("p")
     if is_signed_in:
-        assert google.ask("asking", lambda: google.credentials.token) == "t1" and google.credentials.valid
+        assert google.call_with_retries("asking", lambda: google.credentials.token) == "t1" and google.credentials.valid
     else:
         with pytest.raises(NotSignedIn, match="no longer signed in"):
-            google.ask("asking", lambda: None)
+            google.call_with_retries("asking", lambda: None)
 
 
 def test_rejected_token_is_renewed_once():

@@ -9,7 +9,7 @@ from tests.local_cloud import until
 from tpuswarm.cloud.errors import Changed, NotFound, Taken
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.buckets import bucket_url
-from tpuswarm.cloud.google.firewall import joins, lets_strangers_in, wanted
+from tpuswarm.cloud.google.firewall import fleet_rules, opens_all_ports, rules_open_to_strangers
 from tpuswarm.cloud.google.project import APIS, Project
 from tpuswarm.cloud.protocol import VmSpec
 
@@ -19,7 +19,7 @@ HEAD = VmSpec("head", AVAILABLE, "n2-highmem-2", "f1e2", "head", "ubuntu-os-clou
 @pytest.fixture(scope="module")
 def project(endpoints):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tpuswarm.cloud.google.project.LOOK_S", 0.02)
+        patch.setattr("tpuswarm.cloud.google.project.POLL_INTERVAL_S", 0.02)
         yield Project(Access("set-up", endpoints))
 
 
@@ -85,13 +85,13 @@ def test_fleet_network_joins_its_machines_only(project):
     project.make_network("own", "tpuswarm mine")
     assert project.has_network("own")
     assert project.subnetwork("own", "us-central1") and project.subnetwork("absent", "us-central1") is None
-    for rule in wanted("own", "tpuswarm-mine", "tpuswarm mine"):
+    for rule in fleet_rules("own", "tpuswarm-mine", "tpuswarm mine"):
         project.make_rule(rule)
         assert rule in project.rules()
         with pytest.raises(Taken):
             project.make_rule(rule)
-    assert joins(project.rules(), "own", ["tpuswarm-mine"])
-    assert lets_strangers_in(project.rules(), "own", ["tpuswarm-mine"]) == []
+    assert opens_all_ports(project.rules(), "own", ["tpuswarm-mine"])
+    assert rules_open_to_strangers(project.rules(), "own", ["tpuswarm-mine"]) == []
 
 
 def test_apis_billing_quotas_and_account(project):

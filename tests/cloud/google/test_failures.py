@@ -13,8 +13,14 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from tpuswarm.cloud import errors
-from tpuswarm.cloud.google.answers import of_call, of_compute, of_json, of_status, translate
-from tpuswarm.cloud.google.failures import Answer, judge
+from tpuswarm.cloud.google.answers import (
+    answer_from_call,
+    answer_from_json,
+    answer_from_operation,
+    answer_from_status,
+    to_cloud_error,
+)
+from tpuswarm.cloud.google.failures import Answer, cloud_error_for
 
 FIXTURES = tomllib.loads((Path(__file__).parent / "answers.toml").read_text())
 ANSWERS, OPERATIONS = FIXTURES["answer"], FIXTURES["operation"]
@@ -35,7 +41,7 @@ def from_call(fixture: dict) -> Answer:
     kind = api.from_grpc_status(grpc.StatusCode[fixture["code"]], fixture["message"]).__class__
     info = next((detail for detail in details(fixture) if isinstance(detail, error_details_pb2.ErrorInfo)), None)
     raised = kind(fixture["message"], details=details(fixture), error_info=info)
-    return of_call(raised)
+    return answer_from_call(raised)
 
 
 def from_status(fixture: dict) -> Answer:
@@ -43,7 +49,7 @@ def from_status(fixture: dict) -> Answer:
     for detail in details(fixture):
         (packed := any_pb2.Any()).Pack(detail)
         status.details.append(packed)
-    return of_status(status)
+    return answer_from_status(status)
 
 
 def from_json(fixture: dict) -> Answer:
@@ -54,11 +60,11 @@ def from_json(fixture: dict) -> Answer:
     if "reason" in fixture:
         info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo"} | {k: fixture[k] for k in ("reason", "metadata")}
         error["details"].append(info)
-    return of_json({"error": error}, 400)
+    return answer_from_json({"error": error}, 400)
 
 
 def check(answer: Answer, fixture: dict) -> None:
-    error = judge(answer, DOING, "my-project")
+    error = cloud_error_for(answer, DOING, "my-project")
     assert type(error).__name__ == fixture["is"]
     assert str(error).startswith(DOING)
     assert fixture.get("way", "") in str(error)
@@ -81,8 +87,8 @@ def test_failed_compute_operation_becomes_an_error(fixture):
         error_info=compute_v1.ErrorInfo(reason=fixture.get("reason", ""), metadatas=fixture.get("metadata", {}))
     )
     failed = compute_v1.Errors(code=fixture["code"], message=fixture["message"], error_details=[detail])
-    check(of_compute(compute_v1.Operation(error=compute_v1.Error(errors=[failed]))), fixture)
-    assert of_compute(compute_v1.Operation(name="fine")) is None
+    check(answer_from_operation(compute_v1.Operation(error=compute_v1.Error(errors=[failed]))), fixture)
+    assert answer_from_operation(compute_v1.Operation(name="fine")) is None
 
 
 @pytest.mark.parametrize(
@@ -104,9 +110,9 @@ def test_failed_compute_operation_becomes_an_error(fixture):
 def test_rest_answer_without_status_is_judged_by_code_and_reason(status, reason, kind):
     message = "Quota 'CPUS' exceeded" if kind is errors.NoQuota else "words"
     body = {"error": {"code": status, "message": message, "errors": [{"reason": reason}]}}
-    assert type(judge(of_json(body, status), DOING, "p")) is kind
+    assert type(cloud_error_for(answer_from_json(body, status), DOING, "p")) is kind
     raised = api.from_http_status(status, message, errors=[{"reason": reason}])
-    assert type(judge(of_call(raised), DOING, "p")) is kind
+    assert type(cloud_error_for(answer_from_call(raised), DOING, "p")) is kind
 
 
 @pytest.mark.parametrize(
@@ -115,12 +121,12 @@ def test_rest_answer_without_status_is_judged_by_code_and_reason(status, reason,
         (auth.RefreshError("Reauthentication is needed."), errors.NotSignedIn, "gcloud auth application-default login"),
         (auth.DefaultCredentialsError("Your default credentials were not found. To set up …"), errors.NotSignedIn, ""),
         (auth.TransportError("HTTPSConnectionPool: Failed to resolve 'oauth2.example'"), errors.Unreachable, "resolve"),
-        (requests.ConnectionError("Connection refused"), errors.Unreachable, "cannot be reached (Connection refused)"),
+        (requests.ConnectionError("Connection refused"), errors.Unreachable, "Google Cloud (Connection refused)"),
         (requests.Timeout("Read timed out."), errors.Unreachable, "timed out"),
         (api.RetryError("too long", api.ServiceUnavailable("down")), errors.Unreachable, "down"),
         (api.RetryError("too long", None), errors.Unreachable, ""),
     ],
 )
 def test_failure_before_google_answers_becomes_one_sentence(raised, kind, words):
-    error = translate(raised, DOING, "p")
+    error = to_cloud_error(raised, DOING, "p")
     assert type(error) is kind and words in str(error) and "\n" not in str(error)

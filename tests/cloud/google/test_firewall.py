@@ -2,10 +2,16 @@
 
 import pytest
 
-from tpuswarm.cloud.google.firewall import Rule, joins, lets_strangers_in, of_firewall, wanted
+from tpuswarm.cloud.google.firewall import (
+    Rule,
+    fleet_rules,
+    opens_all_ports,
+    rule_from_firewall,
+    rules_open_to_strangers,
+)
 
 NET, TAG = "tpuswarm-mine", "tpuswarm-mine"
-OURS = wanted(NET, TAG, "fleet f1e2")
+OURS = fleet_rules(NET, TAG, "fleet f1e2")
 
 
 def rest(**fields) -> dict:
@@ -15,11 +21,11 @@ def rest(**fields) -> dict:
 
 
 def test_fleet_rules_join_its_machines_and_admit_nobody_else():
-    assert joins(OURS, NET, [TAG])
-    assert lets_strangers_in(OURS, NET, [TAG]) == []
-    assert not joins(OURS[1:], NET, [TAG]), "ssh alone does not join them"
-    assert not joins(OURS, "default", [TAG]), "they are another network's"
-    assert not joins(OURS, NET, ["other"]), "they are other machines'"
+    assert opens_all_ports(OURS, NET, [TAG])
+    assert rules_open_to_strangers(OURS, NET, [TAG]) == []
+    assert not opens_all_ports(OURS[1:], NET, [TAG]), "ssh alone does not join them"
+    assert not opens_all_ports(OURS, "default", [TAG]), "they are another network's"
+    assert not opens_all_ports(OURS, NET, ["other"]), "they are other machines'"
 
 
 @pytest.mark.parametrize(
@@ -36,8 +42,8 @@ def test_fleet_rules_join_its_machines_and_admit_nobody_else():
     ],
 )
 def test_rules_that_admit_strangers_are_named(fields, words):
-    rule = of_firewall(rest(**fields))
-    ((found, sentence),) = lets_strangers_in([*OURS, rule], NET, [TAG])
+    rule = rule_from_firewall(rest(**fields))
+    ((found, sentence),) = rules_open_to_strangers([*OURS, rule], NET, [TAG])
     assert found == rule and words in sentence and sentence.startswith(f"firewall rule {rule.name} lets ")
 
 
@@ -53,7 +59,7 @@ def test_rules_that_admit_strangers_are_named(fields, words):
     ],
 )
 def test_harmless_rules_are_accepted(fields):
-    assert lets_strangers_in([of_firewall(rest(**fields))], NET, [TAG]) == []
+    assert rules_open_to_strangers([rule_from_firewall(rest(**fields))], NET, [TAG]) == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ def test_harmless_rules_are_accepted(fields):
     [{"disabled": True}, {"direction": "EGRESS"}, {"allowed": [], "denied": [{"IPProtocol": "all"}]}],
 )
 def test_rules_that_open_nothing_are_ignored(fields):
-    assert of_firewall(rest(sourceRanges=["0.0.0.0/0"], **fields)) is None
+    assert rule_from_firewall(rest(sourceRanges=["0.0.0.0/0"], **fields)) is None
 
 
 def test_gcloud_command_that_makes_a_rule():

@@ -11,9 +11,15 @@ from google.rpc import status_pb2
 from tpuswarm.catalog import accelerators
 from tpuswarm.cloud.errors import NoQuota
 from tpuswarm.cloud.google.access import Access
-from tpuswarm.cloud.google.instances import of_instance, to_instance
-from tpuswarm.cloud.google.nodes import REQUEST_STATES, of_node, of_requests, to_node, to_request
-from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.google.instances import instance_from_spec, machine_from_instance
+from tpuswarm.cloud.google.nodes import (
+    REQUEST_STATES,
+    machine_from_node,
+    machines_from_requests,
+    node_from_spec,
+    request_from_spec,
+)
+from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Disk, Machine, TpuSpec, VmSpec, Worker
 
 PLACE = "projects/p/locations/us-central1-f"
@@ -27,7 +33,9 @@ def to_rest(message) -> dict:
 
 
 def test_node_has_labels_metadata_network_and_disks():
-    node = to_node(replace(SPEC, labels={"mine": "1"}, metadata={"startup-script": "x"}, disks=(Disk("d", True),)), "p")
+    node = node_from_spec(
+        replace(SPEC, labels={"mine": "1"}, metadata={"startup-script": "x"}, disks=(Disk("d", True),)), "p"
+    )
     assert node.labels == {"mine": "1", FLEET_LABEL: "f1e2", POOL_LABEL: "small"}
     assert node.metadata == {"startup-script": "x", "enable-guest-attributes": "TRUE", "enable-oslogin": "FALSE"}
     assert node.accelerator_type == "v2-8" and not node.accelerator_config
@@ -38,33 +46,33 @@ def test_node_has_labels_metadata_network_and_disks():
 
 
 def test_user_labels_never_replace_the_fleet_label():
-    assert to_node(replace(SPEC, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
-    assert to_instance(replace(HEAD, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
+    assert node_from_spec(replace(SPEC, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
+    assert instance_from_spec(replace(HEAD, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
 
 
 @pytest.mark.parametrize("accelerator", [a for a in accelerators() if a.api_name], ids=lambda a: a.name)
 def test_type_goes_to_the_api_and_comes_back_under_our_name(accelerator):
-    node = to_node(replace(SPEC, type=accelerator.name), "p")
+    node = node_from_spec(replace(SPEC, type=accelerator.name), "p")
     node.name = f"{PLACE}/nodes/n1"
     assert node.accelerator_type == accelerator.api_name
-    assert of_node(to_rest(node)).type == accelerator.name
+    assert machine_from_node(to_rest(node)).type == accelerator.name
 
 
 def test_queued_resource_requests_one_node_of_the_same_name():
-    request = to_request(replace(SPEC, how="queued", wait_s=7200.0), "p")
+    request = request_from_spec(replace(SPEC, how="queued", wait_s=7200.0), "p")
     (node,) = request.tpu.node_spec
     assert (node.parent, node.node_id, node.node.labels[FLEET_LABEL]) == (PLACE, "n1", "f1e2")
     assert request.queueing_policy.valid_until_duration.total_seconds() == 7200
     assert "guaranteed" not in request and "spot" not in request and not request.reservation_name
-    reserved = to_request(replace(SPEC, how="reserved", reservation="r"), "p")
+    reserved = request_from_spec(replace(SPEC, how="reserved", reservation="r"), "p")
     assert reserved.reservation_name == f"{PLACE}/reservations/r" and not reserved.queueing_policy
     # What `gcloud compute tpus queued-resources create --reserved` sends for any reservation of the project.
-    assert to_request(replace(SPEC, how="reserved"), "p").reservation_name == f"{PLACE}/reservations/-"
+    assert request_from_spec(replace(SPEC, how="reserved"), "p").reservation_name == f"{PLACE}/reservations/-"
 
 
 @pytest.mark.parametrize("state", tpu_v2.Node.State)
 def test_each_node_state_is_mapped(state):
-    machine = of_node(
+    machine = machine_from_node(
         to_rest(tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state=state, health="HEALTHY"))
     )
     assert machine.said == state.name
@@ -87,7 +95,7 @@ def test_node_as_google_shows_it():
             tpu_v2.NetworkEndpoint(ip_address="10.0.0.3"),
         ],
     )
-    machine = of_node(to_rest(node))
+    machine = machine_from_node(to_rest(node))
     assert (machine.name, machine.zone, machine.type, machine.kind) == ("n1", "us-central1-f", "v5e-16", "tpu")
     assert machine.healthy is False
     assert machine.why == "no answer since noon; OUT_OF_MEMORY; worker 3 is slow"
@@ -99,19 +107,19 @@ def test_node_as_google_shows_it():
 def test_node_under_maintenance_is_repairing_not_unhealthy():
     """ "Will resume running once rescheduled": https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes"""
     node = tpu_v2.Node(name=f"{PLACE}/nodes/n1", accelerator_type="v2-8", state="READY", health="UNHEALTHY_MAINTENANCE")
-    machine = of_node(to_rest(node))
+    machine = machine_from_node(to_rest(node))
     assert (machine.state, machine.said, machine.healthy) == ("repairing", "UNHEALTHY_MAINTENANCE", None)
 
 
 def test_unknown_type_keeps_its_name():
     of = {"name": f"{PLACE}/nodes/n1"}
-    assert of_node(to_rest(tpu_v2.Node(**of, accelerator_type="v9-8"))).type == "v9-8"
+    assert machine_from_node(to_rest(tpu_v2.Node(**of, accelerator_type="v9-8"))).type == "v9-8"
     config = tpu_v2.AcceleratorConfig(type_="V4", topology="2x2x9")
-    assert of_node(to_rest(tpu_v2.Node(**of, accelerator_config=config))).type == "v4:2x2x9"
+    assert machine_from_node(to_rest(tpu_v2.Node(**of, accelerator_config=config))).type == "v4:2x2x9"
 
 
 def request_in(state: str, **fields) -> dict:
-    request = to_request(replace(SPEC, how="queued"), "p")
+    request = request_from_spec(replace(SPEC, how="queued"), "p")
     request.name = f"{PLACE}/queuedResources/n1"
     request.state = tpu_v2.QueuedResourceState(state=state, **fields)
     return to_rest(request)
@@ -119,7 +127,7 @@ def request_in(state: str, **fields) -> dict:
 
 @pytest.mark.parametrize("state", tpu_v2.QueuedResourceState.State)
 def test_queued_resource_without_a_node_is_waiting_or_dead(state):
-    (machine,) = of_requests([request_in(state.name)], [], frozenset(), "p")
+    (machine,) = machines_from_requests([request_in(state.name)], [], frozenset(), "p")
     assert (machine.name, machine.request, machine.fleet, machine.type) == ("n1", "n1", "f1e2", "v2-8")
     assert machine.state == REQUEST_STATES.get(state.name, "repairing")
     assert (machine.state == "dead") == (state.name in ("ACTIVE", "FAILED", "SUSPENDING", "SUSPENDED"))
@@ -128,26 +136,26 @@ def test_queued_resource_without_a_node_is_waiting_or_dead(state):
 def test_new_states_and_codes_of_a_queued_resource_are_tolerated():
     request = request_in("ACCEPTED")
     request["state"]["state"] = "PREPARING"
-    assert of_requests([request], [], frozenset(), "p")[0].state == "repairing"
+    assert machines_from_requests([request], [], frozenset(), "p")[0].state == "repairing"
     request = request_in("FAILED")
     request["state"]["failedData"] = {"error": {"code": 99, "message": "out of luck"}}
-    (machine,) = of_requests([request], [], frozenset(), "p")
+    (machine,) = machines_from_requests([request], [], frozenset(), "p")
     assert machine.state == "dead" and "out of luck" in str(machine.error)
 
 
 def test_queued_resource_and_its_node_are_one_machine():
     node = Machine("n1", "us-central1-f", "tpu", "v2-8", "ready", "READY")
-    assert of_requests([request_in("ACTIVE")], [node], frozenset(), "p") == []
+    assert machines_from_requests([request_in("ACTIVE")], [node], frozenset(), "p") == []
     elsewhere = Machine("n1", "us-central1-b", "tpu", "v2-8", "ready", "READY")
-    assert len(of_requests([request_in("ACTIVE")], [elsewhere], frozenset(), "p")) == 1
+    assert len(machines_from_requests([request_in("ACTIVE")], [elsewhere], frozenset(), "p")) == 1
     unreachable = frozenset({"us-central1-f"})  # its node may be there
-    assert of_requests([request_in("ACTIVE")], [], unreachable, "p") == []
+    assert machines_from_requests([request_in("ACTIVE")], [], unreachable, "p") == []
 
 
 def test_failed_request_has_an_error():
     why = "Quota limit 'TPUV2sPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone us-central1-f."
     failed = {"failed_data": {"error": status_pb2.Status(code=8, message=why)}}
-    (machine,) = of_requests([request_in("FAILED", **failed)], [], frozenset(), "p")
+    (machine,) = machines_from_requests([request_in("FAILED", **failed)], [], frozenset(), "p")
     assert machine.why == why
     assert isinstance(machine.error, NoQuota) and machine.error.limit == "TPUV2sPerProjectPerZoneForTPUAPI"
 
@@ -161,7 +169,7 @@ def vm_to_rest(instance: compute_v1.Instance, **fields) -> dict:
 
 def test_vm_and_its_disk_have_labels_network_and_account():
     spec = replace(HEAD, ip_forward=True, subnetwork="sub", service_account="sa@p.iam.gserviceaccount.com")
-    instance = to_instance(spec, "p")
+    instance = instance_from_spec(spec, "p")
     (disk,) = instance.disks
     ours = {FLEET_LABEL: "f1e2", POOL_LABEL: "head"}
     assert instance.labels == ours and disk.initialize_params.labels == ours
@@ -172,31 +180,34 @@ def test_vm_and_its_disk_have_labels_network_and_account():
     assert interface.subnetwork == "projects/p/regions/us-central1/subnetworks/sub"
     assert instance.scheduling.provisioning_model == "STANDARD"
     assert instance.service_accounts[0].email == "sa@p.iam.gserviceaccount.com"
-    assert not to_instance(replace(HEAD, external_ips=False), "p").network_interfaces[0].access_configs
+    assert not instance_from_spec(replace(HEAD, external_ips=False), "p").network_interfaces[0].access_configs
 
 
 @pytest.mark.parametrize("status", [status.name for status in compute_v1.Instance.Status if status.value])
 def test_each_vm_state_is_mapped(status):
-    plain, spot = to_instance(HEAD, "p"), to_instance(replace(HEAD, spot=True), "p")
-    machine = of_instance(vm_to_rest(plain, status=status))
+    plain, spot = instance_from_spec(HEAD, "p"), instance_from_spec(replace(HEAD, spot=True), "p")
+    machine = machine_from_instance(vm_to_rest(plain, status=status))
     assert machine.said == status and machine.state != "dead"
-    assert (of_instance(vm_to_rest(spot, status=status)).state == "dead") == (machine.state == "stopped")
+    assert (machine_from_instance(vm_to_rest(spot, status=status)).state == "dead") == (machine.state == "stopped")
 
 
 def test_vm_as_google_shows_it():
     interface = {"networkIP": "10.0.0.9", "accessConfigs": [{"natIP": "35.1.1.1"}]}
     shown = vm_to_rest(
-        to_instance(HEAD, "p"), networkInterfaces=[interface], creationTimestamp="2026-11-22T04:00:00.000-08:00"
+        instance_from_spec(HEAD, "p"), networkInterfaces=[interface], creationTimestamp="2026-11-22T04:00:00.000-08:00"
     )
-    machine = of_instance(shown)
+    machine = machine_from_instance(shown)
     assert (machine.name, machine.zone, machine.kind, machine.type) == ("head", "us-central1-f", "vm", "n2-highmem-8")
     assert machine.workers == (Worker("10.0.0.9", "35.1.1.1"),)
     assert (machine.created, machine.fleet, machine.pool) == (1795348800.0, "f1e2", "head")
-    assert of_instance(vm_to_rest(to_instance(HEAD, "p"), status="STAGING", lastStopTimestamp="…")).state == "starting"
+    assert (
+        machine_from_instance(vm_to_rest(instance_from_spec(HEAD, "p"), status="STAGING", lastStopTimestamp="…")).state
+        == "starting"
+    )
 
 
 def test_vms_come_from_all_pages_and_unreachable_zones_are_named(monkeypatch):
-    shown = vm_to_rest(to_instance(HEAD, "p"))
+    shown = vm_to_rest(instance_from_spec(HEAD, "p"))
     other = {**shown, "name": "other"}
     pages = {
         "": {
@@ -213,6 +224,6 @@ def test_vms_come_from_all_pages_and_unreachable_zones_are_named(monkeypatch):
         },
     }
     monkeypatch.setattr(Access, "get", lambda self, doing, url, pageToken="", **query: pages[pageToken])
-    vms, unreachable = Google(Access("p"))._vms()
+    vms, unreachable = GoogleProvider(Access("p"))._vms()
     assert [vm.name for vm in vms] == ["head", "other"]
     assert unreachable == {"asia-east1-c", "me-west1-a"}

@@ -18,7 +18,7 @@ from tests.local_cloud import slow_clock, until
 from tpuswarm.cloud.errors import Invalid, NoCapacity, NoQuota, NotFound, NotSignedIn, Taken
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
-from tpuswarm.cloud.google.provider import Google
+from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.rehearsal.client import ask
 
 PARENT = f"projects/my-project/locations/{AVAILABLE}"
@@ -89,7 +89,7 @@ def test_zones_without_capacity_quota_access_or_answer(google):
     operation = google.create(spec("n1", zone=STOCKOUT))
     error = until(lambda: google.outcome(operation).error)
     assert isinstance(error, NoCapacity) and str(error).startswith("create of n1: There is no more capacity")
-    words = r"creating n1 in us-central1-c: Quota limit 'TPUV2sPerProject.*ask for more"
+    words = r"creating n1 in us-central1-c: Quota limit 'TPUV2sPerProject.*request more"
     with pytest.raises(NoQuota, match=words) as refused:
         google.create(spec("n1", zone=NO_QUOTA))
     assert refused.value.limit == "TPUV2sPerProjectPerZoneForTPUAPI"
@@ -106,6 +106,6 @@ def test_types_runtimes_and_forgotten_operations(google):
 
 
 def test_wrong_token_is_refused_with_the_way_to_sign_in(endpoints):
-    stranger = Google(Access("my-project", Endpoints(endpoints.rpc, endpoints.http, "wrong")))
+    stranger = GoogleProvider(Access("my-project", Endpoints(endpoints.rpc, endpoints.http, "wrong")))
     with pytest.raises(NotSignedIn, match="gcloud auth application-default login"):
         stranger.types(AVAILABLE)

@@ -3,7 +3,7 @@
 import pytest
 
 from tpuswarm.catalog import accelerators
-from tpuswarm.cloud.google.quotas import allowance, of_infos, size
+from tpuswarm.cloud.google.quotas import allowance, quota_units, quotas_from_infos
 
 
 def info(quota: str, **limits: str) -> dict:
@@ -18,7 +18,7 @@ def info(quota: str, **limits: str) -> dict:
     return {"quotaId": quota, "dimensions": [by], "dimensionsInfos": [*named, rest]}
 
 
-QUOTAS = of_infos(
+QUOTAS = quotas_from_infos(
     [
         info("TPUV2sPerProjectPerZoneForTPUAPI", us_central1_b="16", us_central1_c="0", others="8"),
         info("TPUV2sPodPerProjectPerZoneForTPUAPI", us_central1_a="512"),
@@ -65,4 +65,4 @@ def test_allowance_without_a_quota_is_unknown(type_, spot, zone):
 def test_size_is_the_number_in_the_api_name():
     for accelerator in accelerators():
         if accelerator.api_name:
-            assert size(accelerator.name) == int(accelerator.api_name.rsplit("-", 1)[1])
+            assert quota_units(accelerator.name) == int(accelerator.api_name.rsplit("-", 1)[1])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tpuswarm.cloud.google.settings import account, find_project, find_zone
+from tpuswarm.cloud.google.settings import find_project, find_zone, gcloud_account
 from tpuswarm.errors import InputError
 
 
@@ -25,14 +25,14 @@ def gcloud(tmp_path, monkeypatch):
 
 
 def test_missing_project_error_says_how_to_set_one(gcloud):
-    assert find_zone() is None and account() is None
+    assert find_zone() is None and gcloud_account() is None
     with pytest.raises(InputError, match="gcloud config set project"):
         find_project()
 
 
 def test_environment_and_options_override_gcloud(gcloud, tmp_path, monkeypatch):
     gcloud("default", "[core]\nproject = from-gcloud\naccount = me@example.com\n[compute]\nzone = us-central1-f\n")
-    assert (find_project(), find_zone(), account()) == ("from-gcloud", "us-central1-f", "me@example.com")
+    assert (find_project(), find_zone(), gcloud_account()) == ("from-gcloud", "us-central1-f", "me@example.com")
     gcloud("work", "[core]\nproject = from-work\n")
     (tmp_path / "active_config").write_text("work")
     assert (find_project(), find_zone()) == ("from-work", None)

@@ -1,4 +1,4 @@
-"""Access to one project: credentials and clients, made when they are first needed, and how each call is made."""
+"""Call Google's APIs for one project: credentials, clients, retries and errors."""
 
 import functools
 import random
@@ -8,29 +8,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.google.answers import of_json, translate
+from tpuswarm.cloud.google.answers import answer_from_json, to_cloud_error
 from tpuswarm.cloud.google.endpoints import Endpoints
-from tpuswarm.cloud.google.failures import judge
+from tpuswarm.cloud.google.failures import cloud_error_for
 from tpuswarm.cloud.google.settings import find_project
 
 if TYPE_CHECKING:
     from google.cloud import tpu_v2
     from requests import PreparedRequest, Response, Session
 
-SECONDS = 30.0
-"""That an answer may take. Google's clients wait for ever unless they are told."""
-PATIENCE = 10.0
-"""Seconds for which a question is asked again while it is not answered."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0
-"""Seconds between two tries at most; each pause is random within that."""
-TRANSIENT = (429, 500, 502, 503, 504)
-"""REST answers after which the same question is asked again."""
+REQUEST_TIMEOUT_S = 30.0
+"""Google's clients have no timeout by default."""
+RETRY_WINDOW_S = 10.0
+MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0
+"""Bounds of the backoff; each pause is a random part of it."""
+TRANSIENT_STATUSES = (429, 500, 502, 503, 504)
+"""REST answers that are retried."""
 
 T = TypeVar("T")
 
 
 class Access:
-    """A project at Google, or at `endpoints`. Nothing is read and nobody asked before the first call."""
+    """A project at Google, or at `endpoints`. Reads and contacts nothing before the first call."""
 
     def __init__(self, project: str | None = None, endpoints: Endpoints | None = None):
         self._given = project
@@ -40,24 +39,24 @@ class Access:
 
     @functools.cached_property
     def project(self) -> str:
-        """The project's id, from the places of `settings`. Raises InputError where none is named."""
+        """The project's id. Raises InputError if none is configured."""
         return find_project(self._given)
 
     @functools.cached_property
     def credentials(self) -> Any:
-        """Application default credentials, else those of gcloud itself. Raises NotSignedIn."""
+        """Application default credentials, else gcloud's. Raises NotSignedIn."""
         if self.endpoints:
             return self.endpoints.credentials()
-        from tpuswarm.cloud.google.signed_in import credentials
+        from tpuswarm.cloud.google.signed_in import find_credentials
 
         try:
-            return credentials(self.project)
+            return find_credentials(self.project)
         except Exception as error:
-            raise translate(error, "signing in", self.project) or error from error
+            raise to_cloud_error(error, "signing in", self.project) or error from error
 
     @functools.cached_property
     def tpu(self) -> "tpu_v2.TpuClient":
-        """The client of the TPU API. Importing it takes longer than most calls."""
+        """The client of the TPU API. Its import takes longer than most calls."""
         from google.cloud.tpu_v2 import TpuClient
         from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
@@ -67,20 +66,20 @@ class Access:
 
     @functools.cached_property
     def session(self) -> "Session":
-        """For REST: of APIs without a client of their own, and where importing that takes longer than the call."""
+        """For REST calls: to APIs without a client, and where the client's import would take longer than the call."""
         from requests import Session
 
         def sign(request: "PreparedRequest") -> "PreparedRequest":
             self.credentials.apply(request.headers)
             return request
 
-        # Not google-auth's AuthorizedSession: importing that brings all of cryptography, a sixth of what `list` takes.
-        found = Session()
-        found.auth = sign
-        return found
+        # Not google-auth's AuthorizedSession: it imports cryptography, which takes a sixth of `list`.
+        session = Session()
+        session.auth = sign
+        return session
 
     def compute(self, name: str) -> Any:
-        """A client of Compute Engine, such as `Instances`. Importing them takes longer than most calls."""
+        """Return a client of Compute Engine, such as `Instances`. Its import takes longer than most calls."""
         with self._lock:
             if name not in self._compute:
                 from google.cloud import compute_v1
@@ -90,54 +89,50 @@ class Access:
                 self._compute[name] = client(credentials=self.credentials, client_options=options)
             return self._compute[name]
 
-    def ask(self, doing: str, call: Callable[[], T]) -> T:
-        """The answer to a question: asked again for PATIENCE seconds while Google is not reached or fails itself."""
-        deadline, pause = time.monotonic() + PATIENCE, FIRST_PAUSE
-        # Not google.api_core's retry: importing it brings gRPC, which most commands do without.
+    def call_with_retries(self, doing: str, call: Callable[[], T]) -> T:
+        """Call a read, and retry transient failures for RETRY_WINDOW_S; `doing` names it in errors."""
+        deadline, pause = time.monotonic() + RETRY_WINDOW_S, MIN_PAUSE_S
+        # Not google.api_core's retry: it imports gRPC, which most commands do not need.
         while True:
             try:
                 return self._call(doing, call)
             except CloudError as error:
                 cause = error.__cause__ or error
-                if not _transient(cause) or time.monotonic() + pause > deadline:
+                if not _is_transient(cause) or time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause * random.random())
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE_S)
 
-    def change(self, doing: str, call: Callable[[], T]) -> T:
-        """What comes of a call that changes something.
-
-        It is made once: where the answer is lost, what was done shows in what is there, and asking blindly again may
-        do it twice.
-        """
+    def call_once(self, doing: str, call: Callable[[], T]) -> T:
+        """Call a change, once: after a lost answer a retry could apply it twice."""
         return self._call(doing, call)
 
     def get(self, doing: str, url: str, **query: str) -> dict[str, Any]:
-        """The JSON that a REST API answers at `url`."""
-        return self.ask(doing, lambda: self.rest("GET", url, query).json())
+        """GET JSON from a REST API, with retries."""
+        return self.call_with_retries(doing, lambda: self.rest("GET", url, query).json())
 
-    def pages(self, doing: str, url: str, **query: str) -> list[dict[str, Any]]:
-        """All pages of what a REST API lists at `url`."""
-        found = [self.get(doing, url, **query)]
-        while token := found[-1].get("nextPageToken"):
-            found.append(self.get(doing, url, pageToken=token, **query))
-        return found
+    def get_pages(self, doing: str, url: str, **query: str) -> list[dict[str, Any]]:
+        """GET all pages of a list."""
+        pages = [self.get(doing, url, **query)]
+        while token := pages[-1].get("nextPageToken"):
+            pages.append(self.get(doing, url, pageToken=token, **query))
+        return pages
 
     def post(self, doing: str, url: str, body: Any = None, **query: str) -> dict[str, Any]:
-        """The JSON of a REST API's answer to a POST of that as JSON; None: of nothing."""
-        return self.change(doing, lambda: self.rest("POST", url, query, json=body).json())
+        """POST JSON, once; return the JSON answer."""
+        return self.call_once(doing, lambda: self.rest("POST", url, query, json=body).json())
 
     def url(self, host: str, path: str) -> str:
-        """Of a path at one of Google's hosts, or at `endpoints`."""
+        """Return the URL of a path at one of Google's hosts, or at `endpoints`."""
         return f"{self.endpoints.http if self.endpoints else f'https://{host}'}/{path}"
 
     def rest(self, method: str, url: str, query: dict[str, str], **body: Any) -> "Response":
-        """One call of a REST API, for `ask` and `change`; `body` as requests takes it."""
-        answer = self.session.request(method, url, params=query, timeout=SECONDS, **body)
-        if answer.status_code == 401:  # by Google's clock the token has ended, by ours it has not
+        """Make one REST call, inside `call_with_retries` or `call_once`; `body` are arguments of requests."""
+        answer = self.session.request(method, url, params=query, timeout=REQUEST_TIMEOUT_S, **body)
+        if answer.status_code == 401:  # expired by Google's clock, not by ours
             with self._lock:
                 self._renew()
-            answer = self.session.request(method, url, params=query, timeout=SECONDS, **body)
+            answer = self.session.request(method, url, params=query, timeout=REQUEST_TIMEOUT_S, **body)
         if not answer.ok:
             raise _Refused(answer)
         return answer
@@ -149,14 +144,14 @@ class Access:
         except CloudError:
             raise
         except _Refused as refused:
-            raise judge(of_json(refused.body, refused.status), doing, self.project) from refused
+            raise cloud_error_for(answer_from_json(refused.body, refused.status), doing, self.project) from refused
         except Exception as error:
-            if found := translate(error, doing, self.project):
-                raise found from error
+            if cloud_error := to_cloud_error(error, doing, self.project):
+                raise cloud_error from error
             raise
 
     def _stay_signed_in(self) -> None:
-        """gRPC would report credentials that cannot be renewed as a server that cannot be reached, and try again."""
+        """Renew expired credentials first: gRPC would report the failure as an unreachable server, and retry."""
         with self._lock:
             if not self.credentials.valid:
                 self._renew()
@@ -164,7 +159,7 @@ class Access:
     def _renew(self) -> None:
         from google.auth.transport.requests import Request
 
-        self.credentials.refresh(functools.partial(Request(), timeout=SECONDS))
+        self.credentials.refresh(functools.partial(Request(), timeout=REQUEST_TIMEOUT_S))
 
 
 class _Refused(Exception):
@@ -177,9 +172,9 @@ class _Refused(Exception):
             self.body = {"error": {"message": answer.text[:300]}}
 
 
-def _transient(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     if isinstance(error, _Refused):
-        return error.status in TRANSIENT
+        return error.status in TRANSIENT_STATUSES
     import requests
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth

@@ -1,44 +1,45 @@
-"""Reads refusals out of what Google's libraries raise and return. Imports them only once something has failed."""
+"""Convert errors of Google's libraries and REST answers to our own; imports the libraries only after a failure."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.google.failures import HTTP, Answer, judge, not_signed_in, unreachable
+from tpuswarm.cloud.google.failures import CODES_BY_STATUS, Answer, cloud_error_for, sign_in_error, unreachable_error
 
 
-def translate(error: Exception, doing: str, project: str) -> CloudError | None:
-    """The error of ours for an exception of Google's libraries; None for what is not theirs."""
+def to_cloud_error(error: Exception, doing: str, project: str) -> CloudError | None:
+    """Return our error for an exception of Google's libraries; None for any other exception."""
     import requests
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
     if isinstance(error, api.RetryError) and isinstance(error.cause, Exception):
-        return translate(error.cause, doing, project)
+        return to_cloud_error(error.cause, doing, project)
     if isinstance(error, api.GoogleAPICallError):
-        return judge(of_call(error), doing, project)
+        return cloud_error_for(answer_from_call(error), doing, project)
     if isinstance(error, auth.TransportError | requests.RequestException | api.RetryError):
-        return unreachable(error, doing)
+        return unreachable_error(error, doing)
     if isinstance(error, auth.GoogleAuthError):
-        return not_signed_in(error)
+        return sign_in_error(error)
     return None
 
 
-def of_call(error: Any) -> Answer:
-    """Of a GoogleAPICallError, from gRPC or REST."""
-    if hasattr(error.response, "json"):  # the storage client puts all of the answer into its message
+def answer_from_call(error: Any) -> Answer:
+    if hasattr(error.response, "json"):  # the storage client's message is the whole answer
         with suppress(ValueError):
-            return of_json(error.response.json(), error.code)
-    code = error.grpc_status_code.name if error.grpc_status_code else HTTP.get(error.code, f"HTTP {error.code}")
-    if "Getting metadata from plugin failed" in error.message:  # gRPC's word for credentials that are no longer good
+            return answer_from_json(error.response.json(), error.code)
+    named = error.grpc_status_code
+    code = named.name if named else CODES_BY_STATUS.get(error.code, f"HTTP {error.code}")
+    if "Getting metadata from plugin failed" in error.message:  # gRPC's phrase for expired credentials
         code = "UNAUTHENTICATED"
-    reason = error.reason or next((each.get("reason", "") for each in error.errors if isinstance(each, Mapping)), "")
-    return _with_details(code, error.message, error.details, reason, error.metadata)
+    reasons = (detail.get("reason", "") for detail in error.errors if isinstance(detail, Mapping))
+    reason = error.reason or next(reasons, "")
+    return _answer_with_details(code, error.message, error.details, reason, error.metadata)
 
 
-def of_status(status: Any) -> Answer:
-    """Of a google.rpc.Status: why a TPU operation or a queued resource failed. Its details are packed."""
+def answer_from_status(status: Any) -> Answer:
+    """Read a google.rpc.Status of a failed TPU operation or queued resource."""
     from google.rpc import error_details_pb2
 
     details: list[Any] = []
@@ -47,59 +48,59 @@ def of_status(status: Any) -> Answer:
             if packed.Is(kind.DESCRIPTOR):
                 packed.Unpack(unpacked := kind())
                 details.append(unpacked)
-    return _with_details(_name(status.code), status.message, details)
+    return _answer_with_details(_code_name(status.code), status.message, details)
 
 
-def of_json(body: Mapping[str, Any], status: int) -> Answer:
-    """Of a REST answer: {"error": {"code", "message", "status", "errors", "details"}}."""
+def answer_from_json(body: Mapping[str, Any], status: int) -> Answer:
+    """Read a REST answer: {"error": {"code", "message", "status", "errors", "details"}}."""
     error = body.get("error") or {}
-    infos = [each for each in error.get("details", ()) if each.get("@type", "").endswith("google.rpc.ErrorInfo")]
-    quotas = [each for each in error.get("details", ()) if each.get("@type", "").endswith("google.rpc.QuotaFailure")]
-    reasons = [each.get("reason", "") for each in [*infos, *error.get("errors", ())]]
+    infos = _details_of_type(error, "google.rpc.ErrorInfo")
+    quotas = _details_of_type(error, "google.rpc.QuotaFailure")
+    reasons = [detail.get("reason", "") for detail in [*infos, *error.get("errors", ())]]
+    violations = [violation for quota in quotas[:1] for violation in quota.get("violations", ())]
     return Answer(
-        error.get("status") or HTTP.get(status, f"HTTP {status}"),
+        error.get("status") or CODES_BY_STATUS.get(status, f"HTTP {status}"),
         error.get("message") or f"HTTP {status}",
         next(iter(reasons), ""),
-        next((each.get("metadata") or each.get("metadatas") or {} for each in infos), {}),
-        next((_first(each.get("violations", ()), lambda one: one.get("description", "")) for each in quotas), None),
+        next((info.get("metadata") or info.get("metadatas") or {} for info in infos), {}),
+        next((violation.get("description", "") for violation in violations), "") if quotas else None,
     )
 
 
-def of_json_status(status: Mapping[str, Any]) -> Answer:
-    """Of a google.rpc.Status as REST writes it."""
-    return of_json({"error": {**status, "status": _name(status.get("code", 0))}}, 0)
+def _details_of_type(error: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [detail for detail in error.get("details", ()) if detail.get("@type", "").endswith(name)]
 
 
-def _name(code: int) -> str:
-    """Of a google.rpc.Code, one of those that may come later included."""
+def answer_from_json_status(status: Mapping[str, Any]) -> Answer:
+    return answer_from_json({"error": {**status, "status": _code_name(status.get("code", 0))}}, 0)
+
+
+def _code_name(code: int) -> str:
+    """Return the name of a google.rpc.Code, also of one that is unknown here."""
     from google.rpc import code_pb2
 
     names: dict[int, str] = {value: name for name, value in code_pb2.Code.items()}
     return names.get(code, f"code {code}")
 
 
-def of_compute(operation: Any) -> Answer | None:
-    """Of a Compute Engine operation; None if it has not failed."""
+def answer_from_operation(operation: Any) -> Answer | None:
+    """Read a Compute Engine operation; None if it has not failed."""
     if not operation.error.errors:
         return None
     first = operation.error.errors[0]
-    infos = [each.error_info for each in first.error_details if each.error_info.reason]
-    limits = [each.quota_info.limit_name for each in first.error_details if each.quota_info.limit_name]
+    infos = [detail.error_info for detail in first.error_details if detail.error_info.reason]
+    limits = [detail.quota_info.limit_name for detail in first.error_details if detail.quota_info.limit_name]
     reason, metadata = (infos[0].reason, dict(infos[0].metadatas)) if infos else ("", {})
     return Answer(first.code, first.message, reason, metadata, next(iter(limits), None))
 
 
-def _with_details(
+def _answer_with_details(
     code: str, message: str, details: Iterable[Any], reason: str = "", metadata: Mapping[str, str] | None = None
 ) -> Answer:
     quota = None
-    for each in details:
-        if hasattr(each, "violations") and type(each).__name__ == "QuotaFailure":
-            quota = _first(each.violations, lambda one: one.description)
-        elif type(each).__name__ == "ErrorInfo":
-            reason, metadata = each.reason, dict(each.metadata)
+    for detail in details:
+        if hasattr(detail, "violations") and type(detail).__name__ == "QuotaFailure":
+            quota = next((violation.description for violation in detail.violations), "")
+        elif type(detail).__name__ == "ErrorInfo":
+            reason, metadata = detail.reason, dict(detail.metadata)
     return Answer(code, message, reason or "", metadata or {}, quota)
-
-
-def _first(violations: Iterable[Any], text: Any) -> str:
-    return next((text(each) for each in violations), "")

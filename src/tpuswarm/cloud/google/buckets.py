@@ -1,22 +1,21 @@
-"""A bucket of Cloud Storage whose objects are written only if nobody else wrote them meanwhile."""
+"""Conditional reads and writes of objects in Cloud Storage, for the document of a fleet."""
 
 from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
 
 from tpuswarm.cloud.errors import Changed, CloudError, NotFound, Unreachable
-from tpuswarm.cloud.google.access import PATIENCE, Access
+from tpuswarm.cloud.google.access import RETRY_WINDOW_S, Access
 from tpuswarm.cloud.protocol import Stored
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
 from tpuswarm.train.storage.connection import Endpoint
 
-HOST = "storage.googleapis.com"
+STORAGE_HOST = "storage.googleapis.com"
 T = TypeVar("T")
 
 
 def bucket_url(access: Access, name: str) -> str:
-    """Of a bucket in the JSON API."""
-    return access.url(HOST, f"storage/v1/b/{name}")
+    return access.url(STORAGE_HOST, f"storage/v1/b/{name}")
 
 
 class GoogleBucket:
@@ -32,26 +31,25 @@ class GoogleBucket:
         return Bucket(f"gs://{self.name}", Endpoint(local.http if local else "", self._access.credentials))
 
     def read(self, path: str) -> Stored | None:
-        """See Bucket. Raises NotFound if there is no such bucket."""
+        """Raise NotFound if there is no such bucket."""
         doing = f"reading gs://{self.name}/{path}"
-        found = self._call(doing, lambda: self._bucket.read_versioned(path, PATIENCE))
-        if found is not None:
-            return Stored(found.data, found.generation)
+        versioned = self._call(doing, lambda: self._bucket.read_versioned(path, RETRY_WINDOW_S))
+        if versioned is not None:
+            return Stored(versioned.data, versioned.generation)
         try:
             self._access.get(doing, bucket_url(self._access, self.name))
         except NotFound:
-            raise NotFound(f"{doing}: there is no bucket {self.name}; `tpuswarm init` makes one") from None
+            raise NotFound(f"{doing}: there is no bucket {self.name}; `tpuswarm init` creates one") from None
         return None
 
     def write(self, path: str, data: bytes, generation: int) -> int:
-        """See Bucket."""
         doing = f"writing gs://{self.name}/{path}"
-        written = self._call(doing, lambda: self._bucket.swap(path, data, generation, PATIENCE))
+        written = self._call(doing, lambda: self._bucket.swap(path, data, generation, RETRY_WINDOW_S))
         if written is None:
-            there = self.read(path)
-            if there is None or there.data != data:
+            stored = self.read(path)
+            if stored is None or stored.data != data:
                 raise Changed(f"{doing}: somebody else wrote it meanwhile")
-            written = there.generation  # this write, whose first answer was lost
+            written = stored.generation  # this write, whose first answer was lost
         return written
 
     def _call(self, doing: str, call: Callable[[], T]) -> T:
@@ -62,7 +60,7 @@ class GoogleBucket:
                 raise error.__cause__ or error from None
 
         try:
-            return self._access.change(doing, call_once)
+            return self._access.call_once(doing, call_once)
         except CloudError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Where Google's clients find the APIs: at Google's own addresses, or at a local cloud's."""
+"""Addresses of a local cloud, for Google's own clients."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,38 +10,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """A local cloud on loopback. Where None stands in the place of one, it is Google's."""
+    """A local cloud on loopback."""
 
     rpc: str
     """HOST:PORT of the TPU API (gRPC, without TLS)."""
     http: str
     """http://HOST:PORT of all REST APIs: their paths tell them apart."""
     token: str = field(repr=False)
-    """What every request must carry."""
+    """Required in every request."""
 
     def credentials(self) -> "Credentials":
-        """For clients that speak REST."""
-        # Not google.oauth2's: importing that brings all of cryptography, a sixth of what `list` takes.
+        """Return credentials for REST clients."""
+        # Not google.oauth2's: it imports cryptography, which takes a sixth of `list`.
         from google.auth.credentials import Credentials
 
         class Token(Credentials):
             def refresh(self, request: object) -> None:
-                """There is no other."""
+                """The token never changes."""
 
-        found = Token()  # type: ignore[no-untyped-call]
-        found.token = self.token
-        return found
+        token = Token()  # type: ignore[no-untyped-call]
+        token.token = self.token
+        return token
 
     def channel(self) -> "grpc.Channel":
-        """For the TPU client: `TpuClient(transport=TpuGrpcTransport(channel=endpoints.channel()))`."""
+        """Return a channel for `TpuClient(transport=TpuGrpcTransport(channel=endpoints.channel()))`."""
         import grpc
 
-        # gRPC sends credentials over TLS only; the token goes along as what it becomes there, a header.
+        # gRPC sends credentials over TLS only, so the token is sent as a header.
         return grpc.intercept_channel(grpc.insecure_channel(self.rpc), _bearer(self.token))
 
 
 class _Details(NamedTuple):
-    """What gRPC wants to know of a call, with headers of ours."""
+    """Details of a gRPC call, with our headers."""
 
     method: str
     timeout: float | None

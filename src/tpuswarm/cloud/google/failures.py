@@ -1,4 +1,4 @@
-"""What Google answers when it refuses, as our own errors. The one place that knows its codes, reasons and phrases."""
+"""Turn Google's refusals into our errors. The only place that knows Google's codes, reasons and phrases."""
 
 import re
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ ROLES = {
     "billing.": "roles/billing.viewer",
     "resourcemanager.": "roles/viewer",
 }
-"""The smallest predefined role that has a permission, by how the permission begins; the first that fits counts.
+"""The smallest predefined role that has a permission, by prefix of the permission; the first match counts.
 
 https://cloud.google.com/iam/docs/roles-permissions
 """
-KINDS: dict[str, type[CloudError]] = {
+ERRORS_BY_CODE: dict[str, type[CloudError]] = {
     "ALREADY_EXISTS": Taken,
     "FAILED_PRECONDITION": Invalid,
     "INVALID_ARGUMENT": Invalid,
@@ -50,8 +50,8 @@ KINDS: dict[str, type[CloudError]] = {
     "RESOURCE_NOT_READY": Unreachable,
     "UNSUPPORTED_OPERATION": Invalid,
 }
-"""What is left once billing, APIs, zones, quota and permissions are told apart; anything else is Unreachable."""
-HTTP = {
+"""For codes that are not about billing, APIs, zones, quota or permissions; any other code is Unreachable."""
+CODES_BY_STATUS = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -60,64 +60,64 @@ HTTP = {
     412: "CONDITION_NOT_MET",
     429: "RESOURCE_EXHAUSTED",
 }
-"""Codes of REST without a name; those of the servers' own faults are none of these."""
+"""For REST answers without a code name. Server errors (5xx) have none."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A refusal, the same from gRPC, REST and failed operations."""
+    """A refusal from gRPC, REST or a failed operation."""
 
     code: str
-    """gRPC's name (RESOURCE_EXHAUSTED), or Compute Engine's own (ZONE_RESOURCE_POOL_EXHAUSTED)."""
+    """gRPC's name (RESOURCE_EXHAUSTED) or Compute Engine's (ZONE_RESOURCE_POOL_EXHAUSTED)."""
     message: str
     reason: str = ""
-    """Of its ErrorInfo, or the first of REST's `errors`."""
+    """From ErrorInfo, or the first of REST's `errors`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of its ErrorInfo: permission, service, quota_limit, …"""
+    """From ErrorInfo: permission, service, quota_limit, …"""
     quota: str | None = None
-    """What its QuotaFailure names; empty where there is one that names nothing."""
+    """From QuotaFailure; empty if it names no quota, None if there is none."""
 
 
-def judge(answer: Answer, doing: str, project: str) -> CloudError:
-    """The error of ours, with one sentence: what was being done (`doing`), what Google says, the way out."""
+def cloud_error_for(answer: Answer, doing: str, project: str) -> CloudError:
+    """Return our error, with the action (`doing`), Google's message and the way out."""
     text = answer.message.lower()
-    said = f"{doing}: {answer.message.strip().rstrip('.')}"
+    message = f"{doing}: {answer.message.strip().rstrip('.')}"
     if answer.code == "UNAUTHENTICATED":
-        return NotSignedIn(f"{said}; sign in with {SIGN_IN}")
+        return NotSignedIn(f"{message}; sign in with {SIGN_IN}")
     if answer.code == "CONDITION_NOT_MET":
         return Changed(f"{doing}: somebody else wrote it meanwhile")
     if service := _disabled_api(answer):
         enable = f"`gcloud services enable {service} --project={project}`"
-        return Denied(f"{doing}: the API {service} is not on in project {project}; turn it on with {enable}")
-    if _unpaid(answer):
+        return Denied(f"{doing}: the API {service} is off in project {project}; turn it on with {enable}")
+    if _lacks_billing(answer):
         link = f"`gcloud billing projects link {project} --billing-account=ACCOUNT`"
         accounts = "`gcloud billing accounts list` names yours"
-        return Denied(f"{doing}: no living billing account is linked to project {project}; {link}, {accounts}")
+        return Denied(f"{doing}: project {project} has no active billing account; {link}, {accounts}")
     if "free-trial billing account" in text or "free trial" in text:
-        return Denied(f"{said}; a free trial has no TPUs: upgrade the billing account in the console")
-    if _not_offered(answer):
-        return NoQuota(f"{said}; take a zone and a type that project {project} was granted")
-    if _too_fast(answer):
-        return Unreachable(said)
-    if (limit := _quota(answer)) is not None:
+        return Denied(f"{message}; a free trial has no TPUs: upgrade the billing account in the console")
+    if _is_not_offered(answer):
+        return NoQuota(f"{message}; use a zone and a type that project {project} was granted")
+    if _is_rate_limit(answer):
+        return Unreachable(message)
+    if (limit := _quota_name(answer)) is not None:
         ask = f"https://console.cloud.google.com/iam-admin/quotas?project={project}"
-        return NoQuota(f"{said}; ask for more at {ask}, or take another zone", limit or None)
-    if _stockout(answer):
-        return NoCapacity(said)
+        return NoQuota(f"{message}; request more at {ask}, or use another zone", limit or None)
+    if _is_stockout(answer):
+        return NoCapacity(message)
     if answer.code in ("PERMISSION_DENIED", "forbidden", "SERVICE_ACCOUNT_ACCESS_DENIED"):
-        return _denied(answer, said, project)
-    return KINDS.get(answer.code, Unreachable)(said)
+        return _denied_error(answer, message, project)
+    return ERRORS_BY_CODE.get(answer.code, Unreachable)(message)
 
 
-def unreachable(error: Exception, doing: str) -> CloudError:
-    """For what failed before Google could answer."""
+def unreachable_error(error: Exception, doing: str) -> CloudError:
+    """Return the error for a request that got no answer from Google."""
     cause = next(iter(re.findall(r"(Failed to resolve '[^']+'|Connection refused|timed out)", str(error))), None)
-    why = cause or f"{type(error).__name__}: {error}"
-    return Unreachable(f"{doing}: Google Cloud cannot be reached ({why}); is this computer online?")
+    reason = cause or f"{type(error).__name__}: {error}"
+    return Unreachable(f"{doing}: cannot reach Google Cloud ({reason}); is this computer online?")
 
 
-def not_signed_in(error: Exception) -> CloudError:
-    """For credentials that are not there or no longer good."""
+def sign_in_error(error: Exception) -> CloudError:
+    """Return the error for missing or expired credentials."""
     first = re.split(r"\n|\. ", str(error))[0].strip().rstrip(".") or type(error).__name__
     return NotSignedIn(f"not signed in to Google Cloud ({first}); sign in with {SIGN_IN}")
 
@@ -130,7 +130,7 @@ def _disabled_api(answer: Answer) -> str | None:
     return answer.metadata.get("service") or (named[0] if named else "of that service")
 
 
-def _unpaid(answer: Answer) -> bool:
+def _lacks_billing(answer: Answer) -> bool:
     reasons = ("BILLING_DISABLED", "UREQ_PROJECT_BILLING_NOT_FOUND", "UREQ_PROJECT_BILLING_NOT_OPEN", "accountDisabled")
     phrases = (
         "requires billing to be enabled",
@@ -138,55 +138,58 @@ def _unpaid(answer: Answer) -> bool:
         "has billing disabled",
         "billing account for",
     )
-    return answer.reason in reasons or any(each in answer.message.lower() for each in phrases)
+    return answer.reason in reasons or any(phrase in answer.message.lower() for phrase in phrases)
 
 
-def _not_offered(answer: Answer) -> bool:
+def _is_not_offered(answer: Answer) -> bool:
     phrases = (
         "is not found or access is unauthorized",
         "permission denied on 'locations/",
         "does not have permission to submit requests for accelerator type",
     )
-    return answer.reason == "LOCATION_POLICY_VIOLATED" or any(each in answer.message.lower() for each in phrases)
+    return answer.reason == "LOCATION_POLICY_VIOLATED" or any(phrase in answer.message.lower() for phrase in phrases)
 
 
-def _too_fast(answer: Answer) -> bool:
-    """Too many requests, not too many machines: RATE_LIMIT_EXCEEDED is the reason of both."""
+def _is_rate_limit(answer: Answer) -> bool:
+    """Return whether there were too many requests, not machines; both have the reason RATE_LIMIT_EXCEEDED."""
     limit = f"{answer.metadata.get('quota_limit', '')} {answer.quota or ''} {answer.message}".lower().replace(" ", "")
     codes = ("rateLimitExceeded", "userRateLimitExceeded", "RESOURCE_OPERATION_RATE_EXCEEDED")
     return "perminute" in limit or answer.reason in codes or answer.code in codes
 
 
-def _quota(answer: Answer) -> str | None:
-    """The name of the quota that is used up, empty if the answer does not say which; None if it is not about quota."""
-    about = answer.code == "RESOURCE_EXHAUSTED" and "quota" in answer.message.lower()
-    about = about or answer.quota is not None or "quota_limit" in answer.metadata
-    if not about and answer.code != "QUOTA_EXCEEDED" and answer.reason != "quotaExceeded":
+def _quota_name(answer: Answer) -> str | None:
+    """Return the name of the exhausted quota, empty if the answer names none; None if it is not about quota."""
+    is_quota = answer.code == "RESOURCE_EXHAUSTED" and "quota" in answer.message.lower()
+    is_quota = is_quota or answer.quota is not None or "quota_limit" in answer.metadata
+    if not is_quota and answer.code != "QUOTA_EXCEEDED" and answer.reason != "quotaExceeded":
         return None
     named = re.search(r"[Qq]uota (?:limit )?'([^']+)'", answer.message)
     return answer.metadata.get("quota_limit") or (named[1] if named else answer.quota or "")
 
 
-def _stockout(answer: Answer) -> bool:
+def _is_stockout(answer: Answer) -> bool:
     phrases = (
         "no more capacity",
         "insufficient reserved capacity",
         "does not have enough resources available",
-        "while in state preempted",  # it was taken away before it was ready
+        "while in state preempted",  # preempted before it was ready
     )
     codes = ("ZONE_RESOURCE_POOL_EXHAUSTED", "STOCKOUT")
-    return answer.code.startswith(codes) or any(each in answer.message.lower() for each in phrases)
+    return answer.code.startswith(codes) or any(phrase in answer.message.lower() for phrase in phrases)
 
 
-def _denied(answer: Answer, said: str, project: str) -> Denied:
+def _denied_error(answer: Answer, message: str, project: str) -> Denied:
     if "insufficient authentication scopes" in answer.message.lower() or "SCOPE" in answer.reason:
-        return Denied(f"{said}; the credentials in use are too narrow: sign in with {SIGN_IN}")
+        return Denied(f"{message}; the credentials lack a scope: sign in with {SIGN_IN}")
     named = re.search(r"(?:permission '([\w.]+)'|'([\w.]+)' permission)", answer.message, re.IGNORECASE)
-    found = answer.metadata.get("permission") or (named[1] or named[2] if named else None)
-    if found is None and "access to service account" in answer.message:
-        found = "iam.serviceAccounts.actAs"
-    role = next((role for prefix, role in ROLES.items() if found and found.startswith(prefix)), None)
-    if found is None or role is None:
-        return Denied(f"{said}; an owner of project {project} can give you the role for it", found)
+    permission = answer.metadata.get("permission") or (named[1] or named[2] if named else None)
+    if permission is None and "access to service account" in answer.message:
+        permission = "iam.serviceAccounts.actAs"
+    role = next((role for prefix, role in ROLES.items() if permission and permission.startswith(prefix)), None)
+    if permission is None or role is None:
+        return Denied(f"{message}; an owner of project {project} can give you the role for it", permission)
     bind = f"gcloud projects add-iam-policy-binding {project} --member=user:YOU --role={role}"
-    return Denied(f"{said}; the role {role} has {found}, an owner of the project gives it: `{bind}`", found)
+    return Denied(
+        f"{message}; you need {permission}, which the role {role} has; an owner of the project grants it: `{bind}`",
+        permission,
+    )

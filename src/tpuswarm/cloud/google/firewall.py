@@ -1,51 +1,53 @@
-"""Firewall rules: the two that a fleet needs, and those that let strangers in. Values in, values out.
+"""Firewall rules: the two that a fleet needs, and checks for rules that let strangers in.
 
-Ray's and JAX's processes listen on all addresses of a machine and do what they are told, so every port must be open
-among the fleet's own machines and shut to all others. Since 0.8.1 JAX uses port 8482, and libtpu 8490, which the rule
-that Google makes for v6e by itself leaves shut: that is why a rule names no ports.
+Ray's and JAX's processes listen on all addresses and execute what they receive, so every port must be open among the
+fleet's machines and closed to all others. The rules name no ports: JAX uses 8482 since 0.8.1 and libtpu 8490, which
+Google's own rule for v6e leaves closed.
 """
 
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-HARMLESS = {"22", "3389"}
-"""TCP ports that strangers may reach: SSH asks for a key, and nothing of ours listens where Windows' desktops do."""
+HARMLESS_PORTS = {"22", "3389"}
+"""TCP ports that strangers may reach: SSH needs a key, and nothing listens on the port of remote desktops."""
 ANYWHERE = "0.0.0.0/0"
 
 
 class Rule(NamedTuple):
-    """A rule that allows connections into a network, and is on."""
+    """An enabled rule that allows connections into a network."""
 
     name: str
     network: str
     allowed: tuple[tuple[str, tuple[str, ...]], ...]
-    """Protocols (tcp, …, all) and their ports; none: every port."""
+    """Protocols (tcp, …, all) and their ports; no ports means every port."""
     ranges: tuple[str, ...] = ()
     source_tags: tuple[str, ...] = ()
     target_tags: tuple[str, ...] = ()
-    """None: every machine of the network."""
+    """Empty: every machine of the network."""
     accounts: tuple[str, ...] = ()
-    """Service accounts that it lets in."""
+    """Source service accounts."""
     target_accounts: tuple[str, ...] = ()
     description: str = ""
 
     def reaches(self, tags: Iterable[str]) -> bool:
-        """Whether machines with `tags` are among its targets. Those of a service account may be ours."""
+        """Return whether machines with `tags` are among its targets; a target account may match any machine."""
         return not self.target_tags or not set(self.target_tags).isdisjoint(tags)
 
     @property
     def strange_ports(self) -> str | None:
-        """The TCP ports that it opens, as a person says it, without the harmless ones; None: none."""
+        """Open TCP ports without harmless ones, in words; None if there are none."""
         for protocol, ports in self.allowed:
-            if protocol in ("all", "tcp", "6") and (not ports or not HARMLESS.issuperset(ports)):
-                return "every port" if not ports else f"TCP port {', '.join(p for p in ports if p not in HARMLESS)}"
+            if protocol in ("all", "tcp", "6") and (not ports or not HARMLESS_PORTS.issuperset(ports)):
+                return (
+                    "every port" if not ports else f"TCP port {', '.join(p for p in ports if p not in HARMLESS_PORTS)}"
+                )
         return None
 
     def gcloud(self, project: str) -> str:
-        """The command that makes it."""
+        """Return the command that creates it."""
         allow = ",".join(
-            each for protocol, ports in self.allowed for each in ([f"{protocol}:{p}" for p in ports] or [protocol])
+            entry for protocol, ports in self.allowed for entry in ([f"{protocol}:{p}" for p in ports] or [protocol])
         )
         words = ["gcloud", "compute", "firewall-rules", "create", self.name, f"--project={project}"]
         words += [f"--network={self.network}", f"--allow={allow}"]
@@ -55,20 +57,20 @@ class Rule(NamedTuple):
         return shlex.join(words)
 
 
-def tag_of(fleet: str) -> str:
-    """The tag by which the firewall knows the machines of the fleet of that name."""
+def network_tag(fleet: str) -> str:
+    """Return the network tag of a fleet's machines."""
     return f"tpuswarm-{fleet}"
 
 
-def wanted(network: str, tag: str, description: str) -> tuple[Rule, Rule]:
-    """The rules of a fleet whose machines have the tag `tag`: all TCP among them, and SSH from everywhere."""
+def fleet_rules(network: str, tag: str, description: str) -> tuple[Rule, Rule]:
+    """Return the rules of a fleet: all TCP among machines with `tag`, and SSH from everywhere."""
     inside = Rule(f"{tag}-inside", network, (("tcp", ()),), (), (tag,), (tag,), description=description)
     ssh = Rule(f"{tag}-ssh", network, (("tcp", ("22",)),), (ANYWHERE,), (), (tag,), description=description)
     return inside, ssh
 
 
-def joins(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
-    """Whether a rule opens every TCP port among machines with `tags`."""
+def opens_all_ports(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
+    """Return whether a rule opens every TCP port among machines with `tags`."""
     own = set(tags)
     return any(
         rule.network == network
@@ -81,7 +83,7 @@ def joins(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
 
 
 def opens_ssh(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
-    """Whether a rule opens SSH's port on machines with `tags` to everybody."""
+    """Return whether a rule opens SSH's port on machines with `tags` to everybody."""
     own = set(tags)
     return any(
         rule.network == network
@@ -93,8 +95,8 @@ def opens_ssh(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
     )
 
 
-def lets_strangers_in(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> list[tuple[Rule, str]]:
-    """Rules by which others than machines with `tags` reach those, each with a sentence that says who and where."""
+def rules_open_to_strangers(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> list[tuple[Rule, str]]:
+    """Return the rules that let strangers reach machines with `tags`, each with a sentence."""
     own = set(tags)
     found = []
     for rule in rules:
@@ -104,8 +106,8 @@ def lets_strangers_in(rules: Iterable[Rule], network: str, tags: Iterable[str]) 
     return found
 
 
-def of_firewall(firewall: Mapping[str, Any]) -> Rule | None:
-    """A firewall rule as REST writes it; None for one that is off, denies, or is for what goes out."""
+def rule_from_firewall(firewall: Mapping[str, Any]) -> Rule | None:
+    """Read a rule from REST; None if it is disabled, denies, or is for outgoing traffic."""
     if firewall.get("disabled") or firewall.get("direction", "INGRESS") != "INGRESS" or not firewall.get("allowed"):
         return None
 
@@ -115,7 +117,7 @@ def of_firewall(firewall: Mapping[str, Any]) -> Rule | None:
     return Rule(
         name=firewall["name"],
         network=firewall["network"].rsplit("/", 1)[-1],
-        allowed=tuple((each["IPProtocol"], tuple(each.get("ports", ()))) for each in firewall["allowed"]),
+        allowed=tuple((entry["IPProtocol"], tuple(entry.get("ports", ()))) for entry in firewall["allowed"]),
         ranges=names("sourceRanges"),
         source_tags=names("sourceTags"),
         target_tags=names("targetTags"),

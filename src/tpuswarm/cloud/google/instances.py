@@ -1,11 +1,11 @@
-"""VMs between our types and the messages of Compute Engine. Values in, values out."""
+"""Convert VMs between our types and Compute Engine's messages."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.google.nodes import LOGIN, SCOPE, labels_of, seconds
+from tpuswarm.cloud.google.nodes import LOGIN, SCOPE, labels_of, parse_timestamp
 from tpuswarm.cloud.protocol import Machine, State, VmSpec, Worker
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ STATES: dict[str, State] = {
 }
 
 
-def to_instance(spec: VmSpec, project: str) -> "compute_v1.Instance":
-    """The instance to be created for `spec`."""
+def instance_from_spec(spec: VmSpec, project: str) -> "compute_v1.Instance":
     from google.cloud import compute_v1
 
     access = [compute_v1.AccessConfig(name="external-nat", type_="ONE_TO_ONE_NAT")] if spec.external_ips else []
@@ -65,21 +64,21 @@ def to_instance(spec: VmSpec, project: str) -> "compute_v1.Instance":
 
 
 def to_metadata(items: Mapping[str, str], fingerprint: str | None = None) -> "compute_v1.Metadata":
-    """Metadata as Compute Engine writes it; `fingerprint` is that of what it replaces."""
+    """Convert metadata; `fingerprint` is that of the metadata to replace."""
     from google.cloud import compute_v1
 
     pairs = [compute_v1.Items(key=key, value=value) for key, value in items.items()]
     return compute_v1.Metadata(items=pairs, fingerprint=fingerprint)
 
 
-def of_instance(instance: Mapping[str, Any]) -> Machine:
-    """An instance, as REST writes it, as a machine of ours."""
+def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
+    """Convert an instance from REST."""
     said, scheduling = instance.get("status", ""), instance.get("scheduling", {})
     spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible", False)
     state = STATES.get(said, "repairing")
     if said in ("PROVISIONING", "STAGING") and "lastStopTimestamp" in instance:
         state = "starting"
-    if spot and state == "stopped":  # nobody stops one of those: it was taken away
+    if spot and state == "stopped":  # users do not stop spot machines: it was preempted
         state = "dead"
     return Machine(
         name=instance["name"],
@@ -90,7 +89,7 @@ def of_instance(instance: Mapping[str, Any]) -> Machine:
         said=said,
         why=instance.get("statusMessage", ""),
         how="spot" if spot else "on-demand",
-        created=seconds(instance.get("creationTimestamp")),
+        created=parse_timestamp(instance.get("creationTimestamp")),
         workers=_workers(instance.get("networkInterfaces", ())),
         labels=instance.get("labels", {}),
     )
@@ -99,19 +98,19 @@ def of_instance(instance: Mapping[str, Any]) -> Machine:
 def _scheduling(spec: VmSpec) -> "compute_v1.Scheduling":
     from google.cloud import compute_v1
 
-    found = compute_v1.Scheduling(provisioning_model="SPOT" if spec.spot else "STANDARD")
+    scheduling = compute_v1.Scheduling(provisioning_model="SPOT" if spec.spot else "STANDARD")
     if spec.spot:
-        found.on_host_maintenance = "TERMINATE"
+        scheduling.on_host_maintenance = "TERMINATE"
     if spec.ends is not None:
-        found.termination_time = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
+        scheduling.termination_time = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
     if spec.spot or spec.ends is not None:
-        # What is taken away, or has come to its end, is deleted with its disk: nothing stays that costs money.
-        found.instance_termination_action = "DELETE"
-    return found
+        # A preempted or expired machine is deleted with its disk, so that it costs nothing.
+        scheduling.instance_termination_action = "DELETE"
+    return scheduling
 
 
 def _workers(interfaces: Any) -> tuple[Worker, ...]:
     for first in interfaces:
-        external = next((each.get("natIP") for each in first.get("accessConfigs", ())), None)
+        external = next((config.get("natIP") for config in first.get("accessConfigs", ())), None)
         return (Worker(first.get("networkIP"), external),)
     return ()

@@ -1,4 +1,4 @@
-"""TPUs between our types and the messages of the TPU API, v2. Values in, values out."""
+"""Convert TPUs between our types and the messages of the TPU API v2."""
 
 import datetime
 from collections.abc import Iterable, Mapping
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpuswarm.catalog import Accelerator, find
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.google.answers import of_json_status
-from tpuswarm.cloud.google.failures import judge
+from tpuswarm.cloud.google.answers import answer_from_json_status
+from tpuswarm.cloud.google.failures import cloud_error_for
 from tpuswarm.cloud.protocol import (
     ENV_VARS,
     ENV_VARS_NEW,
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from google.cloud import tpu_v2
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-"""What a machine's service account may be used for: everything that its roles allow. A narrower scope keeps a machine
-from its bucket however many roles the account has."""
+"""Lets a machine use all roles of its service account. A narrower scope would lock it out of its bucket."""
 LOGIN = {"enable-guest-attributes": "TRUE", "enable-oslogin": "FALSE"}
-"""Metadata without which nobody gets in: a machine writes down its SSH host keys as guest attributes, and takes who may
-log in from its metadata only where OS Login is off, which a whole project may have on; a machine's own value wins
+"""Metadata that SSH needs: the machine publishes its host keys as guest attributes and accepts keys from metadata,
+which OS Login would prevent. The machine's value wins over the project's
 (https://cloud.google.com/compute/docs/oslogin/set-up-oslogin)."""
 STATES: dict[str, State] = {
     "CREATING": "creating",
@@ -45,9 +44,9 @@ STATES: dict[str, State] = {
     "PREEMPTED": "dead",
     "TERMINATED": "dead",
 }
-"""Anything else (HIDING, HIDDEN, UNHIDING, UNKNOWN, what comes later) is taken for `repairing`: it has a deadline."""
+"""Any other state (HIDING, HIDDEN, UNHIDING, UNKNOWN, new ones) counts as `repairing`, which has a deadline."""
 MAINTENANCE = "UNHEALTHY_MAINTENANCE"
-"""A health of nodes that are READY: "will resume running once rescheduled", says the API's Node.Health."""
+"""A health of READY nodes: "will resume running once rescheduled" (Node.Health)."""
 REQUEST_STATES: dict[str, State] = {
     "CREATING": "waiting",
     "ACCEPTED": "waiting",
@@ -59,17 +58,15 @@ REQUEST_STATES: dict[str, State] = {
     "FAILED": "dead",
     "ACTIVE": "dead",
 }
-"""Of a queued resource that has no node. SUSPENDED and FAILED never go on, and ACTIVE without a node has lost it: the
-provider lists requests before nodes. Anything else is taken for `repairing`, as with nodes."""
+"""Of a queued resource without a node. SUSPENDED and FAILED are final. ACTIVE without a node has lost it, because the
+provider lists requests before nodes. Any other state counts as `repairing`."""
 
 
 def labels_of(spec: Spec) -> dict[str, str]:
-    """All labels of what is made for `spec`."""
     return {**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool}
 
 
-def to_node(spec: TpuSpec, project: str) -> "tpu_v2.Node":
-    """The node to be created for `spec`."""
+def node_from_spec(spec: TpuSpec, project: str) -> "tpu_v2.Node":
     from google.cloud import tpu_v2
 
     mode = tpu_v2.AttachedDisk.DiskMode
@@ -95,15 +92,15 @@ def to_node(spec: TpuSpec, project: str) -> "tpu_v2.Node":
     )
 
 
-def to_request(spec: TpuSpec, project: str) -> "tpu_v2.QueuedResource":
-    """The queued resource that asks for one node, of the same name."""
+def request_from_spec(spec: TpuSpec, project: str) -> "tpu_v2.QueuedResource":
+    """Return a queued resource for one node of the same name."""
     from google.cloud import tpu_v2
     from google.protobuf.duration_pb2 import Duration
 
     parts = tpu_v2.QueuedResource
     parent = f"projects/{project}/locations/{spec.zone}"
-    asked = parts.Tpu.NodeSpec(parent=parent, node_id=spec.name, node=to_node(spec, project))
-    request = parts(tpu=parts.Tpu(node_spec=[asked]))
+    node_spec = parts.Tpu.NodeSpec(parent=parent, node_id=spec.name, node=node_from_spec(spec, project))
+    request = parts(tpu=parts.Tpu(node_spec=[node_spec]))
     if spec.how == "reserved":
         request.reservation_name = f"{parent}/reservations/{spec.reservation or '-'}"
     if spec.wait_s is not None:
@@ -111,8 +108,8 @@ def to_request(spec: TpuSpec, project: str) -> "tpu_v2.QueuedResource":
     return request
 
 
-def of_node(node: Mapping[str, Any]) -> Machine:
-    """A node, as REST writes it, as a machine of ours."""
+def machine_from_node(node: Mapping[str, Any]) -> Machine:
+    """Convert a node from REST."""
     zone, name = _place(node["name"])
     said, health = node.get("state", "STATE_UNSPECIFIED"), node.get("health", "HEALTH_UNSPECIFIED")
     state = STATES.get(said, "repairing")
@@ -128,14 +125,14 @@ def of_node(node: Mapping[str, Any]) -> Machine:
         type=_type(node),
         state=state,
         said=said,
-        why="; ".join(each for each in (node.get("healthDescription", ""), *symptoms) if each),
+        why="; ".join(filter(None, (node.get("healthDescription", ""), *symptoms))),
         symptoms=symptoms,
         healthy=None if state != "ready" or health == "HEALTH_UNSPECIFIED" else health == "HEALTHY",
         how=_how(node.get("schedulingConfig", {}), request is not None),
-        created=seconds(node.get("createTime")),
+        created=parse_timestamp(node.get("createTime")),
         workers=tuple(
-            Worker(each.get("ipAddress") or None, each.get("accessConfig", {}).get("externalIp") or None)
-            for each in node.get("networkEndpoints", ())
+            Worker(endpoint.get("ipAddress") or None, endpoint.get("accessConfig", {}).get("externalIp") or None)
+            for endpoint in node.get("networkEndpoints", ())
         ),
         labels=node.get("labels", {}),
         runtime_env=None if metadata.get(ENV_VARS_NEW) == "TRUE" else metadata.get(ENV_VARS, ""),
@@ -143,37 +140,39 @@ def of_node(node: Mapping[str, Any]) -> Machine:
     )
 
 
-def of_requests(
+def machines_from_requests(
     requests: Iterable[Mapping[str, Any]], nodes: Iterable[Machine], unreachable: frozenset[str], project: str
 ) -> list[Machine]:
-    """The machines of queued resources, as REST writes them, that have no node among `nodes`.
+    """Convert queued resources from REST that have no node among `nodes`.
 
-    Those of a zone whose nodes are unknown (`unreachable`) are left out: whether they have one is not known either.
+    Skips zones whose nodes are unknown (`unreachable`).
     """
-    known = {(each.zone, each.name) for each in nodes}
-    found = (each for request in requests for each in _of_request(request, project))
-    return [each for each in found if (each.zone, each.name) not in known and each.zone not in unreachable]
+    known = {(node.zone, node.name) for node in nodes}
+    machines = (machine for request in requests for machine in _machines_from_request(request, project))
+    return [
+        machine for machine in machines if (machine.zone, machine.name) not in known and machine.zone not in unreachable
+    ]
 
 
-def _of_request(request: Mapping[str, Any], project: str) -> Iterable[Machine]:
+def _machines_from_request(request: Mapping[str, Any], project: str) -> Iterable[Machine]:
     zone, name = _place(request["name"])
     state = request.get("state", {})
     said = state.get("state", "STATE_UNSPECIFIED")
     error: CloudError | None = None
     why = ""
     if failure := state.get("failedData", {}).get("error"):
-        error = judge(of_json_status(failure), f"{name} in {zone}", project)
+        error = cloud_error_for(answer_from_json_status(failure), f"{name} in {zone}", project)
         why = failure.get("message", "")
     elif said in ("SUSPENDING", "SUSPENDED"):
         why = f"suspended by the {'user' if state.get('stateInitiator') == 'USER' else 'cloud'}"
     elif said == "ACTIVE":
         why = "its node is gone"
-    for asked in request.get("tpu", {}).get("nodeSpec", ()):
-        node = asked.get("node", {})
+    for node_spec in request.get("tpu", {}).get("nodeSpec", ()):
+        node = node_spec.get("node", {})
         spot = "spot" in request or node.get("schedulingConfig", {}).get("spot", False)
         how: How = "spot" if spot else "reserved" if request.get("reservationName") else "queued"
         yield Machine(
-            name=asked.get("nodeId") or asked.get("multisliceParams", {}).get("nodeIdPrefix") or name,
+            name=node_spec.get("nodeId") or node_spec.get("multisliceParams", {}).get("nodeIdPrefix") or name,
             zone=zone,
             kind="tpu",
             type=_type(node),
@@ -181,7 +180,7 @@ def _of_request(request: Mapping[str, Any], project: str) -> Iterable[Machine]:
             said=said,
             why=why,
             how=how,
-            created=seconds(request.get("createTime")),
+            created=parse_timestamp(request.get("createTime")),
             labels=node.get("labels", {}),
             request=name,
             error=error,
@@ -189,27 +188,27 @@ def _of_request(request: Mapping[str, Any], project: str) -> Iterable[Machine]:
 
 
 def accelerator_of(machine: Machine) -> Accelerator | None:
-    """What the catalogue knows of its type; None: nothing."""
+    """Return the catalogue's entry for its type, or None."""
     try:
         return find(machine.type)
     except InputError:
         return None
 
 
-def _symptom(said: Mapping[str, Any]) -> str:
-    """What, where and when: MESH_BUILD_FAIL on worker 3 at 2026-11-22T12:00:00Z: details."""
-    kind, worker, at = (said.get(each, "") for each in ("symptomType", "workerId", "createTime"))
-    what = kind + (f" on worker {worker}" if worker else "") + (f" at {at}" if at else "")
-    return ": ".join(each.strip() for each in (what, said.get("details", "")) if each)
+def _symptom(symptom: Mapping[str, Any]) -> str:
+    """Format a symptom: MESH_BUILD_FAIL on worker 3 at 2026-11-22T12:00:00Z: details."""
+    kind, worker, at = (symptom.get(key, "") for key in ("symptomType", "workerId", "createTime"))
+    summary = kind + (f" on worker {worker}" if worker else "") + (f" at {at}" if at else "")
+    return ": ".join(text.strip() for text in (summary, symptom.get("details", "")) if text)
 
 
 def _type(node: Mapping[str, Any]) -> str:
     config = node.get("acceleratorConfig", {})
-    said = node.get("acceleratorType") or f"{config.get('type', '').lower()}:{config.get('topology', '')}"
+    name = node.get("acceleratorType") or f"{config.get('type', '').lower()}:{config.get('topology', '')}"
     try:
-        return find(said).name
+        return find(name).name
     except InputError:
-        return said
+        return name
 
 
 def _how(scheduling: Mapping[str, Any], queued: bool) -> How:
@@ -221,11 +220,11 @@ def _how(scheduling: Mapping[str, Any], queued: bool) -> How:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Zone and name of projects/P/locations/ZONE/nodes/NAME."""
+    """Return zone and name from projects/P/locations/ZONE/nodes/NAME."""
     parts = name.split("/")
     return parts[3], parts[5]
 
 
-def seconds(stamp: str | None) -> float:
-    """Unix seconds of a moment, as REST writes it; 0: it says none."""
+def parse_timestamp(stamp: str | None) -> float:
+    """Return Unix seconds of a REST timestamp; 0 if there is none."""
     return datetime.datetime.fromisoformat(stamp).timestamp() if stamp else 0.0

@@ -1,4 +1,4 @@
-"""How many TPUs a project may have, by generation, kind and place, as the Cloud Quotas API tells it."""
+"""How many TPUs a project may have, by generation, kind and place, from the Cloud Quotas API."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,54 +7,54 @@ from typing import Any, NamedTuple
 from tpuswarm.catalog import Accelerator, find
 from tpuswarm.catalog.prices import region_of
 
-IDS = re.compile(r"TPU(V2s|V3s|V4s|V5s|V5P|V6E)(\w*)PerProjectPer(Zone|Region)ForTPUAPI")
-"""What the quota of TPUs is called; in the middle Preemptible, Pod, Litepod and Serving in several orders."""
+QUOTA_ID = re.compile(r"TPU(V2s|V3s|V4s|V5s|V5P|V6E)(\w*)PerProjectPer(Zone|Region)ForTPUAPI")
+"""Ids of TPU quotas; the middle has Preemptible, Pod, Litepod and Serving in any order."""
 GENERATIONS = {"V2s": "v2", "V3s": "v3", "V4s": "v4", "V5s": "v5e", "V5P": "v5p", "V6E": "v6e"}
 
 
 class Quota(NamedTuple):
-    """One quota: how many cores (chips for v5e and v6e) a place may hold."""
+    """One quota: cores (chips for v5e and v6e) in a place."""
 
     id: str
     limits: Mapping[str, int]
-    """By zone or region, whichever it counts by."""
+    """By zone or by region."""
 
 
 class Allowance(NamedTuple):
-    """How much of a kind of TPU a zone may hold, counted as names of types count, and which quota says so."""
+    """How much of a TPU kind a zone may hold, in the units of type names, and the quota's id."""
 
     limit: int
     quota: str
 
 
-def of_infos(infos: Iterable[Mapping[str, Any]]) -> tuple[Quota, ...]:
-    """The quotas of TPUs among `quotaInfos`, as REST writes them.
+def quotas_from_infos(infos: Iterable[Mapping[str, Any]]) -> tuple[Quota, ...]:
+    """Read the TPU quotas among REST's `quotaInfos`.
 
     https://cloud.google.com/docs/quotas/reference/rest/v1/projects.locations.services.quotaInfos
     """
     return tuple(
         Quota(info["quotaId"], dict(_limits(info.get("dimensionsInfos", ()))))
         for info in infos
-        if IDS.fullmatch(info.get("quotaId", ""))
+        if QUOTA_ID.fullmatch(info.get("quotaId", ""))
     )
 
 
 def allowance(quotas: Iterable[Quota], type_: str, spot: bool, zone: str) -> Allowance | None:
-    """The tighter of a zone's and its region's quota for `type_`; None where no quota speaks of it."""
+    """Return the tighter one of a zone's and its region's quota for `type_`; None if no quota covers it."""
     found: dict[str, Allowance] = {}
     for quota in quotas:
-        kind = IDS.fullmatch(quota.id)
+        kind = QUOTA_ID.fullmatch(quota.id)
         if kind is None or not _is_for(kind, find(type_), spot):
             continue
         limit = quota.limits.get(zone if kind[3] == "Zone" else region_of(zone))
-        # v5e has one for training and one for serving: which of them it will be is not ours to say.
+        # v5e has a quota for training and one for serving; which one applies is unknown, so take the larger.
         if limit is not None and limit >= found.get(kind[3], Allowance(-1, "")).limit:
             found[kind[3]] = Allowance(limit, quota.id)
     return min(found.values(), default=None)
 
 
-def size(type_: str) -> int:
-    """How much of its quota one TPU takes: the number in its name."""
+def quota_units(type_: str) -> int:
+    """Return how much of its quota one TPU takes: the number in its name."""
     accelerator = find(type_)
     return accelerator.cores if accelerator.generation.name_counts == "cores" else accelerator.chips
 
@@ -67,9 +67,9 @@ def _is_for(kind: re.Match[str], accelerator: Accelerator, spot: bool) -> bool:
 
 
 def _limits(dimensions: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, int]]:
-    for each in dimensions:
-        value = int(each.get("details", {}).get("value", 0))
-        limit = value if value >= 0 else 10**9  # -1: as many as there are
-        named = each.get("dimensions", {})
-        places = [named[key] for key in ("zone", "region") if key in named] or each.get("applicableLocations", ())
+    for info in dimensions:
+        value = int(info.get("details", {}).get("value", 0))
+        limit = value if value >= 0 else 10**9  # -1 means unlimited
+        named = info.get("dimensions", {})
+        places = [named[key] for key in ("zone", "region") if key in named] or info.get("applicableLocations", ())
         yield from ((place, limit) for place in places)

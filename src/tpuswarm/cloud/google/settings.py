@@ -1,4 +1,4 @@
-"""Project and zone from where people keep them: what they type, the environment, gcloud's own configuration."""
+"""Find project and zone: from options, the environment, or gcloud's configuration."""
 
 import configparser
 import os
@@ -6,57 +6,57 @@ from pathlib import Path
 
 from tpuswarm.errors import InputError
 
-ENVIRONMENT = {
+VARIABLES = {
     "core/project": ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"),
     "compute/zone": ("CLOUDSDK_COMPUTE_ZONE",),
 }
-"""Variables that Google's tools read, by gcloud's name of the property; the first one set counts."""
+"""Environment variables of Google's tools, by gcloud's property; the first one that is set counts."""
 
 
 def find_project(given: str | None = None) -> str:
-    """The project: as given, else from the environment or gcloud. Raises InputError where nobody has set one."""
-    if found := given or _setting("core/project"):
-        return found
+    """Return the project: given, else from the environment or gcloud. Raises InputError if there is none."""
+    if project := given or _read_setting("core/project"):
+        return project
     raise InputError(
-        "no project is named: `gcloud config set project MY-PROJECT` names one for all commands, the variable "
-        'GOOGLE_CLOUD_PROJECT for a shell, project = "MY-PROJECT" in swarm.toml for a fleet'
+        "no project is set; set it with `gcloud config set project MY-PROJECT` for all commands, the variable "
+        'GOOGLE_CLOUD_PROJECT for a shell, or project = "MY-PROJECT" in swarm.toml for a fleet'
     )
 
 
 def find_zone(given: str | None = None) -> str | None:
-    """The zone: as given, else from the environment or gcloud; None where nobody has set one."""
-    return given or _setting("compute/zone")
+    """Return the zone: given, else from the environment or gcloud; None if there is none."""
+    return given or _read_setting("compute/zone")
 
 
-def account() -> str | None:
-    """Who is signed in to gcloud, as its configuration says."""
-    return _gcloud("core/account")
+def gcloud_account() -> str | None:
+    """Return the account that is signed in to gcloud."""
+    return _read_gcloud_property("core/account")
 
 
 def gcloud_folder() -> Path:
-    """Where gcloud keeps its configuration and credentials."""
+    """Return the folder of gcloud's configuration and credentials."""
     return Path(os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud")
 
 
-def _setting(name: str) -> str | None:
-    named = (os.environ.get(variable) for variable in ENVIRONMENT[name])
-    return next((value for value in named if value), None) or _gcloud(name)
+def _read_setting(name: str) -> str | None:
+    named = (os.environ.get(variable) for variable in VARIABLES[name])
+    return next((value for value in named if value), None) or _read_gcloud_property(name)
 
 
-def _gcloud(name: str) -> str | None:
-    """A property of gcloud's active configuration: reading its files is a thousand times faster than asking it."""
+def _read_gcloud_property(name: str) -> str | None:
+    """Read a property of gcloud's active configuration from its files, a thousand times faster than gcloud."""
     section, key = name.split("/")
     folder = gcloud_folder()
-    active = os.environ.get("CLOUDSDK_ACTIVE_CONFIG_NAME") or _text(folder / "active_config").strip() or "default"
+    active = os.environ.get("CLOUDSDK_ACTIVE_CONFIG_NAME") or _read_text(folder / "active_config").strip() or "default"
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read_string(_text(folder / "configurations" / f"config_{active}"))
+        parser.read_string(_read_text(folder / "configurations" / f"config_{active}"))
     except configparser.Error as error:
         raise InputError(f"gcloud's configuration {active} cannot be read: {error}") from None
     return parser.get(section, key, fallback=None) or None
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

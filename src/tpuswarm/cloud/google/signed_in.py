@@ -1,4 +1,4 @@
-"""Credentials from where people sign in. Imports google-auth: to be imported by the call that needs it."""
+"""Find the user's Google credentials. Imports google-auth, so import this module inside functions."""
 
 import datetime
 import json
@@ -13,38 +13,37 @@ from google.auth.exceptions import RefreshError
 from google.oauth2.credentials import Credentials
 
 from tpuswarm.cloud.google.nodes import SCOPE
-from tpuswarm.cloud.google.settings import account, gcloud_folder
+from tpuswarm.cloud.google.settings import gcloud_account, gcloud_folder
 
-SECONDS = 60.0
-"""For which gcloud is waited for."""
+GCLOUD_TIMEOUT_S = 60.0
 
 
-def credentials(project: str) -> Any:
-    """Application default credentials, else those of gcloud itself. Calls are billed to `project`.
+def find_credentials(project: str) -> Any:
+    """Return application default credentials, else gcloud's. Calls are billed to `project`.
 
     Raises google.auth.exceptions.GoogleAuthError.
     """
-    mine = gcloud_folder() / "application_default_credentials.json"
+    path = gcloud_folder() / "application_default_credentials.json"
     if not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-        if not mine.exists() and account() and shutil.which("gcloud"):
-            return Gcloud()  # type: ignore[no-untyped-call]
-        if mine.exists() and json.loads(mine.read_text(encoding="utf-8")).get("type") == "authorized_user":
-            # As google.auth.default() would, which also runs gcloud for a project, a second or two.
-            found = Credentials.from_authorized_user_file(str(mine), [SCOPE])  # type: ignore[no-untyped-call]
-            return found if found.quota_project_id else found.with_quota_project(project)
+        if not path.exists() and gcloud_account() and shutil.which("gcloud"):
+            return GcloudCredentials()  # type: ignore[no-untyped-call]
+        if path.exists() and json.loads(path.read_text(encoding="utf-8")).get("type") == "authorized_user":
+            # Like google.auth.default(), without its second or two for running gcloud.
+            user = Credentials.from_authorized_user_file(str(path), [SCOPE])  # type: ignore[no-untyped-call]
+            return user if user.quota_project_id else user.with_quota_project(project)
     return google.auth.default(scopes=[SCOPE])[0]
 
 
-class Gcloud(Base):
-    """Of whoever is signed in to gcloud, for those who never asked it for application default credentials."""
+class GcloudCredentials(Base):
+    """Credentials of the account that is signed in to gcloud, for users without application default credentials."""
 
     def refresh(self, request: Any) -> None:
-        """Have gcloud renew its token, or hand out the one it has. Raises RefreshError."""
-        asked = ["gcloud", "config", "config-helper", "--format=json(credential)"]
+        """Get a token from gcloud. Raises RefreshError."""
+        command = ["gcloud", "config", "config-helper", "--format=json(credential)"]
         try:
-            done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GCLOUD_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise RefreshError(f"gcloud gave no token within {SECONDS:.0f} s") from None  # type: ignore[no-untyped-call]
+            raise RefreshError(f"gcloud gave no token within {GCLOUD_TIMEOUT_S:.0f} s") from None  # type: ignore[no-untyped-call]
         if done.returncode != 0:
             raise RefreshError(done.stderr.strip() or "gcloud gives no token")  # type: ignore[no-untyped-call]
         credential = json.loads(done.stdout)["credential"]

@@ -57,12 +57,12 @@ class InitPlan:
 
     @property
     def rules(self) -> tuple[firewall.Rule, firewall.Rule]:
-        return firewall.wanted(self.network, firewall.tag_of(self.name), self.description)
+        return firewall.fleet_rules(self.network, firewall.network_tag(self.name), self.description)
 
     def is_covered(self, rule: firewall.Rule, existing: Iterable[firewall.Rule]) -> bool:
         """Whether existing rules allow as much as this rule."""
-        allows = firewall.joins if rule.source_tags else firewall.opens_ssh
-        return allows(existing, self.network, [firewall.tag_of(self.name)])
+        allows = firewall.opens_all_ports if rule.source_tags else firewall.opens_ssh
+        return allows(existing, self.network, [firewall.network_tag(self.name)])
 
     @property
     def description(self) -> str:

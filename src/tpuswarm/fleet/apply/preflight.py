@@ -13,7 +13,7 @@ from tpuswarm.cloud.errors import CloudError, Denied, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import firewall
 from tpuswarm.cloud.google.failures import SIGN_IN
 from tpuswarm.cloud.google.project import APIS, BILLING_API
-from tpuswarm.cloud.google.quotas import allowance, size
+from tpuswarm.cloud.google.quotas import allowance, quota_units
 from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts
@@ -143,15 +143,15 @@ def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
     quotas = _answer(facts.quotas)
     allowances = {zone: allowance(quotas, pool.type, spot, zone) for zone in pool.zones}
     known = {zone: found for zone, found in allowances.items() if found}
-    fits = sum(found.limit // size(pool.type) for found in known.values())
+    fits = sum(found.limit // quota_units(pool.type) for found in known.values())
     if len(known) < len(allowances) or fits >= pool.count:
         count = f"for {fits:,} of them" if fits < UNLIMITED_COUNT else "without limit"
         quota = f"{', '.join(known)} has quota {count}" if known else "Google does not tell the quota"
         return f"pool {pool.name} wants {pool.count} {pool.type}: {quota}"
     limits = "; ".join(f"{zone}: {found.limit} ({found.quota})" for zone, found in known.items())
     return (
-        f"pool {pool.name} wants {pool.count} {'spot ' if spot else ''}{pool.type}, each takes {size(pool.type)} of "
-        f"the quota; the project may have {limits}",
+        f"pool {pool.name} wants {pool.count} {'spot ' if spot else ''}{pool.type}, each takes "
+        f"{quota_units(pool.type)} of the quota; the project may have {limits}",
         f"ask for more at https://console.cloud.google.com/iam-admin/quotas?project={facts.project}, take another "
         f"zone{f', or set count = {fits}' if fits else ''}",
     )
@@ -245,16 +245,16 @@ def _firewalls(file: SwarmFile, facts: ProjectFacts) -> list[Check]:
 
 @_check("firewall")
 def _firewall(file: SwarmFile, network: str, facts: ProjectFacts) -> Verdict:
-    tag, rules = firewall.tag_of(file.name), _answer(facts.rules)
-    if strangers := firewall.lets_strangers_in(rules, network, [tag]):
+    tag, rules = firewall.network_tag(file.name), _answer(facts.rules)
+    if strangers := firewall.rules_open_to_strangers(rules, network, [tag]):
         rule, problem = strangers[0]
         delete = f"gcloud compute firewall-rules delete {rule.name} --project={facts.project}"
         return (
             f"{problem}: processes of Ray and JAX listen on all addresses and obey anybody",
             f'{delete}, or network = "{tag}", a network of the fleet\'s own that `tpuswarm init` makes',
         )
-    if not firewall.joins(rules, network, [tag]):
-        wanted = firewall.wanted(network, tag, f"tpuswarm {file.name}")[0]
+    if not firewall.opens_all_ports(rules, network, [tag]):
+        wanted = firewall.fleet_rules(network, tag, f"tpuswarm {file.name}")[0]
         sentence = f"no firewall rule of network {network} lets the fleet's machines (tag {tag}) reach each other"
         return sentence, wanted.gcloud(facts.project)
     return f"network {network} connects the fleet's machines and admits no others"

@@ -12,7 +12,7 @@ from tpuswarm.fleet.spec.file import SwarmFile
 if TYPE_CHECKING:
     from tpuswarm.cloud.google.firewall import Rule
     from tpuswarm.cloud.google.project import BucketSettings, Project, Subnetwork
-    from tpuswarm.cloud.google.provider import Google
+    from tpuswarm.cloud.google.provider import GoogleProvider
     from tpuswarm.cloud.google.quotas import Quota
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class ProjectFacts:
         return isinstance(self.apis, CloudError) and all(isinstance(types, Denied) for types in self.types.values())
 
 
-def collect_facts(google: "Google", project: "Project", file: SwarmFile) -> ProjectFacts:
+def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile) -> ProjectFacts:
     apis = _answer_or_error(project.apis)
     if isinstance(apis, CloudError) and not isinstance(apis, Denied):
         return ProjectFacts(project.id, apis)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tpuswarm.catalog import find
-from tpuswarm.cloud.google.firewall import tag_of
+from tpuswarm.cloud.google.firewall import network_tag
 from tpuswarm.cloud.google.settings import find_zone
 from tpuswarm.cloud.protocol import Disk, Listing, TpuSpec, VmSpec
 from tpuswarm.config.nearest import did_you_mean
@@ -114,7 +114,7 @@ def _vm_spec(
 
 
 def _tags(file: tables.SwarmFile, table: tables.MachineTable) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((tag_of(file.name), *table.tags)))
+    return tuple(dict.fromkeys((network_tag(file.name), *table.tags)))
 
 
 def _metadata(table: tables.MachineTable, public_key: str | None) -> Mapping[str, str]:

@@ -133,7 +133,10 @@ def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage
     near = FakeRun(fleet.folder / "runs" / "near", 2, 1000)
     near.grow(15)
     port = free_port()
-    intervals = {"tpuswarm.cli.look.tensorboard.POLL_INTERVAL_S": 0.5, "tpuswarm.cloud.google.access.PATIENCE": 0.2}
+    intervals = {
+        "tpuswarm.cli.look.tensorboard.POLL_INTERVAL_S": 0.5,
+        "tpuswarm.cloud.google.access.RETRY_WINDOW_S": 0.2,
+    }
     command = fleet.start("tensorboard", "runs/near", f"{ONE}:runs", "--port", str(port), intervals=intervals)
 
     def read(path: str):

@@ -141,11 +141,11 @@ def print_dry_run(
 def require_checks(cloud: Provider, file: SwarmFile, paid: bool) -> None:
     """Run the checks before the first machine. Raises InputError if one fails, after printing how to mend it."""
     from tpuswarm.cloud.google.project import Project
-    from tpuswarm.cloud.google.provider import Google
+    from tpuswarm.cloud.google.provider import GoogleProvider
     from tpuswarm.fleet.apply.preflight import run_checks
     from tpuswarm.fleet.apply.project_facts import collect_facts
 
-    assert isinstance(cloud, Google)
+    assert isinstance(cloud, GoogleProvider)
     with waiting("checking project, quota, zones, firewall and bucket"):
         facts = collect_facts(cloud, Project(cloud.access), file)
         checks = run_checks(file, facts, time.time(), paid, head_memory_bytes(file))
@@ -177,11 +177,11 @@ def head_memory_bytes(file: SwarmFile) -> float | None:
 def label_bucket(cloud: Provider, fleet: Fleet, desired: Desired) -> None:
     """Write the fleet's id on its bucket, if this is allowed and the bucket has none."""
     from tpuswarm.cloud.google.project import Project
-    from tpuswarm.cloud.google.provider import Google
+    from tpuswarm.cloud.google.provider import GoogleProvider
 
     if fleet.bucket is None:
         return
-    assert isinstance(cloud, Google)
+    assert isinstance(cloud, GoogleProvider)
     try:
         Project(cloud.access).label_bucket(fleet.bucket, {FLEET_LABEL: desired.fleet})
     except Denied as error:

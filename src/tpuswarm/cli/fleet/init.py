@@ -14,7 +14,7 @@ import typer
 
 from tpuswarm.catalog import find
 from tpuswarm.cli.console import Yes, confirm, option, print_checks
-from tpuswarm.cloud.google.firewall import tag_of
+from tpuswarm.cloud.google.firewall import network_tag
 from tpuswarm.cloud.google.settings import find_project
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
@@ -119,12 +119,12 @@ def init(
 
 def _print_next_commands(access: Any, cloud_project: Any, file: Path) -> None:
     """Check whether machines can be created, and print the next commands."""
-    from tpuswarm.cloud.google.provider import Google
+    from tpuswarm.cloud.google.provider import GoogleProvider
     from tpuswarm.fleet.apply.project_facts import collect_facts
 
     spec = read_swarm(file)
     with waiting("checking quota, zones and runtime versions"):
-        facts = collect_facts(Google(access), cloud_project, spec)
+        facts = collect_facts(GoogleProvider(access), cloud_project, spec)
         checks = run_checks(spec, facts, time.time(), paid=True)
     print_checks([check for check in checks if not check.ok or not check.known or check.id in INFORMATIVE_CHECKS])
     words = "" if file == DEFAULT_FILE else f" {file}"
@@ -176,7 +176,7 @@ def _plan_new_file(
         project = project or _default_project() or ask("Google Cloud project", "--project", None)
     name = _user_fleet_name() if file == DEFAULT_FILE else file.stem
     zones = Counter({zone: pool.count for pool in pools for zone in pool.zones})
-    plan = InitPlan(name, project, tag_of(name), bucket or f"{project}-{name}", main_region(zones), file)
+    plan = InitPlan(name, project, network_tag(name), bucket or f"{project}-{name}", main_region(zones), file)
     text = swarm_toml(plan, provider, cross_region, grants, pools)
     for place, sentence in find_problems(parse_toml(text, file, SwarmFile), time.time()):
         if place != ("storage", "region"):

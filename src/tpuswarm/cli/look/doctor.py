@@ -68,7 +68,7 @@ def doctor(
 def _check_cloud(fleet_name: str | None, as_json: bool) -> int:
     """Check the project and the fleet as a whole; return the exit code."""
     from tpuswarm.cloud.google.project import Project
-    from tpuswarm.cloud.google.provider import Google
+    from tpuswarm.cloud.google.provider import GoogleProvider
     from tpuswarm.fleet.apply.preflight import run_checks
     from tpuswarm.fleet.apply.project_facts import collect_facts
 
@@ -76,7 +76,7 @@ def _check_cloud(fleet_name: str | None, as_json: bool) -> int:
     cloud = fleet.provider()
     findings: list[Finding] = []
     with waiting(f"checking project {cloud.project}"):
-        if file is not None and isinstance(cloud, Google):
+        if file is not None and isinstance(cloud, GoogleProvider):
             facts = collect_facts(cloud, Project(cloud.access), file)
             findings += [
                 {"of": cloud.project, "check": check.id, "what": check.sentence,

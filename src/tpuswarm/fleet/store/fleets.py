@@ -80,10 +80,10 @@ class Fleet:
         return location_mark(f"{location}/{self.project}/{self.name}")
 
     def provider(self) -> Provider:
-        from tpuswarm.cloud.google.provider import Google
+        from tpuswarm.cloud.google.provider import GoogleProvider
         from tpuswarm.fleet.spec.providers import open_access
 
-        return Google(open_access(self.provider_name, self.project))
+        return GoogleProvider(open_access(self.provider_name, self.project))
 
     def store(self, provider: Provider) -> DocumentStore:
         if self.bucket:

@@ -23,13 +23,20 @@ import numpy as np
 from benchmarks.memory_store import Memory
 from benchmarks.report import Settings, Table
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
-from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
-from tpuswarm.swarm.core.books import Member, beat, granted, header, snapshot, trained
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, initial_state
+from tpuswarm.swarm.core.member_state import (
+    MemberState,
+    after_grant,
+    after_snapshot,
+    after_step,
+    finish_push,
+    make_heartbeat,
+)
 from tpuswarm.swarm.core.messages import Accepted, Granted, Terms
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Call, Do, Together
+from tpuswarm.swarm.processes.effects import Call, Parallel, RunBlocking
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
@@ -88,9 +95,9 @@ def _carried(process: Any, shards: list[Aggregator]) -> Any:
             effect = process.send(answer)
         except StopIteration as end:
             return end.value
-        if isinstance(effect, Do):
+        if isinstance(effect, RunBlocking):
             answer = effect.action()
-        elif isinstance(effect, Together):
+        elif isinstance(effect, Parallel):
             with ThreadPoolExecutor(len(effect.calls)) as pool:
                 answer = tuple(pool.map(lambda call: _shard(call, shards), effect.calls))
         else:
@@ -107,9 +114,9 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     fragments = fragments_for(MODEL_BYTES, members)
     store = Store(folder)
     store._back = Copied(back, folder)  # type: ignore[arg-type]
-    ledger, objects, outer = Ledger(store), Objects(store), Outer("nesterov")
+    ledger, objects, outer = Ledger(store), Objects(store), OuterRule("nesterov")
     zero = np.zeros(ELEMENTS, np.float32)
-    first = first_state(outer, zero)
+    first = initial_state(outer, zero)
     assert first is not None
     state, momentum = (objects.put_array(each) for each in (zero, first))
     names = tuple(f"m{number}" for number in range(members))
@@ -129,12 +136,12 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     _carried(coordinator.open(terms, founded=True), shards)
     pushing = []
     for name in names:
-        books = Member(terms, "plain", True, Incarnation(name, uuid.uuid4().hex), 0, 0)
-        reply = coordinator.beat(beat(books, None))
+        member = MemberState(terms, "plain", True, Incarnation(name, uuid.uuid4().hex), 0, 0)
+        reply = coordinator.beat(make_heartbeat(member, None))
         assert isinstance(reply, Granted)
-        books = granted(books, reply, 0)
-        books = snapshot(trained(books, books.next_rows))
-        pushing.append(books)
+        member = after_grant(member, reply, 0)
+        member = after_snapshot(after_step(member, member.next_rows))
+        pushing.append(member)
     rng = np.random.default_rng(0)
     payloads = [{"s": rng.standard_normal(ELEMENTS, np.float32)} for _ in range(fragments)]
     digests = tuple(map(tensors.digest, payloads))
@@ -142,16 +149,16 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     back.asked.clear()
     back.sent.clear()
 
-    def push(books: Member) -> float:
+    def push(member: MemberState) -> float:
         began = time.monotonic()
-        books, made = header(books, 1.0, True, digests)
+        member, made = finish_push(member, 1.0, True, digests)
         for fragment, payload in enumerate(payloads):
             shard = shards[fragment % number]
             _carried(shard.put(made.identity, fragment, payload, digests[fragment]), shards)
         with order:
             process = coordinator.push(made)
             effect = process.send(None)
-        assert isinstance(effect, Do)
+        assert isinstance(effect, RunBlocking)
         done = effect.action()  # beside those of the other members
         with order:
             try:
@@ -167,11 +174,11 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
     run = coordinator.run()
     effect = run.send(None)
     while coordinator.state.view.version == 0:
-        if isinstance(effect, Together):
+        if isinstance(effect, Parallel):
             with ThreadPoolExecutor(len(effect.calls)) as pool:
                 effect = run.send(tuple(pool.map(lambda call: _shard(call, shards), effect.calls)))
         else:
-            effect = run.send(effect.action() if isinstance(effect, Do) else None)
+            effect = run.send(effect.action() if isinstance(effect, RunBlocking) else None)
     return back, slowest, time.monotonic() - began
 
 

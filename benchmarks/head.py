@@ -11,7 +11,7 @@ from benchmarks import scale
 from benchmarks.merge import MEMBERS, SMALL, Case, Run, room_for
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.catalog import machines
-from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 
 AIM, CYCLE_S, HEAD = 200, 100.0, "n2-highmem-8"
 SECONDS = 650
@@ -47,7 +47,12 @@ def run(settings: Settings) -> Table:
 def merging(parameters: int, members: int) -> float:
     """Seconds of a core that a merge of so many contributions takes: the median of some."""
     case = Case(
-        f"{members} contributions", parameters, "int8", Outer("nesterov", downlink="int8"), cold=False, members=members
+        f"{members} contributions",
+        parameters,
+        "int8",
+        OuterRule("nesterov", downlink="int8"),
+        cold=False,
+        members=members,
     )
     with room_for(case) as folder:
         made, took = Run(folder, case), []

@@ -22,7 +22,7 @@ from scipy import stats
 
 from benchmarks.quality import PLAIN, Runs, Size, difference
 from benchmarks.report import CONFIDENCE, Settings, Skipped, Table
-from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.simulation.quality import Arm, held_out_loss, simulate
 
 DONE = Path(__file__).with_suffix(".jsonl")
@@ -96,12 +96,12 @@ LATE = {
 }
 """Commits that come 10 steps late, and how they are adopted."""
 MOMENTA = (0.9, 0.8)
-GAPS = {f"{m} × 30, {mu}": Arm((CYCLE,) * m, Outer("nesterov", mu)) for mu in MOMENTA for m in MEMBERS}
-MEANS = {f"{m} × 30, average": Arm((CYCLE,) * m, Outer("average")) for m in CHARLES}
+GAPS = {f"{m} × 30, {mu}": Arm((CYCLE,) * m, OuterRule("nesterov", mu)) for mu in MOMENTA for m in MEMBERS}
+MEANS = {f"{m} × 30, average": Arm((CYCLE,) * m, OuterRule("average")) for m in CHARLES}
 BEFORE, NOW = "0.9, added 10 late", "0.8, mixed 10 late"
 """A swarm whose commits take a third of a cycle, by the rules of before this ladder and by those it led to."""
-WHOLE = {f"{m} × 30, {BEFORE}": Arm((CYCLE,) * m, Outer("nesterov", 0.9), delay=10, adopt="add") for m in MEMBERS}
-WHOLE |= {f"{m} × 30, {NOW}": Arm((CYCLE,) * m, Outer("nesterov", 0.8), delay=10) for m in MEMBERS}
+WHOLE = {f"{m} × 30, {BEFORE}": Arm((CYCLE,) * m, OuterRule("nesterov", 0.9), delay=10, adopt="add") for m in MEMBERS}
+WHOLE |= {f"{m} × 30, {NOW}": Arm((CYCLE,) * m, OuterRule("nesterov", 0.8), delay=10) for m in MEMBERS}
 
 
 def tasks(rungs: Sequence[Rung]) -> list[Task]:

@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks.report import Settings, Skipped, Table, median
 from benchmarks.torch_speed import torch_python
-from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, initial_state
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode
-from tpuswarm.swarm.core.messages import Merge, Part
+from tpuswarm.swarm.core.messages import Merge, ShardResult
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Digests, Form, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.processes.aggregator import Aggregator
-from tpuswarm.swarm.processes.effects import Do
+from tpuswarm.swarm.processes.effects import RunBlocking
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.storage.store import Store
@@ -38,7 +38,7 @@ MEMBERS, FRAGMENTS = 4, 8
 SMALL, LARGE = 124_475_904, 1_557_611_200
 """Parameters of gpt2-124m and gpt2-1558m with padded vocabularies."""
 ROUNDS, LARGE_ROUNDS = 6, 3
-BLOCK = 2**28
+BLOCK_SIZE = 2**28
 """Bytes copied at a time beside a merge: a quarter of a gibibyte, far beyond the caches."""
 
 
@@ -49,7 +49,7 @@ class Case:
     name: str
     parameters: int
     form: Form
-    outer: Outer
+    outer: OuterRule
     cold: bool
     members: int = MEMBERS
 
@@ -58,10 +58,10 @@ def run(settings: Settings) -> Table:
     """Case by case; in each, merge and peers in turn."""
     small, large = (2**20, 2**22) if settings.quick else (SMALL, LARGE)
     cases = [
-        Case("124 M, f32, average", small, "plain", Outer("average"), cold=False),
-        Case("124 M, int8 up, average", small, "int8", Outer("average"), cold=False),
-        Case("124 M, int8 up and down, Nesterov", small, "int8", Outer("nesterov", downlink="int8"), cold=False),
-        Case("1.5 B, int8 up, average, from disk", large, "int8", Outer("average"), cold=True),
+        Case("124 M, f32, average", small, "plain", OuterRule("average"), cold=False),
+        Case("124 M, int8 up, average", small, "int8", OuterRule("average"), cold=False),
+        Case("124 M, int8 up and down, Nesterov", small, "int8", OuterRule("nesterov", downlink="int8"), cold=False),
+        Case("1.5 B, int8 up, average, from disk", large, "int8", OuterRule("average"), cold=True),
     ]
     rows: list[tuple[str, ...]] = []
     notes = [
@@ -124,7 +124,7 @@ class Run:
         for fragment, size in enumerate(sizes):
             theta = numbers.standard_normal(size, np.float32)
             state.append(objects.put_array(theta))
-            if (first := first_state(case.outer, theta)) is not None:
+            if (first := initial_state(case.outer, theta)) is not None:
                 outer.append(objects.put_array(first + np.float32(1e-3)))
             for identity, own in zip(identities, digests, strict=True):
                 delta = numbers.standard_normal(size, np.float32)
@@ -142,7 +142,7 @@ class Run:
         ledger.append(self._genesis)
         decisions = []
         for number, (identity, own) in enumerate(zip(identities, digests, strict=True)):
-            rows = Rows.of((number, number + 1))
+            rows = Rows.from_ranges((number, number + 1))
             ledger.create_header(Header(identity, "run", 0, rows, 1, 1, case.form, 1.0, True, tuple(own)))
             decisions.append(Decision(identity, "applied", "", rows, 0, 1, 1 / case.members))
         self._merge = Merge(1, tuple(decisions), case.outer, 0.6, 1.0, 0.0, None, "")
@@ -166,10 +166,10 @@ class Run:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         effect = next(self._aggregator.merge(self._genesis, self._merge))
-        assert isinstance(effect, Do)
+        assert isinstance(effect, RunBlocking)
         part = effect.action()
         seconds = time.perf_counter() - start
-        assert isinstance(part, Part)
+        assert isinstance(part, ShardResult)
         made = set(self._store.names("")) - self._there
         self.written = self._size(made)
         for name in made:
@@ -187,10 +187,10 @@ class Run:
 
 def memcpy(size: int) -> float:
     """Seconds to copy as many bytes in memory, with one core."""
-    source, target = np.ones(BLOCK, np.uint8), np.ones(BLOCK, np.uint8)
+    source, target = np.ones(BLOCK_SIZE, np.uint8), np.ones(BLOCK_SIZE, np.uint8)
     start = time.perf_counter()
-    for begin in range(0, size, BLOCK):
-        count = min(BLOCK, size - begin)
+    for begin in range(0, size, BLOCK_SIZE):
+        count = min(BLOCK_SIZE, size - begin)
         np.copyto(target[:count], source[:count])
     return time.perf_counter() - start
 

@@ -18,7 +18,7 @@ import jax
 
 from benchmarks.report import Settings, Skipped, Table
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.values import Form
 from tpuswarm.swarm.simulation.quality import Arm, held_out_loss, simulate
 from tpuswarm.train.recipe import Options, default_precision
@@ -50,10 +50,10 @@ SIZES = {
 }
 QUICK = Size({"size": "tiny", "layers": 1, "width": 16, "heads": 1, "context": 8, "lr": 6e-3}, *(8, 300, 2, 64))
 
-PLAIN = Arm((30,), Outer("average"))
+PLAIN = Arm((30,), OuterRule("average"))
 """Synchronous data-parallel training on whole batches: the single run."""
-NESTEROV, AVERAGE = Outer("nesterov"), Outer("average")
-INT8 = Outer("nesterov", downlink="int8")
+NESTEROV, AVERAGE = OuterRule("nesterov"), OuterRule("average")
+INT8 = OuterRule("nesterov", downlink="int8")
 FORMS: dict[int, Form] = {8: "int8", 4: "int4"}
 RATE_OF_4 = NESTEROV.rate_for(4)
 """Given to arms whose contributions come one at a time, so that they differ in nothing else."""
@@ -167,16 +167,18 @@ def cycles(runs: Runs) -> Table:
 
 
 def rules(runs: Runs) -> Table:
-    """Outer rule and rate."""
+    """OuterRule rule and rate."""
     arms = [("nesterov 0.9, rate 0.6 (by number)", Arm(), "best for 2 and 4 members")]
     others = {0.4: "best for 1", 0.8: "best for 8"}
-    arms += [(f"nesterov 0.9, rate {rate}", Arm(outer=Outer("nesterov", rate=rate)), of) for rate, of in others.items()]
     arms += [
-        (f"nesterov {momentum}, rate {rate}", Arm(outer=Outer("nesterov", momentum, rate)), "")
+        (f"nesterov 0.9, rate {rate}", Arm(outer=OuterRule("nesterov", rate=rate)), of) for rate, of in others.items()
+    ]
+    arms += [
+        (f"nesterov {momentum}, rate {rate}", Arm(outer=OuterRule("nesterov", momentum, rate)), "")
         for momentum, rate in ((0.8, 0.6), (0.5, 0.8))
     ]
     arms += [
-        ("no momentum, rate 0.7", Arm(outer=Outer("nesterov", 0.0, 0.7)), ""),
+        ("no momentum, rate 0.7", Arm(outer=OuterRule("nesterov", 0.0, 0.7)), ""),
         ("average", Arm(outer=AVERAGE), ""),
     ]
     notes = ["4 members, cycle 30; published: Charles et al. 2025, momentum 0.9, cycle 30"]
@@ -190,7 +192,9 @@ def bits(runs: Runs) -> Table:
     arms += [(f"{b} bits, with feedback", Arm(bits=b), of) for b, of in published.items()]
     arms += [(f"{b} bits, without", Arm(bits=b, feedback=False), "") for b in published]
     for b, form in FORMS.items():
-        arms.append((f"{b} bits on both links, with feedback", Arm(bits=b, outer=Outer("nesterov", downlink=form)), ""))
+        arms.append(
+            (f"{b} bits on both links, with feedback", Arm(bits=b, outer=OuterRule("nesterov", downlink=form)), "")
+        )
     notes = [
         "4 members, cycle 30, nesterov; published without feedback: Decoupled DiLoCo, with it: MuLoCo at 220 M",
     ]
@@ -199,7 +203,7 @@ def bits(runs: Runs) -> Table:
 
 def speeds(runs: Runs) -> Table:
     """Members of different speeds, and what becomes of contributions that come one at a time."""
-    one_by_one = Arm(outer=Outer("nesterov", rate=RATE_OF_4), together=1)
+    one_by_one = Arm(outer=OuterRule("nesterov", rate=RATE_OF_4), together=1)
     rules = {
         "ours": (Arm(), ("", "", "")),
         "delayed Nesterov": (one_by_one, ("41.27", "41.27 to 41.09", "41.13")),

@@ -14,24 +14,31 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Settings, Table
-from tpuswarm.swarm.core import state as core
-from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core import transitions as core
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.choose import Staleness, choose
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.simulation.stand_ins import genesis
-from tpuswarm.swarm.storage.bookmark import EVERY, FOLDER
+from tpuswarm.swarm.storage.bookmark import BOOKMARK_INTERVAL, FOLDER
 from tpuswarm.swarm.storage.ledger import Ledger, header_name
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.supervision.followed import Followed
+from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 
 RUNS = ((20, 1000), (20, 10_000), (100, 1000))
 """Members, and commits."""
 ROWS, PER_ROW = 64, 1024
 TERMS = Terms(
-    "run", Digests("layout", "config", "data", "code"), ROWS, PER_ROW, 10**12, 100 * ROWS, (), Outer("nesterov")
+    "run",
+    Digests("layout", "config", "data", "code"),
+    ROWS,
+    PER_ROW,
+    10**12,
+    100 * ROWS,
+    (),
+    OuterRule("nesterov"),
 )
 
 
@@ -41,12 +48,12 @@ def write(folder: Path, members: int, commits: int) -> None:
     names = [Incarnation(f"m{number}", f"{rnd.getrandbits(128):032x}") for number in range(members)]
     first = genesis(TERMS, 1)
     ledger.append(first)
-    view, row = View.of(first), 0
+    view, row = LedgerView.from_records(first), 0
     (folder / "headers").mkdir()
     for version in range(1, commits + 1):
         headers = []
         for each in names:
-            rows, row = Rows.of((row, row + ROWS)), row + ROWS
+            rows, row = Rows.from_ranges((row, row + ROWS)), row + ROWS
             identity = Identity(each, version)
             headers.append(
                 Header(identity, "run", version - 1, rows, ROWS * PER_ROW, 1, "plain", 1.0, True, ("0" * 64,))
@@ -67,7 +74,7 @@ def write(folder: Path, members: int, commits: int) -> None:
         )
         ledger.append(record)
         view = view.after(record)
-        if version == commits - EVERY + 1:
+        if version == commits - BOOKMARK_INTERVAL + 1:
             ledger.bookmark(view)
 
 
@@ -75,17 +82,17 @@ def coordinator(folder: Path) -> Any:
     """A new epoch, from what is stored."""
     ledger = Ledger(Store(folder))
     view = ledger.view()
-    return core.start(TERMS, view, ledger.headers(view), 0.0, founded=False)
+    return core.start_epoch(TERMS, view, ledger.headers(view), 0.0, founded=False)
 
 
 def measure(folder: Path) -> tuple[float, float, float]:
     """Seconds of a processor: a coordinator's, a supervisor's, and of the latter's first look for what may go."""
-    followed = Followed(folder, 1.0)
+    follower = LedgerFollower(folder, 1.0)
     first = timed(lambda: coordinator(folder))
-    second = timed(lambda: followed.news(look=True))
-    view = followed.view
+    second = timed(lambda: follower.new_records(may_exist=True))
+    view = follower.view
     assert view is not None
-    return first, second, timed(lambda: followed._clean(view))
+    return first, second, timed(lambda: follower._clean(view))
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -112,7 +119,8 @@ def run(settings: Settings) -> Table:
         ("members", "commits", "coordinator, CPU-s", "supervisor, CPU-s", "its first look for old files, CPU-s"),
         rows,
         [
-            f"with a bookmark {EVERY - 1} records back / from all records; all members in each commit; local folder",
+            f"with a bookmark {BOOKMARK_INTERVAL - 1} records back / from all records; all members in each commit; "
+            "local folder",
             "the first look for old files comes a minute later, in a thread of its own",
         ],
     )

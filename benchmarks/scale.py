@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.memory_store import MemoryStore
 from benchmarks.report import Settings, Table, verdict
-from tpuswarm.swarm.core.messages import Beat, Granted, Refused
+from tpuswarm.swarm.core.ledger_view import LedgerView
+from tpuswarm.swarm.core.messages import Granted, Heartbeat, Refused
 from tpuswarm.swarm.core.values import Header, Record
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.simulation.cluster import SimulatedSwarm
 from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
@@ -67,19 +67,19 @@ class Measured:
         ledger.append(genesis)
         return Measured(ledger)
 
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         """As the ledger."""
         return self.inner.view()
 
-    def headers(self, view: View) -> list[Header]:
+    def headers(self, view: LedgerView) -> list[Header]:
         """As the ledger."""
         return self.inner.headers(view)
 
-    def bookmark_due(self, view: View) -> bool:
+    def bookmark_due(self, view: LedgerView) -> bool:
         """As the ledger."""
         return self.inner.bookmark_due(view)
 
-    def bookmark(self, view: View) -> None:
+    def bookmark(self, view: LedgerView) -> None:
         """As the ledger."""
         self._timed("rounds", lambda: self.inner.bookmark(view))
 
@@ -136,7 +136,7 @@ def simulate(members: int, seconds: float) -> Found:
     inner = cluster.coordinator.inner
     beat = inner.beat
 
-    def weighed(message: Beat) -> Granted | Refused | None:
+    def weighed(message: Heartbeat) -> Granted | Refused | None:
         answer = beat(message)
         if cluster.coordinator.count["beat"] % 1000 == 0:
             said.append((len(pickle.dumps(message)), len(pickle.dumps(answer))))

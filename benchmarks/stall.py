@@ -28,16 +28,16 @@ import numpy as np
 from benchmarks.bare import Bare, usual
 from benchmarks.report import Settings, Skipped, Table, median, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.core.arithmetic.outer import Outer
-from tpuswarm.swarm.core.books import Member
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
+from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
 from tpuswarm.swarm.engines.threads import NodeThreads
-from tpuswarm.swarm.member.cycle import MemberProcesses
-from tpuswarm.swarm.member.holder import ProgramHolder, layout_of
+from tpuswarm.swarm.member.loop import MemberLoop
+from tpuswarm.swarm.member.program_state import ProgramState, layout_of
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Call, Do, Process, Sleep, Unreachable
+from tpuswarm.swarm.processes.effects import Call, Process, RunBlocking, Sleep, Unreachable
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
@@ -146,7 +146,7 @@ class OneMember:
         terms = Terms(
             run="stall", digests=Digests(layout.digest, "", "", ""), batch=batch,
             tokens_per_row=compiled.program.tokens_per_row, horizon=10**9 * batch, cycle=cycle * batch, members=("m0",),
-            outer=Outer("average"),
+            outer=OuterRule("average"),
         )  # fmt: skip
         store = Store(root)
         Ledger(store).append(_genesis(terms, [Objects(store).put_array(each) for each in anchor]))
@@ -156,11 +156,11 @@ class OneMember:
         self._server.start()
         source = recipe.data("train")
         key = jax.random.key(1)
-        self._holder = ProgramHolder(
+        self._holder = ProgramState(
             compiled, source, layout, form, key, state, anchor, lambda number, metrics: None, None, None
         )
-        books = Member(terms, form, True, Incarnation("m0", "0" * 32), 0, 0)
-        self._member = MemberProcesses(books, self._holder, "coordinator", ["shard"], time.monotonic)
+        state = MemberState(terms, form, True, Incarnation("m0", "0" * 32), 0, 0)
+        self._member = MemberLoop(state, self._holder, "coordinator", ["shard"], time.monotonic)
         self._node, self._one_call = NodeThreads(self._call), threading.Lock()
         self._go, self._stopped, self._left = threading.Semaphore(0), threading.Semaphore(0), 0
         self.waited = {"no rows": 0.0, "work": 0.0}
@@ -174,7 +174,7 @@ class OneMember:
     @property
     def version(self) -> int:
         """That it has adopted."""
-        return self._member.books.base
+        return self._member.state.base
 
     def advance(self, steps: int) -> None:
         """Let it make so many steps; returns when the last one is done."""
@@ -195,13 +195,13 @@ class OneMember:
     def _gated(self, process: Process) -> Process:
         """The training process, with a gate before every step."""
         value = error = None
-        yield Do("gate", self._go.acquire)
+        yield RunBlocking("gate", self._go.acquire)
         while True:
             effect = process.throw(error) if error else process.send(value)
             value = error = None
-            training = isinstance(effect, Do) and effect.name == "member trains"
+            training = isinstance(effect, RunBlocking) and effect.name == "member trains"
             if training and self._left == 0:
-                yield Do("gate", self._gate)
+                yield RunBlocking("gate", self._gate)
             self._left -= training
             start = time.perf_counter()
             try:

@@ -21,16 +21,16 @@ import numpy as np
 
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.core.arithmetic.outer import Outer, first_state
-from tpuswarm.swarm.core.books import Member
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, initial_state
+from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
 from tpuswarm.swarm.engines.inproc import Inproc
-from tpuswarm.swarm.member.cycle import MemberProcesses
-from tpuswarm.swarm.member.holder import ProgramHolder, layout_of
+from tpuswarm.swarm.member.loop import MemberLoop
+from tpuswarm.swarm.member.program_state import ProgramState, layout_of
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Call, Process, Together
+from tpuswarm.swarm.processes.effects import Call, Parallel, Process
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
@@ -93,7 +93,7 @@ class Swarm:
         layout = layout_of(compiled, FRAGMENTS)
         self.parameters = sum(layout.sizes)
         batch = int(recipe.defaults["batch"])
-        outer = Outer("nesterov", downlink=form)
+        outer = OuterRule("nesterov", downlink=form)
         self.terms = Terms(
             run="traffic", digests=Digests(layout.digest, "c" * 64, "d" * 64, "e" * 64), batch=batch,
             tokens_per_row=compiled.program.tokens_per_row, horizon=MEMBERS * cycle * cycles * batch,
@@ -108,7 +108,7 @@ class Swarm:
         state = compiled.init(jax.random.key(0))
         shared = compiled.program.exchange().get(state)
         anchor = layout.split(dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True)))
-        outer_state = [first_state(outer, each) for each in anchor]
+        outer_state = [initial_state(outer, each) for each in anchor]
         self._ledger.append(
             Record(
                 run="traffic",
@@ -137,12 +137,12 @@ class Swarm:
         for number in range(MEMBERS):
             own = compiled.init(jax.random.key(0))
             key = jax.random.key(1)
-            holder = ProgramHolder(
+            holder = ProgramState(
                 compiled, recipe.data("train"), layout, form, key, own, anchor, lambda at, metrics: None, None, None
             )
             incarnation = Incarnation(f"m{number}", f"{number:032x}")
-            books = Member(self.terms, form, True, incarnation, 0, 0)
-            member = MemberProcesses(books, holder, "coordinator", shards, clock, anchor=anchor)
+            state = MemberState(self.terms, form, True, incarnation, 0, 0)
+            member = MemberLoop(state, holder, "coordinator", shards, clock, anchor=anchor)
             for process in (member.train(), member.exchange(), member.heartbeats()):
                 self._engine.spawn(f"m{number}", self._counted(process))
 
@@ -180,7 +180,7 @@ class Swarm:
                 effect = process.throw(error) if error else process.send(value)
             except StopIteration:
                 return
-            calls = effect.calls if isinstance(effect, Together) else [effect] if isinstance(effect, Call) else []
+            calls = effect.calls if isinstance(effect, Parallel) else [effect] if isinstance(effect, Call) else []
             for call in calls:
                 self.sent[call.method] += _size((call.address, call.method, call.arguments))
             value, error = None, None
@@ -188,7 +188,7 @@ class Swarm:
                 value = yield effect
             except Exception as raised:  # noqa: BLE001  # the process decides what it means
                 error = raised
-            for call, answer in zip(calls, value if isinstance(effect, Together) else [value], strict=False):
+            for call, answer in zip(calls, value if isinstance(effect, Parallel) else [value], strict=False):
                 self.received[call.method] += _size(answer)
 
 
@@ -199,9 +199,9 @@ class _Engine(Inproc):
         super().__init__(seed)
         self._step_s = step
 
-    def takes(self, node: str, effect: Any) -> float:
+    def effect_seconds(self, node: str, effect: Any) -> float:
         """Seconds of an effect."""
-        return self._step_s[int(node[1:])] if effect.name == "member trains" else super().takes(node, effect)
+        return self._step_s[int(node[1:])] if effect.name == "member trains" else super().effect_seconds(node, effect)
 
 
 def _size(value: Any) -> int:

@@ -13,7 +13,7 @@ from tests.cli.moments import MODEL, TRAIN
 from tests.processes import finish, run, start, updates, wait_for
 from tests.terminal import terminal
 from tpuswarm.cli.train import control
-from tpuswarm.swarm.views.status import look
+from tpuswarm.swarm.views.status import read_run
 from tpuswarm.train.run import listing
 from tpuswarm.train.run.directory import EVENTS, read_rows
 from tpuswarm.train.run.life import read_life
@@ -24,7 +24,7 @@ FOLDER = Path("runs/a")
 
 def steps(tmp_path: Path) -> int:
     folder = tmp_path / FOLDER
-    return look(folder).step if (folder / "status.json").exists() else listing.status(folder).step
+    return read_run(folder).step if (folder / "status.json").exists() else listing.status(folder).step
 
 
 def has_committed_again(folder: Path) -> bool:

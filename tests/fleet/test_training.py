@@ -24,7 +24,7 @@ from tpuswarm.fleet.store.document import Document, KeeperLease
 from tpuswarm.remote.host import Host, Silent
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.ports import Ports, parse_ports
-from tpuswarm.swarm.views.status import Look, MemberStatus, SwarmStatus
+from tpuswarm.swarm.views.status import MemberStatus, RunView, SwarmStatus
 from tpuswarm.watch.state import Machines, State
 
 NOW = 10_000.0
@@ -211,7 +211,7 @@ def test_overview_fits_a_terminal_and_drops_healthy_members_first(overview, heig
         NOW, NOW - 60, 12, 1, "open", 10_000, Tokens(6_000, 5_000, 0, 1_000, 0), 1.0, 82_000.0, 0, 7_200.0, 2.5, 2.6,
         10, tuple(members), (), "", {}, carried=3 * 2**30,
     )  # fmt: skip
-    look = Look("gs://b/runs/all", "gpt2-tiny", "running", 1, "", 100, 100, "tokens", status)
+    look = RunView("gs://b/runs/all", "gpt2-tiny", "running", 1, "", 100, 100, "tokens", status)
     found = draw(State("gs://b/runs/all", look, Machines(document, listing, events), NOW), 80, height)
     text = " ".join(" ".join(found).split())
     assert all(len(line) <= 80 for line in found) and (height is None or len(found) <= height), found

@@ -12,7 +12,7 @@ from tpuswarm.cli import main
 from tpuswarm.cli.train.results import print_swarm_result
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.supervision.start import SwarmResult
-from tpuswarm.swarm.supervision.supervisor import Ended
+from tpuswarm.swarm.supervision.supervisor import RunEnd
 
 LINE = "train my_recipe.py:line --steps 4 --batch 8"
 
@@ -36,7 +36,7 @@ def test_commands_over_the_life_of_a_run(call, capsys):
     assert code == 0 and out.startswith("runs/a finished at step 4 of 4: loss ")
     assert "parameter" in err and "step 4 of 4: held-out loss" in err
     assert "rows/s" in err and "tokens/s" not in err  # a row of this recipe counts for one
-    print_swarm_result(SwarmResult(Path("runs/a"), Ended("finished", "", None), {}, 4, 7_680), as_json=False)
+    print_swarm_result(SwarmResult(Path("runs/a"), RunEnd("finished", "", None), {}, 4, 7_680), as_json=False)
     assert capsys.readouterr().out == "runs/a finished at commit 4: 7,680 rows; runs/a/report.html\n"
     assert "width = 5\nlr = 0.1" in Path("runs/a/config.toml").read_text()
     code, out, err = call(f"{LINE} --run runs/a --json")

@@ -80,7 +80,7 @@ def _found(recipe: GPT2, store: Store) -> None:
     program = recipe.program(Options())
     shared = program.exchange().get(jax.jit(program.init)(jax.random.key(0)))
     arrays = dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True))
-    layout = Layout.of({path: (array.shape, array.dtype.name) for path, array in arrays.items()}, 2)
+    layout = Layout.pack({path: (array.shape, array.dtype.name) for path, array in arrays.items()}, 2)
     state = tuple(Objects(store).put_array(fragment) for fragment in layout.split(arrays))
     digests = Digests(layout.digest, "config", "data", "code")
     record = Record(

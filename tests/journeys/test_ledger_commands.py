@@ -142,7 +142,7 @@ def test_ledger_is_read_by_its_url(call, chain):
         ("ledger verify runs/young", "has no commits"),
         ("ledger show runs/a -n 0", "-n, a number of commits, must be at least 1, not 0"),
         ("logs runs/a mO", "runs/a has no process 'mO'; did you mean m0?"),
-        ("logs runs/plain m0", "runs/plain has no process 'm0'; none of its processes has said anything"),
+        ("logs runs/plain m0", "runs/plain has no process 'm0'; none of its processes has logged anything"),
         ("stop runs/plain", "runs/plain is not running (stopped)"),
         ("stop runs/a", "runs/a is not running (killed)"),
         ("status runs/a", "runs/a/status.json is not a swarm status"),

@@ -18,9 +18,9 @@ from tpuswarm.swarm.core.arithmetic.fragments import Leaf
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import Group
-from tpuswarm.swarm.member.incarnations import Assigned, MemberHost
-from tpuswarm.swarm.member.metrics import MetricsRows
-from tpuswarm.swarm.processes.founder import Joining
+from tpuswarm.swarm.member.metrics import MetricsBuffer
+from tpuswarm.swarm.member.worker import MemberWorker, WorkerSpec
+from tpuswarm.swarm.processes.coordinator import Joining
 from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.processes.plan import Swarm as Table
 from tpuswarm.swarm.storage.founding import Founding
@@ -53,7 +53,7 @@ def test_host_with_another_token_is_refused(tmp_path):
 
 
 def test_host_receives_missing_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PART", 3)
+    monkeypatch.setattr(files, "PART_BYTES", 3)
     there = {"have": b"at both", "lack": b"ten bytes.", "short": b"whole", "other": b"bytes of its size", "empty": b""}
     zero, one = tmp_path / "zero", tmp_path / "one"
     for folder in (zero, one):
@@ -63,14 +63,14 @@ def test_host_receives_missing_files(tmp_path, monkeypatch):
         (zero / name).write_bytes(data)
     (one / "short").write_bytes(b"who")
     (one / "other").write_bytes(b"zeros of its size")
-    whole = files.described(zero)
+    whole = files.describe(zero)
     before = (one / "have").stat().st_ino
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(files.take, rendezvous.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, whole)
-        files.give(rendezvous.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, whole)
+        taken = pool.submit(files.receive, rendezvous.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, whole)
+        files.send(rendezvous.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, whole)
         taken.result(PATIENCE)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == there
     assert (one / "have").stat().st_ino == before, "what is there is not sent"
@@ -78,13 +78,13 @@ def test_host_receives_missing_files(tmp_path, monkeypatch):
 
 def test_changed_file_on_the_runs_machine_is_refused(tmp_path):
     (tmp_path / "tokens.bin").write_bytes(b"tokens")
-    plan = replace(PLAN, files=files.described(tmp_path))
-    member = MemberHost(Assigned("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
+    plan = replace(PLAN, files=files.describe(tmp_path))
+    member = MemberWorker(WorkerSpec("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
     assert member._fetch_files() == tmp_path
     (tmp_path / "tokens.bin").write_bytes(bytes(6))
     for use in (
         member._fetch_files,
-        lambda: files.described(tmp_path, {"tokens.bin": plan.files["tokens.bin"].digest}),
+        lambda: files.describe(tmp_path, {"tokens.bin": plan.files["tokens.bin"].digest}),
     ):
         with pytest.raises(InputError, match=r"tokens.bin has changed since the run was started; restore a copy"):
             use()
@@ -93,15 +93,15 @@ def test_changed_file_on_the_runs_machine_is_refused(tmp_path):
 def test_batch_that_does_not_divide_the_runs_is_refused(monkeypatch):
     monkeypatch.setenv(BATCH, "4")
     made = hosts_of_run.member(PLAN, "j0", ("shard",), None, 0, False, pytest.fail)
-    with pytest.raises(InputError, match="j0 cannot join: its batch is 4, and the run's, 2, is no multiple of it"):
+    with pytest.raises(InputError, match="j0 cannot join: its batch of 4 does not divide the run's batch of 2"):
         made.run()
 
 
 def test_joined_machine_fetches_changed_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tokens.bin").write_bytes(b"tokens")
-    plan = replace(PLAN, files=files.described(tmp_path))
-    there = files.folder_of(plan) / "tokens.bin"
+    plan = replace(PLAN, files=files.describe(tmp_path))
+    there = files.cache_folder(plan) / "tokens.bin"
     there.parent.mkdir(parents=True)
     there.write_bytes(bytes(6))
     requests = []
@@ -111,9 +111,9 @@ def test_joined_machine_fetches_changed_files(tmp_path, monkeypatch):
         return b"tokens"
 
     for _ in range(2):
-        assigned = Assigned("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None)
-        MemberHost(assigned)._fetch_files()
-    assert there.read_bytes() == b"tokens" and requests == [("tokens.bin", 0, files.PART)]
+        assigned = WorkerSpec("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None)
+        MemberWorker(assigned)._fetch_files()
+    assert there.read_bytes() == b"tokens" and requests == [("tokens.bin", 0, files.PART_BYTES)]
 
 
 WHOLE = hashlib.sha256(b"whole").hexdigest()
@@ -131,12 +131,12 @@ def test_interrupted_transfer_leaves_no_file(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        files.keep(tmp_path / "tokens.bin", parts(), WHOLE)
+        files.write(tmp_path / "tokens.bin", parts(), WHOLE)
     assert [path.name for path in tmp_path.iterdir()] == [f"tokens.bin.{os.getppid()}"]
     with pytest.raises(RunFailed, match=r"tokens.bin arrived with the digest [0-9a-f]{12}…, not"):
-        files.keep(tmp_path / "tokens.bin", [b"who", b"om"], WHOLE)
+        files.write(tmp_path / "tokens.bin", [b"who", b"om"], WHOLE)
     assert [path.name for path in tmp_path.iterdir()] == [f"tokens.bin.{os.getppid()}"]
-    files.keep(tmp_path / "tokens.bin", [b"who", b"le"], WHOLE)
+    files.write(tmp_path / "tokens.bin", [b"who", b"le"], WHOLE)
     assert (tmp_path / "tokens.bin").read_bytes() == b"whole"
 
 
@@ -147,11 +147,13 @@ PLAN = Plan(
 )  # fmt: skip
 
 
-def waiting(answer: Joining) -> MemberHost:
+def waiting(answer: Joining) -> MemberWorker:
     """Host 0 of two, to which nobody comes."""
     at = f"127.0.0.1:{free_port()}"
     group = Group(at, 2, 0, os.devnull)
-    return MemberHost(Assigned("j0", PLAN, ("shard",), None, group, 0, False, lambda call: answer, lambda text: None))
+    return MemberWorker(
+        WorkerSpec("j0", PLAN, ("shard",), None, group, 0, False, lambda call: answer, lambda text: None)
+    )
 
 
 @pytest.mark.parametrize(("tokens", "how"), [(59, "left"), (60, "ended")])
@@ -168,7 +170,7 @@ def test_member_waiting_for_a_host_lets_the_run_end(tokens, how):
 
 
 def test_unreadable_metrics_end_the_member():
-    rows = MetricsRows("m0", 0, 6, lambda: 0)
-    rows.took({"loss": "of a device that is gone"})
+    rows = MetricsBuffer("m0", 0, 6, lambda: 0)
+    rows.add_step({"loss": "of a device that is gone"})
     with pytest.raises(ValueError, match="of a device that is gone"):
-        until(lambda: rows.took({"loss": 1.0}))
+        until(lambda: rows.add_step({"loss": 1.0}))

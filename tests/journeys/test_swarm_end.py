@@ -13,7 +13,7 @@ from tpuswarm.cli import main
 from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import needs, start
-from tpuswarm.swarm.supervision.supervisor import Ended
+from tpuswarm.swarm.supervision.supervisor import RunEnd
 from tpuswarm.train.run.directory import append_rows, read_rows
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ class Supervisor:
                 rows.append({"step": 1, "tokens": 16, "eval_loss": 2.25, "eval_rows": 4, "member": "m0", "version": 9})
             for path in (RUN / "metrics.jsonl", RUN / "members" / member / "metrics.jsonl"):
                 append_rows(path, rows)
-        return Ended("finished", "finished: 4 steps", None)
+        return RunEnd("finished", "finished: 4 steps", None)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def call(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "Cluster", Cluster)
     monkeypatch.setattr(start, "Supervisor", Supervisor)
-    monkeypatch.setattr(start, "SAMPLED_BYTES", 0)  # what it commits is no state of that recipe
+    monkeypatch.setattr(start, "MAX_SAMPLED_BYTES", 0)  # what it commits is no state of that recipe
 
     def run(options: str):
         monkeypatch.setattr(sys, "argv", ["tpuswarm", *TRAIN.split(), *options.split()])

@@ -61,7 +61,7 @@ def test_hooks_are_called_at_evaluations_though_one_fails_and_loggers_get_every_
     assert evaluations and all(row["eval_size"] > 0 and row["eval_at"] == row["version"] for row in evaluations)
     last = evaluations[-1]
     assert last["tokens"] == 64 and f"step 8 has eval_loss {last['eval_loss']:.3f}" in texts
-    assert "a hook returned Stop(reason='enough'), which a swarm does not follow" in texts
+    assert "a hook returned Stop(reason='enough'), which a swarm ignores" in texts
     np.testing.assert_array_equal(imread(run / "pictures" / f"{last['version']:08d}-3.png")[..., :3] * 255, 7)
     assert f"step 8 has eval_loss {last['eval_loss']:.3f}" in err
     assert any("a hook failed at step 8: KeyError: 'colour' (" in text and "mine.py:" in text for text in texts)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.storage.retention import disk
+from tpuswarm.swarm.storage.retention import estimate_disk
 from tpuswarm.swarm.supervision import local_devices, needs, start
 
 GIB = 2**30
@@ -52,10 +52,10 @@ def test_full_disk_is_found_before_anything_starts(typed, tmp_path, monkeypatch)
 
 def test_disk_estimate_matches_a_measured_run():
     """Measured: 124M parameters, 4 members, Nesterov in f32 held about 70 GB."""
-    saved = disk(124_000_000, "plain", "nesterov", 4)
+    saved = estimate_disk(124_000_000, "plain", "nesterov", 4)
     assert saved.held == pytest.approx(21 * 124e6 * 4 * (3 + 4)) and 60e9 < saved.held < 75e9
     assert saved.version == 4 * 124e6
-    assert disk(124_000_000, "int8", "average", 4).held < saved.held / 2
+    assert estimate_disk(124_000_000, "int8", "average", 4).held < saved.held / 2
 
 
 def test_files_of_the_run_count_as_room(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_too_few_devices_are_refused():
 def test_hook_that_a_swarm_cannot_call_is_refused(typed, tmp_path, monkeypatch, hooks, named):
     more = f"    made.hooks = lambda: {hooks}\n    return made\n"
     err = train_two_members(typed, tmp_path, monkeypatch, "optax.sgd(0.1)", more)
-    assert "a swarm calls hooks at evaluations of its commits" in err and named in " ".join(err.split())
+    assert "a swarm calls hooks only at evaluations of its commits" in err and named in " ".join(err.split())
 
 
 RECIPE = """

@@ -11,14 +11,14 @@ import numpy as np
 from benchmarks.memory_store import MemoryStore
 
 from tests.swarm.exact import TERMS, genesis
-from tpuswarm.swarm.core.arithmetic.merge import CHUNK
-from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, advance, first_state
+from tpuswarm.swarm.core.arithmetic.merge import CHUNK_SIZE
+from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule, advance_quorum, initial_state
 from tpuswarm.swarm.core.arithmetic.quantize import encode
 from tpuswarm.swarm.core.choose import Staleness, choose, effective
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import Merge
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Incarnation, Record
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name
@@ -27,7 +27,7 @@ from tpuswarm.swarm.storage.verify import verify
 
 PER_ROW = 8
 """Tokens of a row."""
-SIZES = (300, 0, CHUNK + 5)
+SIZES = (300, 0, CHUNK_SIZE + 5)
 """Elements of each fragment."""
 FORMS = {"plain": None, "int8": 8, "int4": 4}
 FATES = ("applied", "returned", "dropped", "void")
@@ -42,11 +42,11 @@ class Run:
 
     def __init__(
         self, store: Store, random: Random, *, rule: str = "average", downlink: str = "plain", arrays: bool = True,
-        average: Average | None = None,
+        average: MovingAverage | None = None,
     ):  # fmt: skip
         self.store, self.random, self.arrays = store, random, arrays
         self.ledger, self.objects = Ledger(store), Objects(store)
-        self.outer = Outer(rule, downlink=downlink, average=average)
+        self.outer = OuterRule(rule, downlink=downlink, average=average)
         self.numbers = np.random.default_rng(random.getrandbits(32))
         self.staleness = Staleness()
         self.members = [Incarnation(f"m{number}", f"{random.getrandbits(128):032x}") for number in range(4)]
@@ -55,14 +55,14 @@ class Run:
         self.pending: list[Header] = []
         self.headers: list[Header] = []
         state = [self.numbers.standard_normal(size).astype(np.float32) for size in SIZES]
-        outer = [rows for fragment in state if (rows := first_state(self.outer, fragment)) is not None]
+        outer = [rows for fragment in state if (rows := initial_state(self.outer, fragment)) is not None]
         first = genesis(
             TERMS, state=self.put(state), outer=self.put(outer), rule=rule, rate=0.0, share=0.0,
             momentum=self.outer.momentum, downlink=downlink, kept=None if average is None else 1.0,
         )  # fmt: skip
         assert self.ledger.append(first) in ("created", "same")
         self.records = [first]
-        self.view = View.of(first)
+        self.view = LedgerView.from_records(first)
 
     def put(self, arrays: list[np.ndarray]) -> tuple[str, ...]:
         if self.arrays:
@@ -78,7 +78,7 @@ class Run:
         self.sequences[member] += 1
         start, length = self.next_row, random.randint(1, 5)
         self.next_row += length + random.choice([0, 0, 2])
-        rows = Rows.of((start, start + length)) | Rows.of(*[(0, 1)] * late)
+        rows = Rows.from_ranges((start, start + length)) | Rows.from_ranges(*[(0, 1)] * late)
         base = self.view.version if base is None else base
         identity = Identity(member, self.sequences[member])
         digests: tuple[str, ...] = ("",) * len(SIZES)
@@ -103,7 +103,7 @@ class Run:
         counted = [decision for decision in decisions if decision.fate == "applied"]
         newest, weights = self.view.newest, [decision.weight for decision in counted]
         rate = self.outer.rate_for(effective(weights)) if weights else 0.0
-        share, gathered = advance(self.outer, newest.gathered, len(weights), quorum=2)
+        share, gathered = advance_quorum(self.outer, newest.gathered, len(weights), quorum=2)
         tokens = sum(decision.tokens for decision in counted)
         average, kept = self.outer.average, newest.kept
         kept = average.kept(tokens, newest.tokens + tokens) if average and tokens else kept
@@ -138,7 +138,7 @@ class Run:
         return self
 
 
-def merge_of(record: Record, outer: Outer) -> Merge:
+def merge_of(record: Record, outer: OuterRule) -> Merge:
     return Merge(
         record.version, record.decisions, outer, record.rate, record.share, record.gathered, record.kept, reason=""
     )

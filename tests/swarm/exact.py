@@ -11,19 +11,26 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from tpuswarm.swarm.core.arithmetic.outer import Outer
-from tpuswarm.swarm.core.books import Adopt
-from tpuswarm.swarm.core.messages import Accepted, Lost, Merge, Part, Terms
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
+from tpuswarm.swarm.core.ledger_view import LedgerView
+from tpuswarm.swarm.core.member_state import Adopt
+from tpuswarm.swarm.core.messages import Accepted, Merge, PayloadsLost, ShardResult, Terms
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Digests, Header, Identity, Incarnation, Record
-from tpuswarm.swarm.core.view import View
-from tpuswarm.swarm.member.contract import Payload
-from tpuswarm.swarm.storage.bookmark import Bookmark, bookmark, opened
+from tpuswarm.swarm.member.device_state import Payload
+from tpuswarm.swarm.storage.bookmark import Bookmark, make_bookmark, restore_view
 
 Vector = dict[tuple[int, Incarnation], Fraction]
 DIGESTS = Digests("layout", "config", "data", "code")
 TERMS = Terms(
-    "run", DIGESTS, batch=1, tokens_per_row=10, horizon=100, cycle=4, members=("a", "b"), outer=Outer("average")
+    "run",
+    DIGESTS,
+    batch=1,
+    tokens_per_row=10,
+    horizon=100,
+    cycle=4,
+    members=("a", "b"),
+    outer=OuterRule("average"),
 )
 SHARDS = 2
 NAN = -1
@@ -64,28 +71,28 @@ class MemoryLedger:
     stored: dict[Identity, Header] = field(default_factory=dict)
     marked: tuple[Record, Bookmark] | None = None
 
-    def view(self) -> View:
-        whole = View.of(self.records[0], self.records[1:])
+    def view(self) -> LedgerView:
+        whole = LedgerView.from_records(self.records[0], self.records[1:])
         if self.marked:
             newest, found = self.marked
-            before = opened(found, newest)
+            before = restore_view(found, newest)
             assert before and before.through(self.records[newest.version + 1 :]) == whole
         return whole
 
     def verdicts(self) -> dict[Identity, Decision]:
         return {decision.identity: decision for record in self.records for decision in record.decisions}
 
-    def headers(self, view: View) -> list[Header]:
+    def headers(self, view: LedgerView) -> list[Header]:
         known = self.records[: view.version + 1]  # another coordinator may have added one since
         decided = {decision.identity for record in known for decision in record.decisions}
         assert all(view.has_decided(identity) == (identity in decided) for identity in self.stored)
         return [header for identity, header in self.stored.items() if identity not in decided]
 
-    def bookmark_due(self, view: View) -> bool:
+    def bookmark_due(self, view: LedgerView) -> bool:
         return view.version % 2 == 0
 
-    def bookmark(self, view: View) -> None:
-        self.marked = view.newest, bookmark(view, digest(view.newest))
+    def bookmark(self, view: LedgerView) -> None:
+        self.marked = view.newest, make_bookmark(view, digest(view.newest))
 
     def digest(self, record: Record) -> str:
         return digest(record)
@@ -146,12 +153,12 @@ class Shard:
     def check(self, newest: Record) -> None:
         assert newest.state[self.index] in self.objects
 
-    def merge(self, newest: Record, merge: Merge) -> Part | Lost:
+    def merge(self, newest: Record, merge: Merge) -> ShardResult | PayloadsLost:
         number = self.index
         applied = [decision for decision in merge.decisions if decision.fate == "applied"]
         lost = {decision.identity for decision in applied if (decision.identity, number) not in self.payloads}
         if lost:
-            return Lost(frozenset(lost))
+            return PayloadsLost(frozenset(lost))
         theta = self.objects[newest.state[number]]
         total = sum(Fraction(decision.weight) for decision in applied)
         for decision in applied:
@@ -160,7 +167,7 @@ class Shard:
             theta = combine((1, theta), (Fraction(decision.weight) / total, delta))
         self.objects[digest(theta)] = theta
         quantized = applied and merge.outer.downlink != "plain"
-        return Part({number: digest(theta)}, {}, {number: "update"} if quantized else {})
+        return ShardResult({number: digest(theta)}, {}, {number: "update"} if quantized else {})
 
 
 @dataclass

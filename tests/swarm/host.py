@@ -11,11 +11,11 @@ import numpy as np
 from tests.hosts import SECRET
 from tests.swarm.member.test_training import Swarm
 from tests.train.host import BATCH, SHARDED_BYTES, recipe
-from tpuswarm.swarm.core.books import Adopt
-from tpuswarm.swarm.core.rows import NOTHING, Rows
+from tpuswarm.swarm.core.member_state import Adopt
+from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.engines.threads import NodeThreads
-from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
 from tpuswarm.swarm.member.lead import Lead, follow
+from tpuswarm.swarm.member.program_state import ProgramState, layout_of, place_fragments
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
@@ -78,9 +78,9 @@ def main() -> None:
         init_key, step_key = jax.random.split(jax.random.key(0))
 
         def make_holder(fragments):
-            state = compiled.init(init_key, placed(compiled, layout, fragments))
+            state = compiled.init(init_key, place_fragments(compiled, layout, fragments))
             made.append(
-                ProgramHolder(
+                ProgramState(
                     compiled, source, layout, options["form"], step_key, state, fragments,
                     lambda number, metrics: losses.append(metrics["loss"]), None, None,
                 )
@@ -114,14 +114,14 @@ class LedSwarm(Swarm):
         return [None], self.lead.begin()
 
     def make_holder(self, state, anchor):
-        return self.lead.holder(anchor)
+        return self.lead.make_state(anchor)
 
 
 def run(swarm: LedSwarm, losses) -> dict:
     swarm.run()
     newest, holder = swarm.ledger.view().newest, swarm.holders[0]
     fragments = [swarm.objects.get_array(digest) for digest in newest.state]
-    holder.adopt(Adopt("take", None, newest.version, newest.state), holder.place(fragments), 0.0)
+    holder.adopt(Adopt("replace", None, newest.version, newest.state), holder.place(fragments), 0.0)
     return second_life(swarm.lead, holder, fragments, losses)
 
 
@@ -130,11 +130,11 @@ def second_life(lead, first, fragments, losses) -> dict:
     steps = [Rows(((number * BATCH, (number + 1) * BATCH),)) for number in (50, 51, 52)]
     del losses[:]
     for rows in steps:
-        first.train(rows, (1, 2), NOTHING)
-    second = lead.holder(fragments)
+        first.train(rows, (1, 2), NO_ROWS)
+    second = lead.make_state(fragments)
     second.ramp()
     for rows in steps:
-        second.train(rows, (1, 2), NOTHING)
+        second.train(rows, (1, 2), NO_ROWS)
     second.settle()
     values = [float(loss) for loss in losses]
     return {"first": values[:3], "second": values[3:]}

@@ -24,16 +24,16 @@ from tests.swarm.exact import (
     split,
     trained_rows,
 )
-from tpuswarm.swarm.core.arithmetic.outer import Outer
-from tpuswarm.swarm.core.books import Member
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.choose import Staleness
+from tpuswarm.swarm.core.ledger_view import LedgerView
+from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Identity, Incarnation
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
-from tpuswarm.swarm.member.cycle import MemberProcesses
+from tpuswarm.swarm.member.loop import MemberLoop
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Over
+from tpuswarm.swarm.processes.effects import ProcessEnded
 
 
 @dataclass
@@ -67,7 +67,7 @@ class World:
         self.rnd = random.Random(self.seed)
         self.speeds = [self.rnd.uniform(0.5, 2.0) for _ in range(self.members)]
         seconds = lambda rnd, name: rnd.uniform(0.5, 1.5) if name == "member trains" else rnd.uniform(0.001, 0.3)  # noqa: E731
-        self.engine = Inproc(self.seed, seconds=seconds, faults=self.faults, watch=self.watch, over=self.over)
+        self.engine = Inproc(self.seed, seconds=seconds, faults=self.faults, watch=self.watch, on_ended=self.over)
         self.points: list[tuple[str, str, str]] = []
         self.ledger = MemoryLedger()
         self.payloads: dict[tuple[Identity, int], Vector] = {}
@@ -76,11 +76,11 @@ class World:
         self.terms = Terms(
             run="run", digests=DIGESTS, batch=self.batch, tokens_per_row=10, horizon=self.horizon, cycle=self.cycle,
             members=tuple(f"m{n}" for n in range(self.members)), staleness=self.staleness,
-            outer=Outer("average", downlink="int8" if self.downlink else "plain"),
+            outer=OuterRule("average", downlink="int8" if self.downlink else "plain"),
         )  # fmt: skip
         self.ledger.records.append(genesis(self.terms))
         self.shards = [f"shard-{n}" for n in range(SHARDS)]
-        self.processes: dict[str, MemberProcesses] = {}
+        self.processes: dict[str, MemberLoop] = {}
         self.said: list[str] = []
         self.thetas: dict[int, Vector] = {}
         self.lives = 0
@@ -145,13 +145,13 @@ class World:
         incarnation = Incarnation(name, f"{self.rnd.getrandbits(128):032x}")
         newest = self.ledger.records[-1]
         theta = self.theta(newest.version)
-        books = Member(
+        state = MemberState(
             terms=self.terms, form="plain", overlap=self.overlap, incarnation=incarnation,
             base=newest.version, tokens=newest.tokens, batch=self.own[int(name[1:])] if self.own else None,
         )  # fmt: skip
         holder = ExactHolder(incarnation, theta, theta, self.poison, self.processed)
-        made = self.processes[name] = MemberProcesses(
-            books, holder, self.addresses[name], self.shards, lambda: self.engine.now, anchor=split(theta),
+        made = self.processes[name] = MemberLoop(
+            state, holder, self.addresses[name], self.shards, lambda: self.engine.now, anchor=split(theta),
             say=self.said.append,
         )  # fmt: skip
         for process in (made.train(), made.exchange(), made.heartbeats()):
@@ -172,7 +172,7 @@ class World:
         self.engine.kill(node)
         self.restart(node, self.rnd.uniform(0.1, 5))
 
-    def over(self, node: str, over: Over) -> None:
+    def over(self, node: str, over: ProcessEnded) -> None:
         self.restart(node, 0.1)
 
     def restart(self, node: str, after: float) -> None:
@@ -190,7 +190,7 @@ class World:
         }
         self.engine.at(self.engine.now + after, start.get(node, lambda: self.start_member(node)))
 
-    def run(self, limit: float = 5000.0) -> View:
+    def run(self, limit: float = 5000.0) -> LedgerView:
         assert self.engine.run(lambda: self.ended(), limit), f"no clean end by {self.engine.now:.0f} s"
         self.check_ledger()
         return self.ledger.view()
@@ -199,22 +199,22 @@ class World:
         return any(coordinator.state.ended for coordinator in self.coordinators.values())
 
     def check(self) -> None:
-        """Check that the parameters of every living member hold exactly the rows that its books call outstanding."""
+        """Check that the parameters of every living member hold exactly the rows that its state calls outstanding."""
         for name, made in self.processes.items():
-            if self.engine.stands_still(name):
-                continue  # it may have changed its parameters and not yet its books
-            holder, books = made.holder, made.books
+            if self.engine.is_stopped(name):
+                continue  # it may have changed its parameters and not yet its state
+            holder, state = made.device_state, made.state
             assert isinstance(holder, ExactHolder)
-            now = holder.theta, holder.anchor, books, made.anchor, made._anchored
+            now = holder.theta, holder.anchor, state, made.anchor, made._anchor_version
             if name in self.checked and all(map(is_, self.checked[name], now)):
                 continue
             self.checked[name] = now
-            own = combine((1, holder.theta), (-1, self.theta(books.base)))
+            own = combine((1, holder.theta), (-1, self.theta(state.base)))
             rows = {basis: value for basis, value in own.items() if basis[0] != NAN}
-            assert rows == trained_rows(books.outstanding, books.incarnation)
-            assert holder.anchor == self.theta(books.base)
-            assert list(made.anchor) == split(self.theta(made._anchored))
-            assert made._anchored >= books.base * self.downlink
+            assert rows == trained_rows(state.outstanding, state.incarnation)
+            assert holder.anchor == self.theta(state.base)
+            assert list(made.anchor) == split(self.theta(made._anchor_version))
+            assert made._anchor_version >= state.base * self.downlink
 
     def check_ledger(self) -> None:
         """Check that every row is counted once, and that the ledger replays to each version."""

@@ -10,7 +10,7 @@ from tests.train import toy
 from tests.waiting import until
 from tpuswarm import EarlyStopping, Every, InputError, Trainer, Weighted, supervised
 from tpuswarm.errors import RunFailed
-from tpuswarm.swarm.member.metrics import MetricsRows
+from tpuswarm.swarm.member.metrics import MetricsBuffer
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.best import kept_step
@@ -111,9 +111,11 @@ def test_weight_that_compares_with_parameters_is_a_constant():
 
 def test_member_of_a_swarm_marks_steps_in_which_nothing_counts():
     """Without a mark its supervisor would take the missing loss for one that is not finite."""
-    rows = MetricsRows("m0", 0, 8, lambda: 1)
+    rows = MetricsBuffer("m0", 0, 8, lambda: 1)
     for counts in (1.0, 0.0):
-        rows.took({"loss": jnp.float32(2.0 if counts else np.nan), "grad_norm": jnp.float32(counts), COUNTS: counts})
+        rows.add_step(
+            {"loss": jnp.float32(2.0 if counts else np.nan), "grad_norm": jnp.float32(counts), COUNTS: counts}
+        )
     found = until(lambda: len(rows.since(0)) == 2 and rows.since(0))
     assert [row.get("uncounted") for row in found] == [None, True]
     assert [row["loss"] for row in found] == [2.0, None] and not any(COUNTS in row for row in found)

@@ -4,14 +4,14 @@ from tests.fleet.loop import desired, pool
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Worker
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.swarm.views.status import Look
+from tpuswarm.swarm.views.status import RunView
 from tpuswarm.watch.state import Machines, State
 from tpuswarm.watch.top import Chip, Row
 
 NOW = 1e9
 
 
-def fleet_state(look: Look | None) -> tuple[State, list[Row]]:
+def fleet_state(look: RunView | None) -> tuple[State, list[Row]]:
     """Return a fleet of two machines and its rows."""
     wanted = desired(pool(count=3))
     labels = {FLEET_LABEL: wanted.fleet, POOL_LABEL: "small"}

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
-from tpuswarm.swarm.views.status import look
+from tpuswarm.swarm.views.status import read_run
 from tpuswarm.train.run.listing import status
 from tpuswarm.watch.page.metrics import exposition
 from tpuswarm.watch.state import State
@@ -38,7 +38,7 @@ def samples(state: State, hosts=()) -> dict[tuple, float]:
 def test_metrics_equal_status(run, typed, monkeypatch):
     monkeypatch.chdir(run.folder.parent)
     shown = json.loads(typed("status", "run", "--json")[1])
-    found = samples(State("run", look(run.folder), None, 5.0))
+    found = samples(State("run", read_run(run.folder), None, 5.0))
     assert found["tpuswarm_tokens_total",] == shown["tokens"]["applied"] == 21_000
     assert found["tpuswarm_tokens_processed_total",] == shown["tokens"]["processed"]
     assert found["tpuswarm_goodput_ratio",] == shown["goodput"] and found["tpuswarm_loss",] == shown["loss"]
@@ -58,7 +58,9 @@ def test_unknown_values_are_left_out(finished_run):
 
 
 def test_names_follow_prometheus_conventions(run):
-    families = list(text_string_to_metric_families(exposition(State("r", look(run.folder), None, 1.0), ()).decode()))
+    families = list(
+        text_string_to_metric_families(exposition(State("r", read_run(run.folder), None, 1.0), ()).decode())
+    )
     assert len(families) > 20
     for family in families:
         assert re.fullmatch(r"tpuswarm_[a-z][a-z_]*", family.name) and family.documentation.endswith(".")
@@ -68,7 +70,7 @@ def test_names_follow_prometheus_conventions(run):
 
 
 def test_every_query_of_the_dashboard_finds_its_metrics(run):
-    state, hosts = fleet_state(look(run.folder))
+    state, hosts = fleet_state(read_run(run.folder))
     known = {name for name, *_ in samples(state, hosts)}
     board = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]

@@ -2,7 +2,7 @@
 
 from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
-from tpuswarm.swarm.views.status import look
+from tpuswarm.swarm.views.status import read_run
 from tpuswarm.watch.page.view import changes, sections
 
 
@@ -19,11 +19,11 @@ def test_fleet_lists_machines_with_chips_and_reasons_for_missing_ones():
 def test_only_changes_are_sent(tmp_path):
     run = FakeRun(tmp_path / "run", 5, 100).hold()
     run.grow(3)
-    state, rows = fleet_state(look(run.folder))
+    state, rows = fleet_state(read_run(run.folder))
     before = sections(state, rows)
     assert changes(before, sections(state, rows)) == {}
     run.lose_member("m2")
-    now = sections(fleet_state(look(run.folder))[0], rows)
+    now = sections(fleet_state(read_run(run.folder))[0], rows)
     found = changes(before, now)
     assert set(found["members"]) == {"m2"} and found["members"]["m2"][0] == "lost" and "machines" not in found
     gone = {**now, "members": {name: row for name, row in now["members"].items() if name != "m0"}}

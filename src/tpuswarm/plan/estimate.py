@@ -13,7 +13,7 @@ from tpuswarm.plan.roofline import Cost, Range, cost
 from tpuswarm.plan.row import Row, known, span_object
 from tpuswarm.plan.swarm import Bill, Exchanged, Traffic, bills, traffic
 from tpuswarm.plan.words import UNKNOWN, columns, short, span, time_span
-from tpuswarm.swarm.processes.plan import CYCLE
+from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS
 
 RELATIONS = get_args(network.Relation)
 
@@ -75,7 +75,7 @@ def estimate(row: Row, members: int) -> Estimate | None:
     exchanged = Exchanged(
         program.exchanged,
         speed.seconds.low,
-        CYCLE,
+        DEFAULT_CYCLE_STEPS,
         data_bytes=program.batch * program.row_bytes,
         averaged=program.averaged,
     )

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from tpuswarm.catalog import Accelerator, Price, machines
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.swarm import DAY, Exchanged, Traffic
-from tpuswarm.swarm.core.arithmetic.fragments import shards_for
+from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
+from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
 from tpuswarm.swarm.core.values import Form, Rule
-from tpuswarm.swarm.core.view import LANDMARK
 from tpuswarm.swarm.simulation.stand_ins import MERGE
-from tpuswarm.swarm.storage.retention import disk
+from tpuswarm.swarm.storage.retention import estimate_disk
 from tpuswarm.swarm.supervision.needs import HOST_COPIES, PROCESS_BYTES, serving_bytes
 from tpuswarm.train.recipe import Options, Recipe
 
@@ -56,19 +56,19 @@ def memory_bytes(members: int, elements: int, form: Form, rule: Rule, averaged: 
     sent = elements * bytes_per_element(form)
     rows = 1 + 2 * (rule == "nesterov") + averaged + (form != "plain")  # state; momentum and buffer; mean; unsent
     update = sent if form != "plain" else 0.0
-    processes = serving_bytes(members, shards_for(members), sent, 0.0)  # its arrays are not looked at here
+    processes = serving_bytes(members, aggregators_for(members), sent, 0.0)  # its arrays are not looked at here
     return processes + 8.0 * rows * elements + update + members * sent
 
 
 def head(members: int, exchanged: Exchanged, member: Traffic, rule: Rule) -> Head:
     """For so many members, each with this traffic."""
-    kept = disk(exchanged.elements, exchanged.form, rule, members, exchanged.averaged)
+    kept = estimate_disk(exchanged.elements, exchanged.form, rule, members, exchanged.averaged)
     versions = DAY / exchanged.cycle_seconds
     merging = members * exchanged.elements / exchanged.cycle_seconds / (MERGE / MERGING_CORES)
     return Head(
         memory_bytes(members, exchanged.elements, exchanged.form, rule, exchanged.averaged),
         kept.held,
-        versions * (kept.version / LANDMARK + members * RECORD_BYTES),
+        versions * (kept.version / LANDMARK_INTERVAL + members * RECORD_BYTES),
         members * member.mbit_up,
         members * sum(member.received.values()) * 8 / DAY / 1e6,
         1 + math.ceil(merging),

@@ -9,7 +9,7 @@ from tpuswarm.fleet.activity import MachineActivity, list_activities
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.view import total_spending
-from tpuswarm.swarm.views.status import Look
+from tpuswarm.swarm.views.status import RunView
 from tpuswarm.train.run.listing import Status
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class State(NamedTuple):
 
     url: str
     """What a person calls the run; empty where there is none."""
-    look: Look | Status | None
+    look: RunView | Status | None
     """None: the run has not begun."""
     machines: Machines | None
     """None: it is on this computer alone."""
@@ -61,9 +61,9 @@ class State(NamedTuple):
         return self.machines.events if self.machines else []
 
     @property
-    def swarm(self) -> Look | None:
+    def swarm(self) -> RunView | None:
         """The run, where it is a swarm that has begun."""
-        return self.look if isinstance(self.look, Look) else None
+        return self.look if isinstance(self.look, RunView) else None
 
     def doings(self) -> list[MachineActivity]:
         """What each machine is at, those that need a look first."""

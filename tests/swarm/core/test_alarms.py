@@ -5,7 +5,16 @@ from random import Random
 import pytest
 
 from tests.swarm.exact import TERMS, genesis
-from tpuswarm.swarm.core.alarms import ALONE, ENOUGH, JUMP, QUIET, REMEMBERED, Step, Watched, alarms
+from tpuswarm.swarm.core.alarms import (
+    CLOCK_JUMP_S,
+    COMPARED_STEP_COUNT,
+    MAX_REMEMBERED_STEPS,
+    MIN_SOLO_COMMITS,
+    QUIET_ALARM_S,
+    LiveMember,
+    Step,
+    alarms,
+)
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Identity, Incarnation
 
@@ -13,7 +22,7 @@ NOW = 1e9
 
 
 def steady(member, loss=2.0, norm=1.0):
-    return Watched(member, [Step(0, loss, norm)] * ENOUGH)
+    return LiveMember(member, [Step(0, loss, norm)] * COMPARED_STEP_COUNT)
 
 
 ALIVE = [steady(name) for name in "abc"]
@@ -37,17 +46,22 @@ def records(contributors, trained):
     return made
 
 
-BOTH = [["a-1", "b-1"]] * ALONE
+BOTH = [["a-1", "b-1"]] * MIN_SOLO_COMMITS
 
 
 @pytest.mark.parametrize(
     ("contributors", "trained", "alive", "words"),
     [
-        (["a"] * ALONE, BOTH, "ab", "had one contributor (a) while a, b were training: no push of b counted"),
+        (
+            ["a"] * MIN_SOLO_COMMITS,
+            BOTH,
+            "ab",
+            "had one contributor (a) while a, b were training: no push of b counted",
+        ),
         ("ababa", BOTH, "ab", "(a, b) while a, b were training: they never push in time to be merged together"),
-        pytest.param(["a"] * (ALONE - 1), BOTH[1:], "ab", None, id="too few commits"),
-        pytest.param([*["a"] * ALONE, "ab"], [*BOTH, ["a-1", "b-1"]], "ab", None, id="two in the last"),
-        pytest.param(["a"] * ALONE, BOTH, "a", None, id="the other is dead"),
+        pytest.param(["a"] * (MIN_SOLO_COMMITS - 1), BOTH[1:], "ab", None, id="too few commits"),
+        pytest.param([*["a"] * MIN_SOLO_COMMITS, "ab"], [*BOTH, ["a-1", "b-1"]], "ab", None, id="two in the last"),
+        pytest.param(["a"] * MIN_SOLO_COMMITS, BOTH, "a", None, id="the other is dead"),
         pytest.param(["a"] * 6, [["a-1", "b-1"], *[["a-1"]] * 4, ["a-1", "b-2"]], "ab", None, id="the other restarted"),
         pytest.param(["a"] * 6, [*[["a-1"]] * 4, *BOTH[:2]], "ab", None, id="the other has just joined"),
         pytest.param(["ab", *[""] * 5], [["a-1", "b-1"]] * 6, "ab", None, id="no contributors since"),
@@ -60,7 +74,7 @@ def test_commits_with_one_contributor_while_others_train(contributors, trained, 
 
 OTHERS = [steady("a", 2.0, 2.0), steady("b", 2.1, 2.1), steady("c", 1.9, 1.9)]
 NEARLY_EQUAL = {"a": 0.54, "b": 0.5421, "c": 0.4748}
-RECOVERED = [Step(0, 9.0, 9.0)] * 50 + [Step(0, 2.0, 1.0)] * (ENOUGH - 1) + [Step(0, 2.0, 40.0)]
+RECOVERED = [Step(0, 9.0, 9.0)] * 50 + [Step(0, 2.0, 1.0)] * (COMPARED_STEP_COUNT - 1) + [Step(0, 2.0, 40.0)]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +86,10 @@ RECOVERED = [Step(0, 9.0, 9.0)] * 50 + [Step(0, 2.0, 1.0)] * (ENOUGH - 1) + [Ste
         pytest.param(OTHERS, None, id="all are close"),
         pytest.param([OTHERS[0], steady("d", 3.5)], None, id="two members cannot be told apart"),
         pytest.param([steady(n, 2, norm) for n, norm in NEARLY_EQUAL.items()], None, id="two are nearly equal"),
-        pytest.param([*ALIVE, Watched("d", [Step(0, 9.0, 9.0)] * (ENOUGH - 1))], None, id="too few steps"),
-        pytest.param([*ALIVE, Watched("d", RECOVERED)], None, id="only the last steps count"),
+        pytest.param(
+            [*ALIVE, LiveMember("d", [Step(0, 9.0, 9.0)] * (COMPARED_STEP_COUNT - 1))], None, id="too few steps"
+        ),
+        pytest.param([*ALIVE, LiveMember("d", RECOVERED)], None, id="only the last steps count"),
     ],
 )
 def test_member_far_from_the_others(members, warning):
@@ -88,22 +104,22 @@ def warming_up(steps, version_after, random):
         loss = (2.4 + 2.6 * 0.97**number) * random.lognormvariate(0, 0.05)
         norm = (0.7 + 3.3 * 0.95**number) * random.lognormvariate(0, 0.2)
         made.append(Step(number // version_after, loss, norm))
-    return made[-REMEMBERED:]
+    return made[-MAX_REMEMBERED_STEPS:]
 
 
 @pytest.mark.parametrize("late", [10, 40, 100])
 def test_member_that_starts_late_is_no_outlier_while_the_swarm_warms_up(late):
     for seed in range(3):
         random = Random(seed)
-        for step in range(ENOUGH, 300, 14):
-            members = [Watched(f"m{number}", warming_up(step + late, 10**6, random)) for number in range(5)]
-            assert alarms_of(members=[*members, Watched("m5", warming_up(step, 10**6, random))]) == [], (seed, step)
+        for step in range(COMPARED_STEP_COUNT, 300, 14):
+            members = [LiveMember(f"m{number}", warming_up(step + late, 10**6, random)) for number in range(5)]
+            assert alarms_of(members=[*members, LiveMember("m5", warming_up(step, 10**6, random))]) == [], (seed, step)
 
 
 def test_member_behind_the_version_that_it_trains_on_is_an_outlier():
     random = Random(1)
-    members = [Watched(f"m{number}", warming_up(300, 50, random)) for number in range(5)]
-    stuck = Watched("m5", [step._replace(version=5) for step in warming_up(30, 50, random)])
+    members = [LiveMember(f"m{number}", warming_up(300, 50, random)) for number in range(5)]
+    stuck = LiveMember("m5", [step._replace(version=5) for step in warming_up(30, 50, random)])
     [warning] = alarms_of(members=[*members, stuck])
     assert warning.startswith("m5 has a")
 
@@ -120,7 +136,7 @@ def subjects_of_alarms(seed, steps=200, planted=False):
             loss = 4.0 if planted and name == names[-1] else 1.5 + 2.5 * 0.98**step
             own.append(Step((step - 1) // 10, loss * random.lognormvariate(0, 0.05), random.lognormvariate(0, 0.2)))
         if step % 10 == 0:
-            members = [Watched(name, own[-REMEMBERED:]) for name, own in taken.items()]
+            members = [LiveMember(name, own[-MAX_REMEMBERED_STEPS:]) for name, own in taken.items()]
             last = recent[max(0, step // 10 - 20) : step // 10]
             found.update(alarms_of(last, members, 10.0, random.expovariate(0.1), last[-1].time))
     return {warning.split(":")[0].rpartition(" of ")[0] for warning in found}
@@ -137,13 +153,13 @@ def test_ordinary_noise_raises_no_alarm_and_a_member_that_learns_nothing_does():
 
 
 def test_no_commit_for_a_long_time():
-    assert alarms_of(quiet=QUIET) == alarms_of(quiet=4.9 * 600, cycle=600.0) == []
-    assert "no commit for 121 s (limit 120 s)" in alarms_of(quiet=QUIET + 1)[0]
+    assert alarms_of(quiet=QUIET_ALARM_S) == alarms_of(quiet=4.9 * 600, cycle=600.0) == []
+    assert "no commit for 121 s (limit 120 s)" in alarms_of(quiet=QUIET_ALARM_S + 1)[0]
     assert "no commit for 3100 s (limit 3000 s)" in alarms_of(quiet=3100.0, cycle=600.0)[0]
 
 
 def test_clock_that_jumped_back():
     made = records("ab", BOTH[:2])
-    assert alarms_of(made) == alarms_of(made, now=made[-1].time - JUMP + 1) == []
-    assert alarms_of(made, now=made[-1].time - JUMP - 1)[0].startswith("the clock jumped back by 3601 s")
+    assert alarms_of(made) == alarms_of(made, now=made[-1].time - CLOCK_JUMP_S + 1) == []
+    assert alarms_of(made, now=made[-1].time - CLOCK_JUMP_S - 1)[0].startswith("the clock jumped back by 3601 s")
     assert alarms_of(made[::-1]) == []  # by one second

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from tests.swarm.exact import TERMS, genesis
 from tpuswarm.swarm.core.choose import Staleness, choose, clipping, effective
+from tpuswarm.swarm.core.ledger_view import InvalidRecord, LedgerView
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Incarnation
-from tpuswarm.swarm.core.view import Broken, View
 
 
 def header(member: str, rows: tuple[int, int], base: int = 3, norm: float = 1.0, finite: bool = True) -> Header:
     identity = Identity(Incarnation(member, "0"), rows[0] + 1)
     tokens = rows[1] - rows[0]
-    return Header(identity, "run", base, Rows.of(rows), tokens, tokens, "plain", norm, finite, ("d",))
+    return Header(identity, "run", base, Rows.from_ranges(rows), tokens, tokens, "plain", norm, finite, ("d",))
 
 
-def after(view: View, decisions: list[Decision]) -> View:
+def after(view: LedgerView, decisions: list[Decision]) -> LedgerView:
     tokens = [decision.tokens for decision in decisions if decision.fate == "applied"]
     version, state = view.version + 1, (f"state {view.version + 1}",) if tokens else view.newest.state
     changes = {"tokens": view.tokens + sum(tokens), "changes": view.newest.changes + bool(tokens)}
@@ -28,9 +28,9 @@ def after(view: View, decisions: list[Decision]) -> View:
 
 
 @pytest.fixture
-def view() -> View:
+def view() -> LedgerView:
     """Version 3: rows 0, 1 and 2 are counted."""
-    made = View.of(genesis(TERMS))
+    made = LedgerView.from_records(genesis(TERMS))
     for row in range(3):
         made = after(made, choose(made, [header("z", (row, row + 1), base=row)], (), Staleness()))
     return made
@@ -49,7 +49,7 @@ def test_every_reason_not_to_count(view):
     assert [decision.fate for decision in decisions] == ["dropped", "dropped", "returned", "void", "applied"]
     assert [decision.weight for decision in decisions] == [0, 0, 0, 0, 1]
     assert "3 commits stale" in decisions[1].reason and "2 to 3" in decisions[3].reason
-    assert after(view, decisions).skipped == Rows.of((10, 12), (20, 22))
+    assert after(view, decisions).skipped == Rows.from_ranges((10, 12), (20, 22))
 
 
 def test_of_two_contributions_with_the_same_rows_the_first_counts(view):
@@ -59,7 +59,7 @@ def test_of_two_contributions_with_the_same_rows_the_first_counts(view):
 
 
 def test_version_without_contributors_makes_nothing_stale(view):
-    with pytest.raises(Broken, match="there is no version 4: the newest is 3"):  # as after a copy was restored
+    with pytest.raises(InvalidRecord, match="there is no version 4: the newest is 3"):  # as after a copy was restored
         view.staleness(4)
     view = after(view, choose(view, [header("a", (10, 11), finite=False)], (), Staleness()))
     assert view.version == 4 and view.staleness(3) == 0
@@ -78,7 +78,7 @@ def test_unequal_weights_count_as_fewer_contributors(tokens):
 
 def test_records_that_do_not_follow_are_refused(view):
     good = after(view, choose(view, [header("a", (10, 12))], (), Staleness())).newest
-    twice = choose(View.of(genesis(TERMS)), [header("b", (0, 1), base=0)], (), Staleness())
+    twice = choose(LedgerView.from_records(genesis(TERMS)), [header("b", (0, 1), base=0)], (), Staleness())
     [late] = view.newest.decisions
     late = replace(late, fate="returned", weight=0.0, identity=replace(late.identity, sequence=2))
     for change, words in [
@@ -87,5 +87,5 @@ def test_records_that_do_not_follow_are_refused(view):
         ({"decisions": (), "tokens": 3, "changes": 3}, "no contributors but a new state"),
         ({"decisions": (late,), "tokens": 3, "changes": 3}, "decides push 2 of .*, of which push 3 was already"),
     ]:
-        with pytest.raises(Broken, match=words):
+        with pytest.raises(InvalidRecord, match=words):
             view.after(replace(good, **change))

@@ -10,7 +10,7 @@ numbers = st.sets(st.integers(0, 30)) | st.sets(st.integers(0, 99), min_size=40)
 
 
 def rows(these: set[int]) -> Rows:
-    return Rows.of(*((n, n + 1) for n in these))
+    return Rows.from_ranges(*((n, n + 1) for n in these))
 
 
 def members(of: Rows) -> set[int]:

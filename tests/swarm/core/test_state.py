@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from tests.swarm.exact import DIGESTS, TERMS, genesis
 from tests.swarm.world import World
-from tpuswarm.swarm.core import state as coordinator
-from tpuswarm.swarm.core.arithmetic.outer import Outer
-from tpuswarm.swarm.core.messages import Beat, Refused, StoreHeader
-from tpuswarm.swarm.core.rounds import Patience, due, quorum
-from tpuswarm.swarm.core.rows import NOTHING, Rows
-from tpuswarm.swarm.core.state import Lease
+from tpuswarm.swarm.core import transitions as coordinator
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
+from tpuswarm.swarm.core.ledger_view import LedgerView
+from tpuswarm.swarm.core.messages import Heartbeat, Refused, StoreHeader
+from tpuswarm.swarm.core.rounds import RoundTimeouts, quorum, round_status
+from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.core.summary import Summary, Tokens, summary
+from tpuswarm.swarm.core.transitions import Lease
 from tpuswarm.swarm.core.values import Header, Identity, Incarnation
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.inproc import Faults
 
 A, B = Incarnation("a", "1" * 32), Incarnation("b", "2" * 32)
-JOINED = replace(TERMS, members=(), outer=Outer("nesterov"))
+JOINED = replace(TERMS, members=(), outer=OuterRule("nesterov"))
 """A run that starts without members; all of them joined later."""
 
 
@@ -29,19 +29,21 @@ class Desk:
     """A coordinator's state, and the messages of its members."""
 
     def __init__(self, terms=TERMS, state=None):
-        self.state = state or coordinator.start(terms, View.of(genesis(terms)), [], 0.0, founded=True)
+        self.state = state or coordinator.start_epoch(
+            terms, LedgerView.from_records(genesis(terms)), [], 0.0, founded=True
+        )
 
     def beat(self, who, outstanding, processed, now, base=0):
         undecided = next((key for key in self.state.pending if key.incarnation == who), None)
-        beat = Beat(who, DIGESTS, processed > 0, base, NOTHING, outstanding, undecided, 2.0, processed)
-        self.state, answer = coordinator.beat(self.state, beat, now)
+        beat = Heartbeat(who, DIGESTS, processed > 0, base, NO_ROWS, outstanding, undecided, 2.0, processed)
+        self.state, answer = coordinator.heartbeat(self.state, beat, now)
         return answer.rows
 
     def push(self, who, rows, finite=True, now=1.0, sequence=1):
         identity, base = Identity(who, sequence), self.state.view.version
         header = Header(identity, "run", base, rows, 10 * len(rows), 1, "plain", 1.0, finite, ("d",))
-        self.state, _ = coordinator.push(self.state, header)
-        self.state = coordinator.stored(self.state, header, now)
+        self.state, _ = coordinator.receive_push(self.state, header)
+        self.state = coordinator.header_stored(self.state, header, now)
         return header
 
     def tick(self, now):
@@ -52,8 +54,8 @@ class Desk:
         merge = self.tick(now)
         changed = any(decision.fate == "applied" for decision in merge.decisions)
         state = ("d", "d") if changed else self.state.view.newest.state
-        record = coordinator.merged(self.state, "parent", state, (), (), now)
-        self.state = coordinator.committed(self.state, record)
+        record = coordinator.make_record(self.state, "parent", state, (), (), now)
+        self.state = coordinator.record_committed(self.state, record)
 
     def tokens(self, now):
         return summary(self.state, now).tokens
@@ -62,15 +64,15 @@ class Desk:
 def test_restarted_round_waits_for_the_members_of_the_last_commit():
     """For one lease time. A second contribution of A is stored before the restart."""
     desk = Desk(JOINED)
-    rows = {who: desk.beat(who, NOTHING, 0, 0.0) for who in (A, B)}
+    rows = {who: desk.beat(who, NO_ROWS, 0, 0.0) for who in (A, B)}
     for who in (A, B):
         desk.push(who, rows[who].first(4))
     desk.commit(1.0)
     stored = desk.push(A, (rows[A] - rows[A].first(4)).first(4), sequence=2)
-    restarted = coordinator.start(JOINED, desk.state.view, [stored], 100.0, founded=False)
+    restarted = coordinator.start_epoch(JOINED, desk.state.view, [stored], 100.0, founded=False)
     desk = Desk(state=restarted)
     assert desk.tick(101.0) is None and desk.state.live == {"a", "b"}
-    desk.beat(B, NOTHING, 80, 102.0, base=1)
+    desk.beat(B, NO_ROWS, 80, 102.0, base=1)
     desk.push(B, (rows[B] - rows[B].first(4)).first(4), now=103.0, sequence=2)
     merge = desk.tick(104.0)
     assert (merge.share, len(merge.decisions)) == (1.0, 2)
@@ -84,34 +86,34 @@ def test_push_out_of_order_is_refused(decided):
     """Its verdict would also stand for the skipped push, which would never be counted."""
     desk = Desk(JOINED)
     for sequence in range(1, decided + 1):
-        rows = desk.beat(A, NOTHING, 0, float(sequence), base=desk.state.view.version)
+        rows = desk.beat(A, NO_ROWS, 0, float(sequence), base=desk.state.view.version)
         desk.push(A, rows.first(4), sequence=sequence)
         desk.commit(float(sequence))
-    rows = desk.beat(A, NOTHING, 0, 3.0, base=desk.state.view.version)
+    rows = desk.beat(A, NO_ROWS, 0, 3.0, base=desk.state.view.version)
     following = Identity(A, decided + 1)
     header = Header(following, "run", decided, rows.first(4), 40, 1, "plain", 1.0, True, ("d",))
     for sequence in (decided + 2, decided + 9):
-        state, answer = coordinator.push(desk.state, replace(header, identity=Identity(A, sequence)))
+        state, answer = coordinator.receive_push(desk.state, replace(header, identity=Identity(A, sequence)))
         assert state == desk.state
         assert answer == Refused(f"its push {sequence} is not the next: that is push {decided + 1}")
-    assert coordinator.push(desk.state, header)[1] == StoreHeader(header)
+    assert coordinator.receive_push(desk.state, header)[1] == StoreHeader(header)
 
 
 @pytest.mark.parametrize(
     ("members", "pause"), [(1, 1 / 400), (400, 1.0), (4000, 10.0), (20_000, JOINED.lease_seconds / 2)]
 )
 def test_more_members_send_fewer_heartbeats_each(members, pause):
-    leases = {replace(A, name=f"{number:032x}"): Lease(NOTHING, 20.0, 0, None, NOTHING) for number in range(members)}
-    beat = Beat(next(iter(leases)), JOINED.digests, True, 0, NOTHING, NOTHING, None, None, 0)
-    state, answer = coordinator.beat(replace(Desk(JOINED).state, leases=leases), beat, 1.0)
+    leases = {replace(A, name=f"{number:032x}"): Lease(NO_ROWS, 20.0, 0, None, NO_ROWS) for number in range(members)}
+    beat = Heartbeat(next(iter(leases)), JOINED.digests, True, 0, NO_ROWS, NO_ROWS, None, None, 0)
+    state, answer = coordinator.heartbeat(replace(Desk(JOINED).state, leases=leases), beat, 1.0)
     assert answer.pause == pytest.approx(pause)
     assert state.leases[beat.incarnation].until == 1.0 + max(JOINED.lease_seconds, 3 * answer.pause)
 
 
 def test_token_from_its_training_to_its_commit():
     desk = Desk()
-    first = desk.beat(A, NOTHING, 0, 0.0).first(8)
-    second = desk.beat(B, NOTHING, 0, 0.0)
+    first = desk.beat(A, NO_ROWS, 0, 0.0).first(8)
+    second = desk.beat(B, NO_ROWS, 0, 0.0)
     assert desk.tokens(0.0) == Tokens(0, 0, 0, 0, 0) and summary(desk.state, 0.0).phase == "waiting for pushes"
     desk.beat(A, first.first(4), 40, 1.0)
     assert desk.tokens(1.0) == Tokens(40, 0, 0, 40, 0)
@@ -123,7 +125,7 @@ def test_token_from_its_training_to_its_commit():
     assert seen.leased == (A, B)
     desk.commit(8.0)
     assert desk.tokens(8.0) == Tokens(100, 40, 0, 60, 0)
-    desk.beat(A, NOTHING, 40, 15.0, base=1)
+    desk.beat(A, NO_ROWS, 40, 15.0, base=1)
     desk.tick(2.0 + TERMS.lease_seconds)  # B sends no heartbeat any more
     seen = summary(desk.state, 22.0)
     assert seen.tokens == Tokens(100, 40, 0, 0, 60) and seen.leased == (A,)
@@ -131,18 +133,18 @@ def test_token_from_its_training_to_its_commit():
 
 def test_stored_contribution_of_a_dead_member_is_not_lost():
     desk = Desk()
-    rows = desk.beat(B, NOTHING, 0, 0.0)
+    rows = desk.beat(B, NO_ROWS, 0, 0.0)
     desk.beat(B, rows.first(6), 60, 1.0)
     stored = desk.push(B, rows.first(4))
-    seen = summary(coordinator.start(TERMS, desk.state.view, [stored], 5.0, founded=False), 6.0)
+    seen = summary(coordinator.start_epoch(TERMS, desk.state.view, [stored], 5.0, founded=False), 6.0)
     assert seen.tokens == Tokens(40, 0, 0, 40, 0) and seen.leased == () and seen.recovering
-    assert seen.phase == f"recovering: members report what they hold, for another {TERMS.lease_seconds - 1:.0f} s"
+    assert seen.phase == f"recovering: members report what they hold for another {TERMS.lease_seconds - 1:.0f} s"
 
 
 def test_summary_names_a_merge_under_way_and_the_end():
     desk = Desk()
-    desk.beat(B, NOTHING, 0, 0.0)
-    desk.push(A, desk.beat(A, NOTHING, 0, 0.0).first(4))
+    desk.beat(B, NO_ROWS, 0, 0.0)
+    desk.push(A, desk.beat(A, NO_ROWS, 0, 0.0).first(4))
     merge = desk.tick(100.0)
     assert summary(desk.state, 100.0).phase == f"merging commit 1: {merge.reason}"
     world = CheckedWorld(seed=0, cycle=3, horizon=36)
@@ -193,7 +195,7 @@ def test_tokens_that_faults_cost_are_called_lost():
 
 
 LIVE = frozenset("abcd")
-PATIENCE = Patience()
+TIMEOUTS = RoundTimeouts()
 
 
 def test_quorum_is_half_of_the_live_members_and_at_least_the_minimum():
@@ -202,23 +204,25 @@ def test_quorum_is_half_of_the_live_members_and_at_least_the_minimum():
 
 
 @pytest.mark.parametrize(
-    ("accepted", "live", "cycle", "now", "patience", "look_at"),
+    ("accepted", "live", "cycle", "now", "timeouts", "check_at"),
     [
-        pytest.param({}, LIVE, 10.0, 0.0, PATIENCE, math.inf, id="nothing was pushed"),
-        pytest.param(dict.fromkeys("abcd", 5.0), LIVE, 10.0, 5.0, PATIENCE, None, id="all have pushed"),
-        pytest.param({"a": 1.0}, frozenset("a"), 10.0, 1.0, PATIENCE, None, id="the only member has pushed"),
-        pytest.param({"a": 0.0, "b": 4.0}, LIVE, 10.0, 8.9, PATIENCE, 9.0, id="grace is half a cycle from the quorum"),
-        pytest.param({"a": 0.0, "b": 4.0}, LIVE, 10.0, 9.0, PATIENCE, None, id="grace is over"),
-        pytest.param({"a": 0.0, "b": 0.0}, LIVE, None, 29.0, PATIENCE, 30.0, id="grace before a cycle is known"),
-        pytest.param({"a": 0.0}, LIVE, None, 599.0, PATIENCE, 600.0, id="deadline before a cycle is known"),
-        pytest.param({"a": 0.0}, LIVE, None, 600.0, PATIENCE, None, id="that deadline is over"),
-        pytest.param({"a": 0.0}, LIVE, 10.0, 30.0, PATIENCE, None, id="the deadline needs no quorum"),
-        pytest.param({"a": 0.0}, LIVE, 10.0, 30.0, Patience(quorum_min=2), math.inf, id="but it needs the minimum"),
+        pytest.param({}, LIVE, 10.0, 0.0, TIMEOUTS, math.inf, id="nothing was pushed"),
+        pytest.param(dict.fromkeys("abcd", 5.0), LIVE, 10.0, 5.0, TIMEOUTS, None, id="all have pushed"),
+        pytest.param({"a": 1.0}, frozenset("a"), 10.0, 1.0, TIMEOUTS, None, id="the only member has pushed"),
+        pytest.param({"a": 0.0, "b": 4.0}, LIVE, 10.0, 8.9, TIMEOUTS, 9.0, id="grace is half a cycle from the quorum"),
+        pytest.param({"a": 0.0, "b": 4.0}, LIVE, 10.0, 9.0, TIMEOUTS, None, id="grace is over"),
+        pytest.param({"a": 0.0, "b": 0.0}, LIVE, None, 29.0, TIMEOUTS, 30.0, id="grace before a cycle is known"),
+        pytest.param({"a": 0.0}, LIVE, None, 599.0, TIMEOUTS, 600.0, id="deadline before a cycle is known"),
+        pytest.param({"a": 0.0}, LIVE, None, 600.0, TIMEOUTS, None, id="that deadline is over"),
+        pytest.param({"a": 0.0}, LIVE, 10.0, 30.0, TIMEOUTS, None, id="the deadline needs no quorum"),
+        pytest.param(
+            {"a": 0.0}, LIVE, 10.0, 30.0, RoundTimeouts(min_quorum=2), math.inf, id="but it needs the minimum"
+        ),
     ],
 )
-def test_round_ends_or_says_when_to_look_again(accepted, live, cycle, now, patience, look_at):
-    found = due(accepted, live, cycle, now, patience)
-    assert found.now if look_at is None else found[:2] == (False, look_at)
+def test_round_ends_or_says_when_to_look_again(accepted, live, cycle, now, timeouts, check_at):
+    found = round_status(accepted, live, cycle, now, timeouts)
+    assert found.is_over if check_at is None else found[:2] == (False, check_at)
 
 
 @given(
@@ -228,9 +232,9 @@ def test_round_with_a_push_always_ends(accepted, cycle, now):
     """And the next look is never in the past, which would be a busy loop."""
     now = max([now, *accepted.values()])
     for _ in range(3):
-        found = due(accepted, LIVE, cycle, now, PATIENCE)
-        if found.now:
+        found = round_status(accepted, LIVE, cycle, now, TIMEOUTS)
+        if found.is_over:
             return
-        assert found.look_at > now
-        now = found.look_at
+        assert found.check_at > now
+        now = found.check_at
     raise AssertionError("three looks and the round is not over")

@@ -15,11 +15,11 @@ from tpuswarm.swarm.engines import ray as engine
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.opening import private_folder
 from tpuswarm.swarm.engines.threads import NodeThreads
-from tpuswarm.swarm.processes.effects import Call, Do, Over, Together, Unreachable
+from tpuswarm.swarm.processes.effects import Call, Parallel, ProcessEnded, RunBlocking, Unreachable
 
 
 def make_calls(*calls: Call):
-    return (yield Together(calls))
+    return (yield Parallel(calls))
 
 
 class Server:
@@ -60,7 +60,7 @@ def test_threads_make_calls_at_once_and_answer_each():
 def test_calls_under_the_virtual_clock_take_as_long_as_the_slowest():
     travel_s = {"slow": 2.0, "fast": 0.5}
     engine = Inproc(1, seconds=lambda rnd, name: 0.0)
-    engine.travels = lambda node, call, back: travel_s[call.address]
+    engine.travel_seconds = lambda node, call, back: travel_s[call.address]
     for name in travel_s:
         engine.serve(name, Server())
 
@@ -82,16 +82,16 @@ def test_node_that_ended_does_not_wait_for_a_hung_process():
     never, hung = threading.Event(), threading.Event()
 
     def train():
-        yield Do("member trains", lambda: hung.set() or never.wait(60))
+        yield RunBlocking("member trains", lambda: hung.set() or never.wait(60))
 
     def exchange():
-        yield Do("member waits", lambda: hung.wait(60))
-        raise Over("fenced")
+        yield RunBlocking("member waits", lambda: hung.wait(60))
+        raise ProcessEnded("fenced")
 
     node = NodeThreads(lambda call: None)
     node.start("train", train())
     node.start("exchange", exchange())
-    assert not node.drain(0.1) and isinstance(node.failure, Over)
+    assert not node.drain(0.1) and isinstance(node.failure, ProcessEnded)
     never.set()
     assert node.drain(60)
 
@@ -99,7 +99,7 @@ def test_node_that_ended_does_not_wait_for_a_hung_process():
 SCRIPT = """
 import threading
 from tpuswarm.swarm.engines import notice
-notice.LOOK = 0.01
+notice.POLL_INTERVAL_S = 0.01
 left = threading.Event()
 notice.on_notice(left.set)
 print("ready", flush=True)
@@ -199,7 +199,7 @@ def test_call_is_awaited_as_long_as_its_payload_needs():
     state = 6 * 10**9
 
     def seconds(name, *arguments, state=state):
-        return engine.seconds_for(Call("a", name, arguments), state)
+        return engine.call_timeout_s(Call("a", name, arguments), state)
 
     assert (seconds("beat"), seconds("push")) == (20.0, 60.0)
     assert seconds("put", "identity", 0, {"s": np.zeros(10 * 2**20, np.float32)}, "digest") == 64.0

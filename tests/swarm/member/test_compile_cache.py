@@ -30,24 +30,24 @@ def test_next_machine_gets_what_the_first_has_compiled(use_cache, tmp_path):
     (first / "jit_step-abc-cache").write_bytes(b"code")
     (first / "jit_step-abc-atime").write_bytes(b"12")
     lines = []
-    compile_cache.send(lines.append, (0.0,))
+    compile_cache.upload(lines.append, (0.0,))
     for thread in threading.enumerate():
         if thread.name == "compiled":
             thread.join(60)
     second = use_cache(tmp_path / "second")
-    compile_cache.bring(lines.append)
+    compile_cache.fetch(lines.append)
     assert {path.name: path.read_bytes() for path in second.iterdir()} == {"jit_step-abc-cache": b"code"}
-    compile_cache.bring(lines.append)
-    assert lines == ["programs that others have compiled: 1"], "the second time nothing is missing"
+    compile_cache.fetch(lines.append)
+    assert lines == ["fetched 1 compiled programs"], "the second time nothing is missing"
 
 
 def test_member_compiles_itself_without_a_bucket(use_cache, tmp_path, monkeypatch):
     use_cache(tmp_path / "first")
     lines = []
     monkeypatch.setenv(COMPILED, "gs://no-such-bucket/compiled")
-    compile_cache.bring(lines.append)
-    assert len(lines) == 1 and lines[0].startswith("what others have compiled could not be had")
+    compile_cache.fetch(lines.append)
+    assert len(lines) == 1 and lines[0].startswith("could not fetch compiled programs")
     monkeypatch.delenv(COMPILED)
-    compile_cache.bring(lines.append)
-    compile_cache.send(lines.append)
+    compile_cache.fetch(lines.append)
+    compile_cache.upload(lines.append)
     assert len(lines) == 1

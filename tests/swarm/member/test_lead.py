@@ -28,7 +28,7 @@ def test_two_hosts_train_as_one_member(tmp_path, form, shard):
     losses = json.loads((tmp_path / "found.json").read_text())  # the same version, then small steps from it
     assert losses["first"][0] == losses["second"][0] and losses["first"][1] != losses["second"][1]
     if form == "plain":  # invariant 1, up to the order in which gradients are summed
-        layout = Layout.of({"in": ((host.WIDTH, host.WIDTH), "float32"), "out": ((host.WIDTH,), "float32")}, 2)
+        layout = Layout.pack({"in": ((host.WIDTH, host.WIDTH), "float32"), "out": ((host.WIDTH,), "float32")}, 2)
         params = layout.join([Objects(store).get_array(digest) for digest in view.newest.state])
         trainer = Trainer(devices=1, seed=0)
         plain = trainer.fit(host.recipe(), steps=host.STEPS, batch=host.BATCH, run=tmp_path / "plain")

@@ -36,15 +36,15 @@ def profiler(monkeypatch):
 
 def train(tracer, steps):
     for _ in range(steps):
-        tracer.took({"loss": jnp.float32(1.0)})
+        tracer.after_step({"loss": jnp.float32(1.0)})
 
 
 def collect(tracer):
     """A finished trace: its steps, its problem, its files and the sizes of its parts."""
     files, sizes = {}, []
-    while part := tracer.taken():
+    while part := tracer.next_part():
         if part.last:
-            assert tracer.taken() is None
+            assert tracer.next_part() is None
             return part.steps, part.problem, files, sizes
         files[part.file] = files.get(part.file, b"") + part.data
         sizes.append(len(part.data))
@@ -52,28 +52,28 @@ def collect(tracer):
 
 
 def trace(tracer, steps):
-    tracer.ask(steps)
-    train(tracer, steps + 1)  # it begins after the first
+    tracer.start(steps)
+    train(tracer, steps + 1)  # it starts after the first
     return collect(tracer)
 
 
 def test_requested_steps_are_traced_once_in_parts(profiler, monkeypatch):
-    monkeypatch.setattr(module, "PART", 4)  # a slow link has to carry a part in time
+    monkeypatch.setattr(module, "PART_BYTES", 4)  # a slow link has to carry a part in time
     tracer = Tracer()
     train(tracer, 3)
-    tracer.ask(2)
+    tracer.start(2)
     train(tracer, 2)
-    assert tracer.taken() is None
+    assert tracer.next_part() is None
     train(tracer, 1)
     assert collect(tracer) == (2, "", FILES, [4, 4, 4, 4, 3])
     train(tracer, 9)
-    assert tracer.taken() is None and profiler.starts == 1
+    assert tracer.next_part() is None and profiler.starts == 1
 
 
 def test_trace_that_cannot_start_or_stop_is_reported(profiler):
     tracer = Tracer()
     profiler.start_problem = "somebody else traces"
-    assert trace(tracer, 2) == (0, "could not begin: somebody else traces", {}, [])
+    assert trace(tracer, 2) == (0, "could not start: somebody else traces", {}, [])
     profiler.start_problem, profiler.stop_problem = "", "the disk is full"
     assert trace(tracer, 2) == (2, "could not be written: the disk is full", {}, [])
 
@@ -88,7 +88,7 @@ def test_trace_that_cannot_start_or_stop_is_reported(profiler):
 )
 def test_training_continues_if_the_traces_folder_fails(profiler, monkeypatch, call, files, problem):
     tracer = Tracer()
-    tracer.ask(1)
+    tracer.start(1)
     train(tracer, 1)
 
     def fail(*arguments, **options):

@@ -13,17 +13,17 @@ from tests.swarm.chains import problems_of
 from tests.swarm.exact import genesis
 from tests.train import toy
 from tpuswarm import Trainer, supervised
-from tpuswarm.swarm.core.arithmetic.outer import Average, Outer
-from tpuswarm.swarm.core.books import Member
+from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule
+from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.rounds import Patience
+from tpuswarm.swarm.core.rounds import RoundTimeouts
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
-from tpuswarm.swarm.member.contract import Evaluated
-from tpuswarm.swarm.member.cycle import MemberProcesses
-from tpuswarm.swarm.member.exchanged import Exchanged
-from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.member.device_state import Evaluation
+from tpuswarm.swarm.member.loop import MemberLoop
+from tpuswarm.swarm.member.program_state import ProgramState, layout_of, place_fragments
+from tpuswarm.swarm.member.shared_params import SharedParams
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -52,9 +52,9 @@ class Swarm:
 
     def __init__(
         self, folder, recipe, *, members=1, cycle=2, overlap=True, fragments=1, form="plain", shards=1,
-        patience=None, steps=STEPS, batch=BATCH, outer=None, ema=None, compiled=None, engine=None, **options,
+        timeouts=None, steps=STEPS, batch=BATCH, outer=None, ema=None, compiled=None, engine=None, **options,
     ):  # fmt: skip
-        """options: of every MemberProcesses."""
+        """options: of every MemberLoop."""
         self.engine = engine or Inproc(7)
         self.store = Store(str(folder))
         self.ledger, self.objects = Ledger(self.store), Objects(self.store)
@@ -65,7 +65,7 @@ class Swarm:
         self.terms = Terms(
             run="run", digests=Digests(self.layout.digest, "c", "d", "e"), batch=batch, tokens_per_row=1,
             horizon=steps * batch, cycle=cycle * batch, members=tuple(f"m{n}" for n in range(members)),
-            outer=outer or Outer("average"), patience=patience or Patience(),
+            outer=outer or OuterRule("average"), timeouts=timeouts or RoundTimeouts(),
         )  # fmt: skip
         self.holders, self.processes = [], []
         self.shards = [f"shard-{n}" for n in range(shards)]
@@ -84,16 +84,18 @@ class Swarm:
 
     def make_holder(self, state, anchor):
         source, validation = self.recipe.data("train"), HeldOut(self.recipe.data("validation"), BATCH)
-        return ProgramHolder(
+        return ProgramState(
             self.compiled, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation,
-            lambda state, average, row, allow: Evaluated(row, {}, []),
+            lambda state, average, row, allow: Evaluation(row, {}, []),
         )  # fmt: skip
 
     def start(self, number, state, anchor, base=0, tokens=0) -> None:
         holder = self.make_holder(state, anchor)
         incarnation = Incarnation(f"m{number}", f"{len(self.holders):032x}")
-        books = Member(self.terms, self.form, self.overlap, incarnation, base, tokens)
-        member = MemberProcesses(books, holder, "coordinator", self.shards, self.clock, anchor=anchor, **self.options)
+        state_of_member = MemberState(self.terms, self.form, self.overlap, incarnation, base, tokens)
+        member = MemberLoop(
+            state_of_member, holder, "coordinator", self.shards, self.clock, anchor=anchor, **self.options
+        )
         self.holders.append(holder)
         self.processes.append(member)
         self.engine.spawn(f"m{number}", member.train())
@@ -117,7 +119,7 @@ class Swarm:
         self.engine.kill(f"m{number}")
         newest = self.ledger.view().newest
         fragments = [self.objects.get_array(digest) for digest in newest.state]
-        state = self.compiled.init(jax.random.key(9), placed(self.compiled, self.layout, fragments))
+        state = self.compiled.init(jax.random.key(9), place_fragments(self.compiled, self.layout, fragments))
         self.start(number, state, fragments, newest.version, newest.tokens)
 
     def run(self) -> dict[str, np.ndarray]:
@@ -171,8 +173,8 @@ def test_three_members_learn_and_the_ledger_verifies(tmp_path, form):
 def test_sgd_with_one_step_a_cycle_is_synchronous_data_parallel(tmp_path):
     """Against the gradient by hand, in float64, on the concatenated rows (invariant 2)."""
     recipe = toy.recipe(lambda rate, mask: optax.sgd(rate), 0.05)
-    waits = Patience(grace_cycles=1e4, deadline_cycles=1e4)
-    swarm = Swarm(tmp_path, recipe, members=2, cycle=1, overlap=False, patience=waits)
+    waits = RoundTimeouts(grace_cycles=1e4, deadline_cycles=1e4)
+    swarm = Swarm(tmp_path, recipe, members=2, cycle=1, overlap=False, timeouts=waits)
     found = swarm.run()
     start = swarm.version(0)
     source = recipe.data("train")
@@ -190,7 +192,7 @@ def test_sgd_with_one_step_a_cycle_is_synchronous_data_parallel(tmp_path):
 
 def test_evaluations_are_of_published_versions_and_change_no_bit(tmp_path, plain):
     evaluations, every = [], 3 * BATCH
-    swarm = Swarm(tmp_path, TOY, fragments=2, evaluate_every=every, evaluated=evaluations.append)
+    swarm = Swarm(tmp_path, TOY, fragments=2, evaluate_every=every, on_evaluation=evaluations.append)
     assert_same_bits(swarm.run(), plain)
     assert swarm.holders[0].evaluate(lambda: True, None, 0, 0) is None, "asked to leave"
     assert len(evaluations) >= 2 and len({found.row["tokens"] // every for found in evaluations}) == len(evaluations)
@@ -204,8 +206,8 @@ def test_moving_average_is_the_plain_trainers_and_is_evaluated(tmp_path):
     ema, evaluations = 0.7, []
     swarm = Swarm(
         tmp_path / "swarm", TOY, cycle=1, overlap=False, fragments=2, shards=2, ema=ema,
-        outer=Outer("average", average=Average(BATCH * math.log(0.5) / math.log(ema))), evaluate_every=3 * BATCH,
-        evaluated=evaluations.append,
+        outer=OuterRule("average", average=MovingAverage(BATCH * math.log(0.5) / math.log(ema))),
+        evaluate_every=3 * BATCH, on_evaluation=evaluations.append,
     )  # fmt: skip
     swarm.run()
 
@@ -238,7 +240,7 @@ def test_lost_machine_loses_nothing_committed(tmp_path):
     swarm.start_coordinator(founded=False)
     swarm.restart(0)
     assert not swarm.holders[0]._ramp_left
-    assert swarm.engine.run(lambda: swarm.processes[-1].books.processed > 0, 1000)
+    assert swarm.engine.run(lambda: swarm.processes[-1].state.processed > 0, 1000)
     assert swarm.holders[-1]._ramp_left, "a new incarnation starts with small steps"
     assert int(swarm.holders[-1].state.opt[0].count) == 1
     swarm.run()
@@ -247,7 +249,7 @@ def test_lost_machine_loses_nothing_committed(tmp_path):
     records = list(swarm.ledger.records(range(view.version + 1)))
     applied = {decision.identity for record in records for decision in record.decisions if decision.fate == "applied"}
     assert accepted <= applied
-    assert view.counted == Rows.of((0, 60 * BATCH)) and not view.skipped
+    assert view.counted == Rows.from_ranges((0, 60 * BATCH)) and not view.skipped
     assert {key.member for key in view.verdicts} == {"m0", "m1"}
     assert not problems_of(swarm.store)
 
@@ -276,7 +278,7 @@ def test_statistics_of_three_members_are_averaged_and_the_ledger_proves_it(tmp_p
     """A momentum applies to parameters alone: with it, statistics would leave their range."""
     averaged = layout_of(compile_once(OBSERVING), 2).places(["extra/square"])
     assert sum(place.last - place.first for place in averaged) == 5
-    outer = Outer("average") if rule == "average" else replace(Outer("nesterov", rate=1.0), averaged=averaged)
+    outer = OuterRule("average") if rule == "average" else replace(OuterRule("nesterov", rate=1.0), averaged=averaged)
     swarm = Swarm(tmp_path, OBSERVING, members=3, fragments=2, outer=outer, overlap=False)
     squares = swarm.run()["extra/square"]
     assert (squares > 0).all() and (squares < (toy.data()["x"] ** 2).max(0)).all()
@@ -287,7 +289,7 @@ def test_statistics_of_three_members_are_averaged_and_the_ledger_proves_it(tmp_p
 
 def test_statistic_is_replaced_and_not_moved():
     compiled = compile_once(OBSERVING)
-    exchanged = Exchanged(compiled, layout_of(compiled, 1), "plain")
+    exchanged = SharedParams(compiled, layout_of(compiled, 1), "plain")
     exchange = compiled.program.exchange()
 
     def state(level):

@@ -10,14 +10,23 @@ import pytest
 
 from tests.swarm.chains import SIZES, Run, applied, in_order, merge_of, problems_of
 from tests.swarm.exact import DIGESTS
-from tpuswarm.swarm.core.arithmetic.outer import Average
-from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Gone, Lost, Part, Refused, Terms
+from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
+from tpuswarm.swarm.core.messages import (
+    Accepted,
+    PayloadDamaged,
+    PayloadsLost,
+    Refused,
+    ShardResult,
+    Terms,
+    VersionDamaged,
+    VersionExpired,
+)
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Over, Unreachable
+from tpuswarm.swarm.processes.effects import ProcessEnded, Unreachable
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
@@ -31,7 +40,7 @@ kinds = pytest.mark.parametrize(
 
 def grow_run(folder: Path, kind: str, commits: int = 4) -> Run:
     rule, downlink, *ema = kind.split("-")
-    average = Average(half_life=100, share=0.5) if ema else None
+    average = MovingAverage(half_life=100, share=0.5) if ema else None
     run = Run(Store(folder), random.Random(4), rule=rule, downlink=downlink, average=average).grow(commits)
     while not applied(run.records[-1]):
         run.grow(1)
@@ -75,7 +84,7 @@ def test_round_without_contributors_repeats_the_version(tmp_path):
     run = grow_run(tmp_path, "nesterov-int8")
     newest = run.records[-1]
     merge = replace(merge_of(newest, run.outer), decisions=())
-    assert shards(run.store, 1)[0].merge(newest, merge) == Part(
+    assert shards(run.store, 1)[0].merge(newest, merge) == ShardResult(
         dict(enumerate(newest.state)), dict(enumerate(newest.outer)), {}
     )
 
@@ -95,7 +104,7 @@ def test_damaged_and_unexpected_payloads_are_not_stored(tmp_path):
     shard, identity = shards(Store(tmp_path))[0], Identity(Incarnation("m0", "ab" * 16), 1)
     right = {"s": np.zeros(SIZES[2], np.float32)}
     other = {"s": right["s"] + 1}
-    assert isinstance(shard.put(identity, 2, other, tensors.digest(right)), Damaged)
+    assert isinstance(shard.put(identity, 2, other, tensors.digest(right)), PayloadDamaged)
     wrong_size = {"codes": np.zeros((3, 256), np.uint8), "scales": np.zeros(3, np.float32)}
     assert isinstance(shard.put(identity, 2, wrong_size, tensors.digest(wrong_size)), Refused)
     assert not Store(tmp_path).exists(payload_name(identity, 2))
@@ -110,7 +119,7 @@ def test_payload_damaged_on_the_disk_is_named(tmp_path, damage):
     path = run.store.path(payload_name(identity, 1))
     path.unlink() if damage == "delete" else path.write_bytes(path.read_bytes()[:-1] + b"x")
     first, second = (shard.merge(run.records[-2], merge_of(run.records[-1], run.outer)) for shard in shards(run.store))
-    assert isinstance(first, Part) and second == Lost(frozenset({identity}))
+    assert isinstance(first, ShardResult) and second == PayloadsLost(frozenset({identity}))
 
 
 @kinds
@@ -137,7 +146,7 @@ def test_damaged_version_is_computed_again(tmp_path, kind):
 
 
 def test_request_for_a_removed_version_does_not_end_the_aggregator(tmp_path):
-    """Newer commits have replaced it. Over a slow link a member once ended one aggregator after the other."""
+    """Newer commits have replaced it. ProcessEnded a slow link a member once ended one aggregator after the other."""
     run = grow_run(tmp_path, "average-plain-ema", commits=6)
     newest = run.records[-1]
     old = next(record for record in run.records[1:] if record.state != newest.state)
@@ -145,8 +154,8 @@ def test_request_for_a_removed_version_does_not_end_the_aggregator(tmp_path):
     for digest in (old.state[2], old.outer[2], newest.outer[2]):
         run.store.delete(object_name(digest))
     aggregator, node = Aggregator(Ledger(run.store), Objects(run.store), SIZES, 0, 1), NodeThreads(pytest.fail)
-    assert node.call(aggregator, "fetch", (2, old.state[2])) == Gone()
-    assert node.call(aggregator, "average", (2, old.version)) == Gone()
+    assert node.call(aggregator, "fetch", (2, old.state[2])) == VersionExpired()
+    assert node.call(aggregator, "average", (2, old.version)) == VersionExpired()
     np.testing.assert_array_equal(node.call(aggregator, "fetch", (2, newest.state[2])), run.state(newest.version)[2])
     with pytest.raises(Unreachable):  # no run continues without the newest
         node.call(aggregator, "average", (2, newest.version))
@@ -159,11 +168,11 @@ def test_lost_version_is_named_with_the_newest_intact_one(tmp_path):
     run.store.delete(object_name(digest))
     shutil.rmtree(tmp_path / "payloads")
     both = shards(run.store)
-    assert isinstance(both[0].check(run.records[-1]), Damage)
+    assert isinstance(both[0].check(run.records[-1]), VersionDamaged)
     assert both[1].check(run.records[-1]) is None
 
-    over: list[Over] = []
-    engine = Inproc(1, over=lambda node, error: over.append(error))
+    over: list[ProcessEnded] = []
+    engine = Inproc(1, on_ended=lambda node, error: over.append(error))
     terms = Terms("run", DIGESTS, 1, 8, 10**6, 4, (), run.outer)
     for number, shard in enumerate(both):
         engine.serve(f"shard-{number}", shard.aggregator)

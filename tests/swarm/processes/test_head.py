@@ -8,13 +8,13 @@ from tests.swarm.supervision.fake_cluster import PLAN, SWARM
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.messages import Accepted, Refused
 from tpuswarm.swarm.processes import plan
-from tpuswarm.swarm.processes.effects import Over
-from tpuswarm.swarm.processes.founder import Begin, FoundingCoordinator, Joining, Wait
+from tpuswarm.swarm.processes.coordinator import Begin, FoundingCoordinator, Joining, Wait
+from tpuswarm.swarm.processes.effects import ProcessEnded
 from tpuswarm.swarm.storage.founding import Founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 
-FOUNDING = Founding(Layout.of({"w": ((3,), "float32")}, 1).fragments, {})
+FOUNDING = Founding(Layout.pack({"w": ((3,), "float32")}, 1).fragments, {})
 DIGESTS = PLAN.terms(FOUNDING).digests
 
 
@@ -55,7 +55,7 @@ def found(head, state=("s",), digests=DIGESTS, kill_at=None):
 def hello_once_opened(head):
     """What the head answers once its coordinator runs."""
     process, value = head.run(), None
-    while head.look() is None:
+    while head.summarize() is None:
         value = getattr(process.send(value), "action", lambda: None)()
     return head.hello("m0")
 
@@ -98,7 +98,7 @@ def test_folder_of_another_run_is_not_changed(tmp_path):
     other = replace(PLAN, swarm=replace(SWARM, run="another"))
     answer, _ = found(head_of(store, other), digests=other.terms(FOUNDING).digests)
     assert isinstance(answer, Refused) and "belongs to another run" in answer.reason
-    with pytest.raises(Over, match="has commits of run run, this is run another"):
+    with pytest.raises(ProcessEnded, match="has commits of run run, this is run another"):
         hello_once_opened(head_of(store, other))
     assert Ledger(store).versions() == [0]
 
@@ -107,7 +107,7 @@ def test_folder_of_another_run_is_not_changed(tmp_path):
 def test_member_that_trains_something_else_founds_nothing(tmp_path, differs):
     store = Store(tmp_path)
     head = listening(head_of(store))
-    assert head.hello("m1", makes=False) == Wait(), "a slice whose hosts still wait for each other delays nobody"
+    assert head.hello("m1", can_found=False) == Wait(), "a slice whose hosts still wait for each other delays nobody"
     assert (head.hello("j0"), head.hello("m0"), head.hello("m1")) == (Wait(), Begin(), Wait())
     answer, _ = found(head, digests=replace(DIGESTS, **{differs: "another"}))
     assert answer == Refused(f"its {differs} differs from the run's")
@@ -120,13 +120,13 @@ def test_member_that_trains_something_else_founds_nothing(tmp_path, differs):
 def test_small_model_gets_less_momentum_for_any_number_of_fragments(parameters, momentum):
     for fragments in (1, 3):
         leaves = {"w": ((parameters - 5,), "float32"), "b": ((5,), "float32")}
-        terms = PLAN.terms(Founding(Layout.of(leaves, fragments).fragments, {}))
+        terms = PLAN.terms(Founding(Layout.pack(leaves, fragments).fragments, {}))
         assert terms.outer.momentum == momentum
 
 
 def test_run_keeps_the_momentum_of_its_founding(tmp_path, monkeypatch):
     store = Store(tmp_path)
-    monkeypatch.setattr(plan, "usual_momentum", lambda parameters: 0.9)
+    monkeypatch.setattr(plan, "default_momentum", lambda parameters: 0.9)
     found(head_of(store))
     monkeypatch.undo()
     assert PLAN.terms(FOUNDING).outer.momentum == 0.8

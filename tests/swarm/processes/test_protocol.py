@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from tests.swarm.world import World
 from tpuswarm.swarm.core.choose import Staleness
-from tpuswarm.swarm.core.messages import Accepted, Damaged, Gone, Refused
+from tpuswarm.swarm.core.messages import Accepted, PayloadDamaged, Refused, VersionExpired
 from tpuswarm.swarm.engines.inproc import Faults
-from tpuswarm.swarm.member import cycle as member_cycle
+from tpuswarm.swarm.member import loop as member_loop
 
 
 @pytest.fixture(autouse=True, scope="module")
 def idle_members_poll_rarely():
     """Every 20 ms of virtual time would make nine tenths of all events."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(member_cycle, "IDLE", 0.2)
+        patch.setattr(member_loop, "IDLE_SLEEP_S", 0.2)
         yield
 
 
@@ -99,13 +99,13 @@ def test_process_may_die_or_stop_for_a_minute_at_any_step(fault, first):
 def test_member_with_hung_devices_loses_its_lease(action):
     """Others train its rows, and nobody waits for it. A first action may take as long as a compilation."""
     world = World(seed=7, members=3, horizon=100)
-    hung, duration = world.processes["m0"], world.engine.takes
+    hung, duration = world.processes["m0"], world.engine.effect_seconds
 
-    def takes(node, effect):
+    def effect_seconds(node, effect):
         hangs = world.engine.now > 25.0 and effect.name == action and world.processes.get("m0") is hung
         return 1e9 if node == "m0" and hangs else duration(node, effect)
 
-    world.engine.takes = takes
+    world.engine.effect_seconds = effect_seconds
     view = world.run()
     assert world.lives == world.members + 1, "it came back as another incarnation"
     times = [record.time for record in world.ledger.records]
@@ -143,10 +143,10 @@ def world_with_shard_method(seed: int, method: str, wrap) -> World:
 
 
 def test_payload_that_always_arrives_damaged_ends_the_incarnation():
-    broken = World(seed=1).processes["m0"].books.incarnation
+    broken = World(seed=1).processes["m0"].state.incarnation
 
     def damage(world, put):
-        damaged = Damaged("fragment 0 arrived with another digest")
+        damaged = PayloadDamaged("fragment 0 arrived with another digest")
         return lambda identity, *rest: damaged if identity.incarnation == broken else put(identity, *rest)
 
     world = world_with_shard_method(1, "put", damage)
@@ -161,7 +161,7 @@ def test_member_fetches_a_newer_version_if_its_version_was_removed():
     def remove_half(world, fetch):
         def fetch_or_gone(number, digest):
             removed.append(world.rnd.random() < 0.5)
-            return Gone() if removed[-1] else fetch(number, digest)
+            return VersionExpired() if removed[-1] else fetch(number, digest)
 
         return fetch_or_gone
 
@@ -173,7 +173,7 @@ def test_member_fetches_a_newer_version_if_its_version_was_removed():
 def test_members_apply_updates_and_fetch_the_whole_version_if_one_is_wrong():
     world = World(seed=3, downlink=True)
     world.run()
-    assert any("does not match the ledger: fetching all of it" in sentence for sentence in world.said)
+    assert any("does not match the ledger; fetching it" in sentence for sentence in world.said)
     calls = [name for _, name, when in world.points if when == "after"]
     assert calls.count("call updates") > calls.count("call fetch") > 0
 
@@ -196,11 +196,11 @@ def test_member_that_leaves_with_notice_pushes_its_work(time, overlap):
 
     def leave():
         member.leaving = True
-        undecided.append(len(member.books.undecided.after) if member.books.undecided else 0)
+        undecided.append(len(member.state.undecided.after) if member.state.undecided else 0)
 
     world.engine.at(time, leave)
     world.run()
-    key = member.books.incarnation
+    key = member.state.incarnation
     applied = sum(len(d.rows) for identity, d in world.ledger.verdicts().items() if identity.incarnation == key)
     assert world.processed.get(key, 0) - applied <= undecided[0] + 1  # the current step may end
     assert sum(world.processed.values()) - world.horizon <= undecided[0] + 1
@@ -234,5 +234,5 @@ def test_one_member_continues_alone_while_most_are_away():
     contributors = {d.identity.incarnation.member for record in alone for d in record.decisions}
     assert contributors - away == {"m4"}
     gaps = [after.time - before.time for before, after in pairwise(alone)]
-    assert len(alone) > 5 and max(gaps) < world.terms.patience.deadline_first
+    assert len(alone) > 5 and max(gaps) < world.terms.timeouts.first_deadline_s
     assert away & {d.identity.incarnation.member for record in world.ledger.records[-5:] for d in record.decisions}

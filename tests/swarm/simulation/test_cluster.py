@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.config.toml_file import read_toml
-from tpuswarm.swarm.member.cycle import BEAT
+from tpuswarm.swarm.member.loop import HEARTBEAT_INTERVAL_S
 from tpuswarm.swarm.simulation.cluster import COPY, SimulatedSwarm
 from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
@@ -41,7 +41,7 @@ def test_preemption_costs_half_a_cycle_and_a_push_on_average(seed, members, step
     cluster, found = simulated(scenario(machines, cycle=cycle, tokens=tokens, seed=seed, exchange={"overlap": overlap}))
     assert found.finished and found.tokens.outstanding == 0 and found.tokens.dropped == 0
     copies = 4 * PARAMETERS / COPY + PARAMETERS * (8 + 1 / 8) / 1e6 / mbit
-    push = BEAT + copies + 0.1  # until it is noticed, encoded and sent; latencies
+    push = HEARTBEAT_INTERVAL_S + copies + 0.1  # until it is noticed, encoded and sent; latencies
     alive_s = sum(machine.seconds["alive"] for machine in cluster.machines)
     limit = found.preemptions * (cycle * step_s + push) / (2 * alive_s)
     chance = 3 / sqrt(3 * found.preemptions)  # three standard errors of a mean of uniform losses
@@ -87,7 +87,7 @@ def test_seed_decides_the_simulation():
 def test_member_sends_one_stream_of_heartbeats():
     """One every two seconds while it trains, and a few more a cycle until its verdict; two streams would be twice."""
     cluster, found = simulated(scenario(group(1, mbit=10_000), cycle=100, hours=0.5))
-    expected, cycles = found.seconds / BEAT, found.seconds / 100
+    expected, cycles = found.seconds / HEARTBEAT_INTERVAL_S, found.seconds / 100
     assert expected * 0.9 <= cluster.coordinator.count["beat"] <= expected * 1.1 + 20 * cycles
 
 

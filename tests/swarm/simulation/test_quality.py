@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from tpuswarm import supervised
-from tpuswarm.swarm.core import books
+from tpuswarm.swarm.core import member_state
 from tpuswarm.swarm.core.arithmetic.adopt import add, mix
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
-from tpuswarm.swarm.core.arithmetic.outer import Outer, commit, first_state, state_rows
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, commit_fragment, initial_state, state_rows
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, Quantized, empty, encode, feedback
-from tpuswarm.swarm.core.books import Adopt, Member
+from tpuswarm.swarm.core.member_state import Adopt, MemberState
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Incarnation
@@ -51,29 +51,29 @@ def train_by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) 
     init_key, step_key = jax.random.split(jax.random.key(seed))
     step, exchange = jax.jit(program.step), program.exchange()
     theta = np.asarray(exchange.get(program.init(init_key))["w"])
-    outer_state, gathered = first_state(arm.outer, theta), 0
+    outer_state, gathered = initial_state(arm.outer, theta), 0
     members = []
     for number in range(len(arm.cycle)):
         digests = Digests(*"abcd")
         terms = Terms("run", digests, rows_of_step, 1, batch * steps, longest * rows_of_step, (), arm.outer)
-        life = Member(terms, "plain", True, Incarnation(f"m{number}", "1"), 0, 0)
+        life = MemberState(terms, "plain", True, Incarnation(f"m{number}", "1"), 0, 0)
         members.append({"state": program.init(init_key), "base": theta, "left": np.zeros_like(theta), "life": life})
 
     def adopt(member):
         if version := member.pop("news", None):
             new, tokens = version
             now = jax.tree.map(jnp.copy, exchange.get(member["state"]))
-            keep = member["life"].keep if arm.adopt == "mix" else arm.adopt
+            keep = member["life"].own_share if arm.adopt == "mix" else arm.adopt
             trees = now, {"w": jnp.array(new)}, {"w": jnp.array(member["snapshot"])}
             mine = add(*trees) if keep == "add" else mix(*trees, keep)
             member["state"], member["base"] = exchange.put(member["state"], mine), new
-            member["life"] = books.adopted(member["life"], Adopt("snapshot", None, 0, ()), tokens)
+            member["life"] = member_state.after_adoption(member["life"], Adopt("snapshot", None, 0, ()), tokens)
 
     for start in range(0, batch * steps, sum(arm.cycle) * rows_of_step):
         for number, member in enumerate(members):
             cycle = arm.cycle[number]
             first = start + sum(arm.cycle[:number]) * rows_of_step
-            member["life"] = replace(member["life"], todo=Rows.of((first, first + cycle * rows_of_step)))
+            member["life"] = replace(member["life"], todo=Rows.from_ranges((first, first + cycle * rows_of_step)))
             for own in range(1, cycle + 1):
                 if -(-own * longest // cycle) > arm.delay:
                     adopt(member)
@@ -83,9 +83,9 @@ def train_by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) 
                 number = np.int32(first // rows_of_step)
                 clock = Clock(jax.random.fold_in(step_key, number), number, np.float32(done / whole))
                 member["state"], _ = step(member["state"], source.rows(first, rows_of_step), clock)
-                member["life"] = books.trained(member["life"], rows)
+                member["life"] = member_state.after_step(member["life"], rows)
             adopt(member)
-            member["life"] = books.snapshot(member["life"])
+            member["life"] = member_state.after_snapshot(member["life"])
             member["snapshot"] = np.asarray(exchange.get(member["state"])["w"])
         tokens = start
         for at in range(0, len(members), arm.at_once):
@@ -110,7 +110,7 @@ def train_by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) 
             rows = state_rows(arm.outer, gathered)
             theta, after = theta.copy(), np.empty((rows, theta.size), np.float32) if rows else None
             sent = None if arm.outer.downlink == "plain" else empty(theta.size, BITS[arm.outer.downlink])
-            commit(
+            commit_fragment(
                 theta, outer_state, contributions, arm.outer, rate, min(1, len(part) / quorum), theta, after, sent
             )  # fmt: skip
             outer_state, tokens = after, tokens + sum(counts)
@@ -122,9 +122,9 @@ def train_by_hand(program, source, arm: Arm, batch: int, steps: int, seed: int) 
 @pytest.mark.parametrize(
     "arm",
     [
-        Arm((5, 5), Outer("nesterov"), delay=2, adopt=0.5),
-        Arm((1, 1, 10), Outer("nesterov"), bits=2, feedback=False, delay=3),
-        Arm((3,) * 4, Outer("nesterov", 0.5, downlink="int8"), bits=4, together=2, quorum=2, delay=1),
+        Arm((5, 5), OuterRule("nesterov"), delay=2, adopt=0.5),
+        Arm((1, 1, 10), OuterRule("nesterov"), bits=2, feedback=False, delay=3),
+        Arm((3,) * 4, OuterRule("nesterov", 0.5, downlink="int8"), bits=4, together=2, quorum=2, delay=1),
     ],
     ids=["halves", "unequal, clipped, overlapping, 2 bits", "two commits of two, both links quantized"],
 )
@@ -148,7 +148,7 @@ def test_members_with_cycles_of_one_sgd_step_are_one_member_on_whole_batches():
         clock = Clock(jax.random.fold_in(step_key, at), np.int32(at), np.float32(at / 12))
         state, _ = step(state, source.rows(at * 8, 8), clock)
     for cycle, tolerance in [((4,), 1e-6), ((1,) * 2, 1e-5)]:  # contributions of two members are not clipped
-        swarm = simulate(program, source, Arm(cycle, Outer("average")), batch=8, steps=12, seed=3)
+        swarm = simulate(program, source, Arm(cycle, OuterRule("average")), batch=8, steps=12, seed=3)
         np.testing.assert_allclose(swarm.params["w"], state.params["w"], rtol=0, atol=tolerance)
 
 
@@ -159,14 +159,14 @@ def test_momentum_at_every_arrival_is_far_worse():
         state = simulate(program, source, arm, batch=16, steps=steps, seed=0)
         return held_out_loss(program, state, validation, 64, ROWS)
 
-    cycle, outer = (10,) * 4, Outer("nesterov")
-    delayed = Outer("nesterov", rate=outer.rate_for(4))
-    untrained = final(Arm(cycle, Outer("nesterov", 0.0, 0.0)), steps=10)
+    cycle, outer = (10,) * 4, OuterRule("nesterov")
+    delayed = OuterRule("nesterov", rate=outer.rate_for(4))
+    untrained = final(Arm(cycle, OuterRule("nesterov", 0.0, 0.0)), steps=10)
     together = final(Arm(cycle))
     assert together < 0.5 * untrained
     assert final(Arm(cycle, delayed, together=1)) < 2 * together
     assert final(Arm(cycle, delayed, together=1, quorum=1)) > 10 * together
-    quantized = Outer("nesterov", downlink="int8")
+    quantized = OuterRule("nesterov", downlink="int8")
     assert final(Arm((10, 5, 10, 5), quantized, bits=4, delay=2, adopt="add")) < 0.5 * untrained
 
 

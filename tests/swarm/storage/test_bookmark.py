@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 from tests.swarm.chains import Run, edit_file, memory_store, object_names, problems_of
 from tests.swarm.world import World
 from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.values import Incarnation
-from tpuswarm.swarm.core.view import View
-from tpuswarm.swarm.storage.bookmark import EVERY, KEPT, LIVES, bookmark_name, outlived
+from tpuswarm.swarm.storage.bookmark import (
+    BOOKMARK_INTERVAL,
+    INCARNATIONS_PER_DOUBLING,
+    KEPT_COUNT,
+    bookmark_name,
+    outdated_bookmarks,
+)
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.storage.objects import payload_name
-from tpuswarm.swarm.storage.retention import SETTLING, Holdings, deletable
+from tpuswarm.swarm.storage.retention import MIN_AGE_S, Holdings, deletable
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.storage.folders import folder_of
@@ -33,8 +39,8 @@ def grown(store: Store, seed: int, commits: int, *marked: int) -> Run:
     return run
 
 
-def whole(records) -> View:
-    return View.of(records[0], records[1:])
+def whole(records) -> LedgerView:
+    return LedgerView.from_records(records[0], records[1:])
 
 
 def test_records_before_a_bookmark_are_not_read(tmp_path, names_read):
@@ -98,9 +104,9 @@ def test_bookmark_is_void_once_its_record_changed(tmp_path, names_read):
 
 @given(st.sets(st.integers(1, 40)), st.integers(1, 40))
 def test_new_bookmark_outlives_all_but_the_last_before_it(there, version):
-    left = {*there, version} - {*outlived(sorted(there), version)}
+    left = {*there, version} - {*outdated_bookmarks(sorted(there), version)}
     below = sorted(other for other in there if other < version)
-    assert left == {version, *below[1 - KEPT :], *(other for other in there if other > version)}
+    assert left == {version, *below[1 - KEPT_COUNT :], *(other for other in there if other > version)}
 
 
 def test_old_bookmarks_go_and_records_stay(store):
@@ -123,11 +129,11 @@ def two_machines(loopback, tmp_path, monkeypatch):
 def test_machine_with_an_old_or_damaged_copy_of_a_bucket_sees_the_run(two_machines):
     one, two = two_machines
     run = grown(one, 14, 7, 3, 6)
-    assert Ledger(two).view() == run.view and two.here(bookmark_name(6)).exists()
+    assert Ledger(two).view() == run.view and two.local_path(bookmark_name(6)).exists()
     run.grow(2).ledger.bookmark(run.view)
     run.grow(2)
     assert Ledger(two).view() == run.view and Ledger(two).bookmarks() == [6, 9]
-    two.here(bookmark_name(9)).write_bytes(b"torn")
+    two.local_path(bookmark_name(9)).write_bytes(b"torn")
     assert Ledger(two).view() == run.view and verify(one, lambda _: None).newest == 11
 
 
@@ -150,7 +156,7 @@ def test_verify_finds_a_bookmark_that_contradicts_the_records(tmp_path):
         edit_file(run.store, bookmark_name(version), edit)
     found = verify(run.store, lambda _: None)
     assert found.problems == [
-        *(f"{bookmark_name(n)} does not say what the records say; remove it: nothing is lost with it" for n in (6, 12)),
+        *(f"{bookmark_name(n)} contradicts the records; remove it: nothing is lost with it" for n in (6, 12)),
         *before.problems,
     ]
     assert replace(found, problems=[]) == replace(before, problems=[])
@@ -168,7 +174,7 @@ def test_restart_changes_nothing_that_may_be_deleted(seed, commits, limit, back)
     before, after = Holdings(limit), Holdings(limit)
     before.add(run.view, run.records)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tpuswarm.swarm.storage.retention.BACK", back)
+        patch.setattr("tpuswarm.swarm.storage.retention.RESCAN_COUNT", back)
         view = run.ledger.view()
         assert view == run.view
         after.follow(run.ledger, view)
@@ -176,7 +182,7 @@ def test_restart_changes_nothing_that_may_be_deleted(seed, commits, limit, back)
     names = [*object_names(*run.records), *(payload_name(header.identity, 0) for header in run.headers)]
     gone = deletable(before, dict.fromkeys(names, 2 * DAY), accepted)
     assert deletable(after, dict.fromkeys(names, 2 * DAY), accepted) == gone
-    early = deletable(after, dict.fromkeys(names, SETTLING + 1), accepted)
+    early = deletable(after, dict.fromkeys(names, MIN_AGE_S + 1), accepted)
     assert set(early) <= set(gone), "an object that only older records name waits for a day"
 
 
@@ -191,7 +197,15 @@ def test_run_goes_on_where_no_bookmark_can_be_written(capsys):
     assert "no bookmark at commit 2: views/2.json could not be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lives, every", [(0, EVERY), (LIVES - 1, EVERY), (LIVES, 2 * EVERY), (3 * LIVES, 4 * EVERY)])
+@pytest.mark.parametrize(
+    "lives, every",
+    [
+        (0, BOOKMARK_INTERVAL),
+        (INCARNATIONS_PER_DOUBLING - 1, BOOKMARK_INTERVAL),
+        (INCARNATIONS_PER_DOUBLING, 2 * BOOKMARK_INTERVAL),
+        (3 * INCARNATIONS_PER_DOUBLING, 4 * BOOKMARK_INTERVAL),
+    ],
+)
 def test_larger_bookmarks_are_written_less_often(lives, every):
     run = Run(memory_store(), random.Random(19), arrays=False)
     reported = {Incarnation("m0", f"{number:032x}"): 1 for number in range(lives)}
@@ -200,5 +214,7 @@ def test_larger_bookmarks_are_written_less_often(lives, every):
         newest = replace(run.view.newest, version=version)
         return run.ledger.bookmark_due(replace(run.view, newest=newest, processed=reported))
 
-    assert [version for version in range(9 * EVERY) if due(version)] == [*range(every, 9 * EVERY, every)]
-    assert lives / every <= LIVES / EVERY
+    assert [version for version in range(9 * BOOKMARK_INTERVAL) if due(version)] == [
+        *range(every, 9 * BOOKMARK_INTERVAL, every)
+    ]
+    assert lives / every <= INCARNATIONS_PER_DOUBLING / BOOKMARK_INTERVAL

@@ -10,7 +10,7 @@ from tests.swarm.core.arithmetic.test_outer import f32, normal
 from tests.swarm.member.test_training import Swarm
 from tests.train import toy
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
-from tpuswarm.swarm.core.arithmetic.outer import Outer, commit, first_state, follow
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, apply_updates, commit_fragment, initial_state
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, Quantized, empty, encode, feedback
 from tpuswarm.swarm.storage.downlink import chain
 from tpuswarm.swarm.storage.objects import array_digest, object_name
@@ -21,7 +21,7 @@ quantized = pytest.mark.parametrize("form", ["int8", "int4"])
 
 def committed(theta, state, contributions, outer):
     new, after, sent = np.empty_like(theta), np.empty_like(state), empty(theta.size, BITS[outer.downlink])
-    commit(theta, state, contributions, outer, outer.rate or 1.0, 1.0, new, after, sent)
+    commit_fragment(theta, state, contributions, outer, outer.rate or 1.0, 1.0, new, after, sent)
     return new, after, sent
 
 
@@ -30,9 +30,9 @@ def committed(theta, state, contributions, outer):
 def test_applied_and_unsent_deltas_of_both_links_add_up_to_all_training(form, rule):
     """Invariant 10, against sums in float64."""
     numbers, size, bits = np.random.default_rng(0), 1000, BITS[form]
-    outer = Outer(rule, downlink=form) if rule == "average" else Outer(rule, 0.0, 1.0, form)
+    outer = OuterRule(rule, downlink=form) if rule == "average" else OuterRule(rule, 0.0, 1.0, form)
     start = theta = normal(numbers, size)
-    state, unsent = first_state(outer, np.zeros(size, f32)), np.zeros(size, f32)
+    state, unsent = initial_state(outer, np.zeros(size, f32)), np.zeros(size, f32)
     assert state is not None
     trained, sent_down = np.zeros(size), np.zeros(size)
     for _ in range(60):
@@ -43,7 +43,7 @@ def test_applied_and_unsent_deltas_of_both_links_add_up_to_all_training(form, ru
         contribution = Contribution(1.0, 1.0, theta, Quantized(*codes, bits))
         theta, state, sent = committed(theta, state, [contribution], outer)
         trained += delta
-        sent_down += follow(np.zeros(size, f32), [sent])
+        sent_down += apply_updates(np.zeros(size, f32), [sent])
     np.testing.assert_allclose(theta, start + sent_down, rtol=0, atol=60 * 2.0**-22)
     np.testing.assert_allclose(theta + state[-1] - unsent, start - trained, rtol=0, atol=60 * 2.0**-21)
     assert np.abs(start - trained - theta).max() > 1e-4  # the unsent deltas are not negligible
@@ -88,13 +88,13 @@ def test_real_members_follow_by_updates_alone_and_the_ledger_verifies(tmp_path):
     messages, fetched, anchored = [], [], set()
     swarm = Swarm(
         tmp_path / "swarm", toy.recipe(toy.adam, 0.3), members=3, form="int4", fragments=3, shards=2,
-        outer=Outer("nesterov", downlink="int4"), say=messages.append,
+        outer=OuterRule("nesterov", downlink="int4"), say=messages.append,
     )  # fmt: skip
     swarm.engine.watch = lambda node, name, when: fetched.append(node) if name == "call fetch" else None
 
     def ended() -> bool:
         for process in swarm.processes:
-            record = swarm.ledger.record(process._anchored)
+            record = swarm.ledger.record(process._anchor_version)
             if record.version > 0:
                 assert tuple(map(array_digest, process.anchor)) == record.state
                 anchored.add(record.version)

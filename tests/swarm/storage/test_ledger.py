@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.swarm.chains import Run, counted_naively, edit_file, flip_bit, memory_store
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.core.values import Averaged, Header, Identity, Incarnation
-from tpuswarm.swarm.storage.ledger import Ledger, commit_name, digest, header_name
+from tpuswarm.swarm.core.values import AveragedSlice, Header, Identity, Incarnation
+from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name, record_digest
 from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 
 HEADER = Header(
@@ -51,7 +51,7 @@ def test_files_are_canonical_json_with_their_digest(run, tmp_path):
         text = (tmp_path / "run" / commit_name(record.version)).read_text()
         value = json.loads(text)
         assert text == json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n"
-        assert value["sha256"] == digest(record) == run.ledger.digest(record)
+        assert value["sha256"] == record_digest(record) == run.ledger.digest(record)
         assert after is None or after.parent == value["sha256"]
     assert {path.name for path in (tmp_path / "run" / "commits").iterdir()} == {f"{n:06d}.json" for n in range(7)}
     assert (tmp_path / "run" / header_name(run.headers[0].identity)).exists()
@@ -60,11 +60,11 @@ def test_files_are_canonical_json_with_their_digest(run, tmp_path):
 def test_records_without_averaged_ranges_do_not_mention_them(run, tmp_path):
     """So older records keep their bytes and digests."""
     assert b"averaged" not in (tmp_path / "run" / commit_name(1)).read_bytes()
-    record = replace(run.records[0], averaged=(Averaged(0, 3, 7), Averaged(2, 0, 1)))
+    record = replace(run.records[0], averaged=(AveragedSlice(0, 3, 7), AveragedSlice(2, 0, 1)))
     other = Ledger(Store(tmp_path / "other"))
     other.append(record)
     assert other.record(0) == record and b'"averaged":[[0,3,7],[2,0,1]]' in other.store.read(commit_name(0))
-    assert digest(record) != digest(run.records[0])
+    assert record_digest(record) != record_digest(run.records[0])
 
 
 @settings(max_examples=50)
@@ -120,7 +120,7 @@ def test_any_flipped_bit_and_torn_or_foreign_file_is_found(run):
         (3, lambda it: it["decisions"][0].pop("clip"), 3, "a field is missing"),
         (3, lambda it: it["decisions"][0]["rows"].update(ranges=[[3, 1]]), 3, r"decisions.0.rows: .*not sorted"),
         (3, lambda it: it.update(time=1), 3, "a field is missing, or it is not canonical JSON"),
-        (3, lambda it: it.update(tokens=it["tokens"] + 1), 3, "record 3 says .* tokens"),
+        (3, lambda it: it.update(tokens=it["tokens"] + 1), 3, "record 3 has .* tokens"),
         (3, lambda it: it.update(parent="0" * 64), 3, "its parent is not record 2"),
         (3, lambda it: it.update(run="other"), 3, "record 3 of run other does not follow"),
         (3, lambda it: it.update(epoch=0), 3, "record 3 has epoch 0"),

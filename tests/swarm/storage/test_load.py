@@ -32,7 +32,7 @@ def swarm_of(recipe, folder):
     program, store = recipe.program(Options()), Store(folder)
     shared = program.exchange().get(jax.jit(program.init)(jax.random.key(3)))
     arrays = dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True))
-    layout = Layout.of({path: (array.shape, array.dtype.name) for path, array in arrays.items()}, 2)
+    layout = Layout.pack({path: (array.shape, array.dtype.name) for path, array in arrays.items()}, 2)
     state = tuple(Objects(store).put_array(fragment) for fragment in layout.split(arrays))
     digests = Digests(layout.digest, "config", "data", "code")
     Ledger(store).append(genesis(TERMS, state=state, digests=digests))
@@ -64,5 +64,5 @@ def test_parameters_of_a_swarm_start_another_run(tmp_path):
     with pytest.raises(RunFailed, match=r"no commit in .*swarm is intact"):
         load(tmp_path / "swarm")
     (tmp_path / "swarm" / FOUNDING).unlink()
-    with pytest.raises(InputError, match=r"swarm has no .*: its first commit has not been made yet"):
+    with pytest.raises(InputError, match=r"swarm has no .*: it has no commit yet"):
         load(tmp_path / "swarm")

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.swarm.chains import SIZES, Run, memory_store, object_names, problems_of
-from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.storage.ledger import header_name
 from tpuswarm.swarm.storage.objects import object_name, payload_name
-from tpuswarm.swarm.storage.retention import SETTLING, UNNAMED, Holdings, clean, deletable
+from tpuswarm.swarm.storage.retention import MIN_AGE_S, UNNAMED_RETENTION_S, Holdings, clean, deletable
 from tpuswarm.swarm.storage.store import Store
 
 DAY = 24 * 3600.0
@@ -26,7 +26,7 @@ def holdings(records, limit=4, middle=None):
     """Holdings of all records. middle: they are added in two parts, as a run that goes on reads them."""
     found, middle = Holdings(limit), middle or len(records)
     for part in (records[:middle], records[middle:]):
-        view = View.of(records[0], records[1 : part[-1].version + 1]) if part else found.view
+        view = LedgerView.from_records(records[0], records[1 : part[-1].version + 1]) if part else found.view
         found.add(view, part)
     return found
 
@@ -85,7 +85,8 @@ def records():
 @pytest.mark.parametrize(
     ("version", "age", "goes"),
     [
-        (None, UNNAMED - 1, False), (None, UNNAMED + 1, True), (5, SETTLING - 1, False), (5, SETTLING + 1, True),
+        (None, UNNAMED_RETENTION_S - 1, False), (None, UNNAMED_RETENTION_S + 1, True),
+        (5, MIN_AGE_S - 1, False), (5, MIN_AGE_S + 1, True),
         (50, 100 * DAY, False), (55, 100 * DAY, False),
     ],
 )  # fmt: skip

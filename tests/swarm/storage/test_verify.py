@@ -13,7 +13,7 @@ import pytest
 from tests.swarm.chains import SIZES, Run, applied, flip_bit, problems_of
 from tests.swarm.storage.test_retention import holdings
 from tpuswarm.errors import RunFailed
-from tpuswarm.swarm.core.arithmetic.outer import Average
+from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
 from tpuswarm.swarm.storage.bookmark import bookmark_name
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
@@ -26,7 +26,7 @@ from tpuswarm.swarm.storage.verify import Report, newest_whole, verify
 def sound(request, tmp_path_factory):
     """A run of 12 commits with one undecided contribution."""
     rule, downlink, *ema = request.param.split("-")
-    folder, average = tmp_path_factory.mktemp(rule), Average(half_life=100) if ema else None
+    folder, average = tmp_path_factory.mktemp(rule), MovingAverage(half_life=100) if ema else None
     run = Run(Store(folder), random.Random(4), rule=rule, downlink=downlink, average=average).grow(12)
     run.push(run.members[0])
     return run

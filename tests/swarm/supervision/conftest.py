@@ -5,8 +5,8 @@ from itertools import chain
 import pytest
 
 from tests.swarm.supervision.fake_cluster import PLAN, FakeCluster
+from tpuswarm.swarm.supervision import run_reporter
 from tpuswarm.swarm.supervision import supervisor as module
-from tpuswarm.swarm.supervision import telling
 from tpuswarm.swarm.supervision.supervisor import Supervisor
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.train.run.directory import Run, read_rows
@@ -18,7 +18,7 @@ def supervise(tmp_path, monkeypatch):
 
     `supervise.finished` finishes the run after the generator, and checks that it is finished.
     """
-    for place, name in ((module, "LOOK"), (module, "BACKOFF"), (telling, "STATUS")):
+    for place, name in ((module, "POLL_INTERVAL_S"), (module, "MIN_BACKOFF_S"), (run_reporter, "STATUS_INTERVAL_S")):
         monkeypatch.setattr(place, name, 0.0)
     cluster = FakeCluster()
 
@@ -32,7 +32,7 @@ def supervise(tmp_path, monkeypatch):
 
         folder = Run(tmp_path / "run")
         try:
-            return Supervisor(folder, plan, cluster, Screen(), lambda number: {}, watch).go()
+            return Supervisor(folder, plan, cluster, Screen(), lambda number: {}, watch).run_to_end()
         finally:
             folder.close()
 

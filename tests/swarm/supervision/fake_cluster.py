@@ -3,7 +3,7 @@
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Incarnation
 from tpuswarm.swarm.engines.actor import Outcome
-from tpuswarm.swarm.processes.plan import HEAD, Plan, Swarm
+from tpuswarm.swarm.processes.plan import COORDINATOR, Plan, Swarm
 
 SWARM = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=True, fragments=1)
 PLAN = Plan(
@@ -31,10 +31,10 @@ class FakeProcess:
     def outcome(self):
         return self.ended
 
-    def look(self, since, seconds=0.0):
+    def report(self, since, seconds=0.0):
         if not self.answers or self.ended or (self.is_slow and not seconds):
             return None
-        if self.name == HEAD:
+        if self.name == COORDINATOR:
             leased = tuple(Incarnation("x", name) for name in self.cluster.leased)
             tokens, self.tokens = self.tokens, self.cluster.tokens
             return 1, Summary(0, 1, False, "", tokens, leased, None)
@@ -60,13 +60,13 @@ class FakeProcess:
 class FakeCluster:
     """Ray, as a supervisor sees it; `nodes` are the machines that joined."""
 
-    found, address, state_bytes = False, "here:1", 0
+    is_external, address, state_bytes = False, "here:1", 0
 
     def __init__(self):
         self.nodes: dict[str, str] = {}
         self.started: list[FakeProcess] = []
         self.is_silent = False
-        """Whether new processes answer nobody."""
+        """Whether new processes never answer."""
         self.leased: tuple[str, ...] = ()
         self.tokens = NO_TOKENS
 
@@ -86,7 +86,7 @@ class FakeCluster:
         self.leased = ()
 
     def finish(self):
-        for name in {process.name for process in self.started if process.name == HEAD or process.name[0] == "m"}:
+        for name in {process.name for process in self.started if process.name == COORDINATOR or process.name[0] == "m"}:
             self.newest(name).ended = Outcome("ended", "")
 
 

@@ -21,7 +21,7 @@ from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import BATCH, COMPILED, DISMISSED, ENVIRONMENT
 from tpuswarm.swarm.member.group import Group
 from tpuswarm.swarm.supervision import join as joining
-from tpuswarm.swarm.supervision.join import _Life, join
+from tpuswarm.swarm.supervision.join import _HostEnd, join
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, Progress, SwarmStatus, compose
 from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
 
@@ -29,10 +29,10 @@ from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
 @pytest.fixture
 def swarm(tmp_path, monkeypatch):
     """A server in the place of a swarm; it answers until it is closed."""
-    monkeypatch.setattr(node, "PAUSE", 0.05)
-    monkeypatch.setattr(node, "CUT", 0.2)
+    monkeypatch.setattr(node, "RESTART_PAUSE_S", 0.05)
+    monkeypatch.setattr(node, "SILENCE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(node, "private_folder", lambda: tmp_path / "private")
-    monkeypatch.setattr(joining, "PAUSE", 0.0)
+    monkeypatch.setattr(joining, "RECONNECT_PAUSE_S", 0.0)
     for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "")  # joining sets it; restored after the test
     (tmp_path / "private").mkdir()
@@ -184,11 +184,11 @@ def test_join_ends_when_the_run_is_over(tmp_path, monkeypatch, phase, words):
     assert os.environ[COMPILED] == "gs://some/runs/all/compiled"
 
 
-STEPPED = _Life(LOST, "host 0 is gone (connection closed), so this host stops too; start again", True)
-GONE = STEPPED._replace(stepped=False)
-ALONE = _Life(ABSENT, "host 0 did not answer", False)
-SECOND = _Life(TAKEN, "not for another host 1", False)
-FAREWELL = _Life(LEFT, "", True)
+STEPPED = _HostEnd(LOST, "host 0 is gone (connection closed), so this host stops too; start again", True)
+GONE = STEPPED._replace(made_step=False)
+ALONE = _HostEnd(ABSENT, "host 0 did not answer", False)
+SECOND = _HostEnd(TAKEN, "not for another host 1", False)
+FAREWELL = _HostEnd(LEFT, "", True)
 
 
 @pytest.mark.parametrize(
@@ -196,21 +196,21 @@ FAREWELL = _Life(LEFT, "", True)
     [
         ([STEPPED, GONE, GONE, STEPPED, GONE, GONE, FAREWELL], None, "host 0 has left the swarm"),
         ([GONE] * 4, RunFailed, r"4 times without a step: host 0 is gone \(connection closed\); join"),
-        ([_Life(-9, "", False)] * 4, RunFailed, "without a step: its process was killed"),
+        ([_HostEnd(-9, "", False)] * 4, RunFailed, "without a step: its process was killed"),
         ([STEPPED, ALONE, ALONE, ALONE, ALONE, FAREWELL], None, "host 0 has left the swarm"),
         ([ALONE], InputError, "host 0 did not answer"),
         ([SECOND], InputError, "not for another host 1"),
         ([STEPPED, SECOND, SECOND, FAREWELL], None, "host 0 has left the swarm"),
         ([STEPPED, SECOND, SECOND, SECOND], RunFailed, "not for another host 1"),
-        ([STEPPED, _Life(WRONG, "m0 cannot join", False)], InputError, "m0 cannot join"),
-        ([STEPPED, _Life(FAILED, "the disk is full", False)], RunFailed, "the disk is full"),
+        ([STEPPED, _HostEnd(WRONG, "m0 cannot join", False)], InputError, "m0 cannot join"),
+        ([STEPPED, _HostEnd(FAILED, "the disk is full", False)], RunFailed, "the disk is full"),
     ],
 )
 def test_host_is_started_again_until_it_leaves_is_refused_or_makes_no_step(
     join_swarm, tmp_path, monkeypatch, lives, error, words
 ):
     left = list(lives)
-    monkeypatch.setattr(joining, "_live", lambda group, stop, say: left.pop(0))
+    monkeypatch.setattr(joining, "_run_host", lambda group, stop, say: left.pop(0))
     group = Group("127.0.0.1:9", 2, 1, str(tmp_path / "token"))
     if error:
         with pytest.raises(error, match=words):

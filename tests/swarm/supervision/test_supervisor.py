@@ -10,11 +10,11 @@ from tests.swarm.supervision.fake_cluster import PLAN, SWARM, rounds, states
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.actor import Outcome
-from tpuswarm.swarm.processes.plan import HEAD
-from tpuswarm.swarm.storage.objects import checked_member
-from tpuswarm.swarm.supervision import kept as kept_module
+from tpuswarm.swarm.processes.plan import COORDINATOR
+from tpuswarm.swarm.storage.objects import check_member_name
+from tpuswarm.swarm.supervision import supervised_process as process_module
 from tpuswarm.swarm.supervision import supervisor as module
-from tpuswarm.swarm.supervision.kept import guest_name
+from tpuswarm.swarm.supervision.supervised_process import guest_name
 
 
 def test_status_of_a_member_through_its_life(supervise):
@@ -76,7 +76,7 @@ def test_stop_waits_until_the_last_push_is_decided(supervise, is_slow):
         yield
         signal.raise_signal(signal.SIGINT)
         yield
-        cluster.newest(HEAD).is_slow = is_slow
+        cluster.newest(COORDINATOR).is_slow = is_slow
         first.ended, cluster.tokens = Outcome("left", ""), Tokens(32, 0, 0, 32, 0)
         yield
         cluster.tokens = Tokens(32, 32, 0, 0, 0)
@@ -92,7 +92,7 @@ def test_step_in_which_nothing_counts_is_no_sign_of_divergence(supervise):
         cluster.newest("m0").lease("a")
         cluster.newest("m0").rows = [row | {"loss": 1.0}, row | {"loss": None, "uncounted": True}, row | {"loss": None}]
         yield from rounds(2)
-        assert [step.loss for step in supervisor.kept["m0"].steps] == [1.0, None]
+        assert [step.loss for step in supervisor.processes["m0"].steps] == [1.0, None]
 
     supervise.finished(script)
 
@@ -112,12 +112,12 @@ def test_end_of_the_run_waits_only_for_members_that_trained(supervise):
 
 
 def test_process_that_does_not_answer_is_killed_and_restarted(supervise, monkeypatch):
-    monkeypatch.setattr(kept_module, "HUNG", 1.0)
-    monkeypatch.setattr(kept_module, "HUNG_MEMBER", 1.0)
+    monkeypatch.setattr(process_module, "HUNG_S", 1.0)
+    monkeypatch.setattr(process_module, "HUNG_MEMBER_S", 1.0)
 
     def script(supervisor, cluster):
         yield
-        for name in ("m0", "aggregator-0", HEAD):
+        for name in ("m0", "aggregator-0", COORDINATOR):
             hung = cluster.newest(name)
             hung.answers = False
             while not hung.gone:
@@ -129,24 +129,24 @@ def test_process_that_does_not_answer_is_killed_and_restarted(supervise, monkeyp
 
     supervise.finished(script)
     notes = [event["message"].partition(" has not answered for ") for event in supervise.events("note")]
-    assert {name for name, _, _ in notes} == {"m0", "aggregator-0", HEAD}
-    assert all("killing it, to start it again" in rest for _, _, rest in notes)
+    assert {name for name, _, _ in notes} == {"m0", "aggregator-0", COORDINATOR}
+    assert all(rest.endswith(" s: restarting it") for _, _, rest in notes)
     assert [event["message"] for event in supervise.events("coordinator")] == ["it died; restarting it"]
 
 
 def test_coordinator_that_hangs_after_the_end_is_restarted(supervise, monkeypatch):
     """A member that has not heard of the end would wait forever, and the run with it."""
-    monkeypatch.setattr(kept_module, "HUNG", 1.0)
+    monkeypatch.setattr(process_module, "HUNG_S", 1.0)
 
     def script(supervisor, cluster):
         yield
-        head = cluster.newest(HEAD)
+        head = cluster.newest(COORDINATOR)
         cluster.newest("m0").incarnation = "a" * 32
         head.ended, head.answers = Outcome("ended", ""), False
         end = time.monotonic() + 20
-        while cluster.newest(HEAD) is head and time.monotonic() < end:
+        while cluster.newest(COORDINATOR) is head and time.monotonic() < end:
             yield
-        assert cluster.newest(HEAD) is not head and head.gone
+        assert cluster.newest(COORDINATOR) is not head and head.gone
 
     supervise.finished(script)
 
@@ -171,7 +171,7 @@ DIVERGES = Outcome("over", "m1 gave up after 5 incarnations without a finite pus
 def test_run_continues_without_a_member_that_fails(supervise, outcome):
     def script(supervisor, cluster):
         yield
-        for _ in range(module.FAILURES if outcome is FAILED else 1):
+        for _ in range(module.MAX_FAILURES if outcome is FAILED else 1):
             cluster.newest("m1").ended = outcome
             yield from rounds(2)
         (alarm,) = supervisor.status.alarms
@@ -180,7 +180,7 @@ def test_run_continues_without_a_member_that_fails(supervise, outcome):
         tries = len(cluster.started)
         yield
         assert len(cluster.started) == tries
-        supervisor.kept["m1"].wake = 0.0  # ten minutes later
+        supervisor.processes["m1"].restart_at = 0.0  # ten minutes later
         yield
         cluster.newest("m1").rows = [{"step": 1, "tokens": 8, "loss": 1.0, "version": 1}]
         yield from rounds(2)
@@ -313,7 +313,7 @@ def test_silent_machine_without_a_lease_is_lost(supervise, monkeypatch):
         guest.answers, cluster.leased = False, ()
         yield from rounds(2)
         assert states(supervisor) == {"j-tpu": "joining"}
-        monkeypatch.setattr(kept_module, "SILENT", 0.0)
+        monkeypatch.setattr(process_module, "SILENCE_S", 0.0)
         yield
         assert states(supervisor) == {"j-tpu": "lost"}
         assert supervisor.status.members[0].state == "joining"  # one on this machine: its end is noticed at once
@@ -327,6 +327,6 @@ def test_names_of_machines_are_made_safe():
         taken = set()
         for _ in range(21):
             name = guest_name(host, taken)
-            assert checked_member(name) == name and name.startswith("j-") and name not in taken
+            assert check_member_name(name) == name and name.startswith("j-") and name not in taken
             taken.add(name)
     assert guest_name("a", {"j-a", "j-a-2"}) == "j-a-3" and guest_name("a-2", {"j-a-2"}) == "j-a-2-2"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tpuswarm.swarm.member.trace import Traced
+from tpuswarm.swarm.member.trace import TracePart
 from tpuswarm.swarm.supervision import traces as module
-from tpuswarm.swarm.supervision.kept import KeptProcess
-from tpuswarm.swarm.supervision.traces import Traces
+from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
+from tpuswarm.swarm.supervision.traces import TraceCollector
 from tpuswarm.train.look.profile import BOARD, TRACE, request
 from tpuswarm.train.run.directory import append_event, read_rows
 
@@ -25,24 +25,24 @@ class Swarm:
 
     def __init__(self, folder):
         self.folder = folder
-        self.member = KeptProcess("m1", "entry:member", {}, process=fake_process(), seen={"incarnation": "a"})
-        self.traces = Traces(folder, lambda event, **facts: append_event(folder, event, **facts))
+        self.member = SupervisedProcess("m1", "entry:member", {}, actor=fake_process(), report={"incarnation": "a"})
+        self.traces = TraceCollector(folder, lambda event, **facts: append_event(folder, event, **facts))
 
     def request(self, steps):
         made = request(self.folder, steps, "m1")
-        self.keep()
+        self.update()
         return made
 
-    def keep(self):
-        self.traces.keep({"m1": self.member})
+    def update(self):
+        self.traces.update({"m1": self.member})
 
     def send(self, files, steps=3, problem=""):
         """Send a whole trace, two bytes at a time; returns the message about it."""
         for name, data in files.items():
             for at in range(0, len(data), 2):
-                self.traces.took(self.member, Traced(steps, "", name, data[at : at + 2], last=False))
-                self.keep()
-        self.traces.took(self.member, Traced(steps, problem))
+                self.traces.add_part(self.member, TracePart(steps, "", name, data[at : at + 2], last=False))
+                self.update()
+        self.traces.add_part(self.member, TracePart(steps, problem))
         return self.messages()[-1]
 
     def messages(self):
@@ -70,7 +70,7 @@ def test_trace_is_written_to_the_boards_folder_and_nowhere_else(swarm, tmp_path)
 @pytest.mark.parametrize(
     ("files", "problem", "reported"),
     [
-        ({}, "could not begin: in use", "could not begin: in use"),
+        ({}, "could not start: in use", "could not start: in use"),
         ({"../out": b"x"}, "", "came without a file"),
         ({}, "", "came without a file"),
     ],
@@ -97,21 +97,21 @@ def test_full_disk_leaves_nothing_of_a_trace(swarm, monkeypatch):
 
 def test_request_during_a_trace_is_refused(swarm):
     first, second = swarm.request(3), swarm.request(4)
-    assert swarm.member.process.requested_steps == [3]
+    assert swarm.member.actor.requested_steps == [3]
     swarm.send({XPLANE: b"trace"})
     answers = {row["request"]: row["message"] for row in read_rows(swarm.folder / "events.jsonl")}
     assert answers == {
         first: "trace of 3 steps of m1",
-        second: "m1 is traced already; ask again once that trace is there",
+        second: "m1 is traced already; ask again when that trace is done",
     }
     swarm.request(5)
-    assert swarm.member.process.requested_steps == [3, 5]
+    assert swarm.member.actor.requested_steps == [3, 5]
 
 
 def test_trace_ends_with_the_process_of_its_member(swarm):
     swarm.request(3)
-    swarm.member.process = fake_process()
-    swarm.keep()
+    swarm.member.actor = fake_process()
+    swarm.update()
     assert swarm.messages() == ["m1 ended before its trace was taken; ask again once it trains"]
     swarm.request(3)
-    assert swarm.member.process.requested_steps == [3]
+    assert swarm.member.actor.requested_steps == [3]

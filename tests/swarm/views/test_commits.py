@@ -56,7 +56,7 @@ def test_last_commits_are_shown_from_their_own_records(tmp_path, names_read):
 )
 def test_overview_averages_many_commits(monkeypatch, columns, shown):
     """Two incarnations of a member in one commit are added up; dropped work has no weight."""
-    monkeypatch.setattr(overview, "COLUMNS", columns)
+    monkeypatch.setattr(overview, "MAX_COLUMNS", columns)
     commits = (
         [("a", 0.2), ("a", 0.3), ("b", 0.5)], [("a", 1.0), ("b", None)], [], [], [("a", 0.2), ("b", 0.8)], [("b", 1.0)]
     )  # fmt: skip

@@ -15,7 +15,7 @@ from tests.swarm.chains import Run as Chain
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.views.report import Mark, Span, lives, replay_lines, write_report
+from tpuswarm.swarm.views.report import Mark, Span, incarnation_spans, replay_lines, write_report
 from tpuswarm.swarm.views.status import Progress, compose, write_status
 from tpuswarm.train.run.directory import append_event, append_rows
 
@@ -119,7 +119,9 @@ def test_lives_of_members_are_read_from_the_events():
         (5001, "joined", {"member": "b", "incarnation": "6"}),
         (5002, "commit", {}),
     ]
-    spans, marks, seconds = lives([{"time": 1000.0 + time, "event": kind, **facts} for time, kind, facts in events])
+    spans, marks, seconds = incarnation_spans(
+        [{"time": 1000.0 + time, "event": kind, **facts} for time, kind, facts in events]
+    )
     assert sorted(spans) == [
         Span("a", "1", 5, 25), Span("b", "2", 6, 10), Span("b", "3", 14, 20), Span("b", "4", 20, 30),
         Span("b", "5", 33, 40), Span("b", "6", 41, 42),

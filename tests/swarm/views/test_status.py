@@ -12,7 +12,7 @@ from tests.train.look.test_live import drawn
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.views.drawing import About, draw
-from tpuswarm.swarm.views.status import FILE, MemberStatus, Progress, compose, look, read_status, write_status
+from tpuswarm.swarm.views.status import FILE, MemberStatus, Progress, compose, read_run, read_status, write_status
 from tpuswarm.train.run.directory import Run, append_event
 
 M0 = MemberStatus("m0", "alive", 11, "a" * 32, 4, 700, 50.0, 2.0, 1.0, 0)
@@ -86,12 +86,12 @@ def folder(tmp_path):
 
 
 def test_run_that_goes_on_verifies(folder):
-    seen = look(folder)
+    seen = read_run(folder)
     assert (seen.status.version, seen.tokens, seen.loss, seen.status.horizon) == (None, 0, None, 6400), "no status yet"
     write_status(folder, composed())
     run = Run(folder)
     append_event(folder, "started", message="3 members")
-    seen = look(folder)
+    seen = read_run(folder)
     run.close()
     assert (seen.state, seen.recipe, seen.steps, seen.step, seen.tokens) == ("running", "toy", 100, 10, 640)
     assert (seen.loss, seen.eval_loss, seen.unit) == (2.5, 2.75, "tokens") and seen.status == composed() and seen.pid
@@ -110,7 +110,7 @@ def test_no_member_is_alive_after_the_run(folder, end, state, member_state):
     append_event(folder, "started", message="3 members")
     if end:
         append_event(folder, end, message="100 steps")
-    seen = look(folder)
+    seen = read_run(folder)
     assert (seen.state, seen.pid, seen.message) == (state, None, "100 steps" if end else "")
     assert {(member.state, member.pid, member.tokens_per_s) for member in seen.status.members} == {
         (member_state, None, None)
@@ -124,7 +124,7 @@ def test_plain_run_is_not_a_swarm(folder):
     config = (folder / "config.toml").read_text().replace("[swarm]", "[other]")
     (folder / "config.toml").write_text(config)
     with pytest.raises(InputError, match="is a plain run"):
-        look(folder)
+        read_run(folder)
 
 
 ABOUT = About("gpt2-tiny", "runs/demo", 768, "tokens")

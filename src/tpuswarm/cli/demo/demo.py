@@ -54,14 +54,14 @@ def demo(
         from tpuswarm.cli.train.results import print_swarm_result
         from tpuswarm.recipes.gpt2.recipe import GPT2
         from tpuswarm.swarm.storage.store import Store
-        from tpuswarm.swarm.supervision.decide import Asked
+        from tpuswarm.swarm.supervision.decide import SwarmOptions
         from tpuswarm.swarm.supervision.start import train
         from tpuswarm.swarm.views.report import replay_lines
         from tpuswarm.swarm.views.screen import auto_screen
         from tpuswarm.train.trainer import Trainer
 
     screen = auto_screen()
-    swarm = Asked(members=MEMBERS, cycle=CYCLE, outer="average", demo=True)
+    swarm = SwarmOptions(members=MEMBERS, cycle=CYCLE, outer="average", demo=True)
     recipe = GPT2(size="tiny", lr=LEARNING_RATE)
     settings = Trainer(eval_every=STEPS // 3).settings(STEPS)
     _check_folder(remove=True)  # not earlier: an interrupt during loading keeps the last demo

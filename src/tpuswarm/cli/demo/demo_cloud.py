@@ -153,7 +153,7 @@ class CloudDemo:
 def training(state: State) -> list[str]:
     """Return the machines whose members train."""
     members = state.swarm.status.members if state.swarm else ()
-    return [member.id.removeprefix("j-") for member in members if member.lives]
+    return [member.id.removeprefix("j-") for member in members if member.is_alive]
 
 
 def version_of(state: State) -> int:

@@ -170,7 +170,7 @@ class FleetTraining(NamedTuple):
 
     def read(self) -> State:
         try:
-            run = status.look(bring(self.url))
+            run = status.read_run(bring(self.url))
         except InputError:  # it has not begun yet
             run = None
         return State(self.url, run, Machines(*self.read_fleet()), time.time())

@@ -18,7 +18,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.connect import Connections
-from tpuswarm.swarm.views.status import look
+from tpuswarm.swarm.views.status import read_run
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import is_run, read_config
@@ -157,7 +157,7 @@ def _head_address() -> str:
     if (training := find_fleet_training(None)) is None:
         return ""
     try:
-        run = look(bring(training.url))
+        run = read_run(bring(training.url))
     except InputError:  # it has not begun yet
         return ""
     return run.status.address if run.state == "running" else ""

@@ -25,7 +25,7 @@ from tpuswarm.plan.estimate import Estimate, estimate, tables
 from tpuswarm.plan.order import Asked, Order, described
 from tpuswarm.plan.row import Row, document
 from tpuswarm.plan.table import table
-from tpuswarm.swarm.processes.plan import CYCLE
+from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS
 from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import say
 
@@ -159,7 +159,7 @@ def _forecast(machines: Machines, rows: list[Row], tokens: int | None, free: boo
     speeds = {row.accelerator.name: row.speed for row in rows if row.speed}
     save_interval_s = CHECKPOINT_INTERVAL_S
     if speeds and sum(machines.counts.values()) > 1:
-        save_interval_s = CYCLE * min(speed.seconds.high for speed in speeds.values())
+        save_interval_s = DEFAULT_CYCLE_STEPS * min(speed.seconds.high for speed in speeds.values())
     rates = {name: speed.tokens_per_s for name, speed in speeds.items()}
     return outlook.outlook(groups, rates, save_interval_s, tokens, time.time())
 

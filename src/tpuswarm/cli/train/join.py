@@ -41,9 +41,9 @@ def join(
     from tpuswarm.swarm.supervision import join as joining
 
     if of_machine:
-        from tpuswarm.swarm.engines.notice import machine_here
+        from tpuswarm.swarm.engines.notice import read_local_machine
 
-        machine = machine_here()
+        machine = read_local_machine()
         name, count = name or machine.name, len(machine.hosts)
         hosts = host = hosts_at = None
         if count > 1:

@@ -80,7 +80,7 @@ def describe_dry_run(options: TrainOptions) -> dict[str, str]:
 
 
 def _run_state(folder: Path, config: Mapping[str, Any]) -> str:
-    from tpuswarm.swarm.views.status import look
+    from tpuswarm.swarm.views.status import read_run
 
-    run: Any = look(folder) if "swarm" in config else status(folder)
+    run: Any = read_run(folder) if "swarm" in config else status(folder)
     return f"{run.state} at step {run.step:,} of {run.steps:,}"

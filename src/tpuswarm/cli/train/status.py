@@ -11,7 +11,7 @@ from tpuswarm.cli.console import RUN_HELP, Json, make_console
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.views.status import Look, look
+from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import Status, find_run, folder_called, list_runs, used
@@ -55,7 +55,7 @@ def status(
         say("no runs in ./runs; start one: `tpuswarm train gpt2-tiny`")
         return
     console.print(_draw(found, run, console.width))
-    if run is not None and "://" not in run and isinstance(found[0], Look) and found[0].status.address:
+    if run is not None and "://" not in run and isinstance(found[0], RunView) and found[0].status.address:
         token = Path(found[0].run) / "token"
         say(f"to add a machine: `tpuswarm join {found[0].status.address} --token-file {token}`")
 
@@ -68,11 +68,11 @@ def _json_object(run: str | None, found: list[Any], state: State | None) -> dict
 
 
 def _read_runs(run: str | None) -> list[Any]:
-    """Return a `Status` for each plain run and a `Look` for each swarm."""
+    """Return a `Status` for each plain run and a `RunView` for each swarm."""
     found: list[Any] = []
     for folder in [Path(find_run(run))] if run else list_runs():
         try:
-            found.append(look(folder) if "swarm" in read_config(folder) else plain_status(folder))
+            found.append(read_run(folder) if "swarm" in read_config(folder) else plain_status(folder))
         except InputError as error:
             if run:
                 raise
@@ -106,7 +106,7 @@ def _draw(found: list[Any], run: str | None, width: int, height: int | None = No
     [one] = found
     state = f"running, pid {one.pid}" if one.pid else f"{one.state} {_age_of(one)} ago"
     lines = [Text(f"{state}{': ' if one.message else ''}{one.message}", STATES.get(one.state, ""))]
-    if not isinstance(one, Look):
+    if not isinstance(one, RunView):
         return Group(_draw_plain(one, width, height), *lines)
     silent_s = time.time() - one.status.time
     if one.pid and silent_s > SILENT_S:
@@ -137,7 +137,7 @@ def _draw_plain(run: Status, width: int, height: int | None) -> Any:
     return draw(picture, run.elapsed, width, height or 0)
 
 
-def _draw_swarm(run: Look, width: int, height: int | None) -> Any:
+def _draw_swarm(run: RunView, width: int, height: int | None) -> Any:
     from tpuswarm.swarm.views.drawing import About, draw
 
     about = About(run.recipe, run.run, run.tokens_per_step, run.unit, ended=run.state != "running")

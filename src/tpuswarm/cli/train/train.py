@@ -183,7 +183,7 @@ def _train_swarm(options: TrainOptions, as_json: bool) -> int | None:
     settings = _make_trainer(options).settings(table.steps, table.batch, options.parent, table.init_only)
     with waiting("loading Ray", short=0.0):
         from tpuswarm.swarm.supervision import decide, start
-    swarm = decide.Asked(**options.swarm or {})
+    swarm = decide.SwarmOptions(**options.swarm or {})
     result = start.train(options.recipe, swarm, settings, table.tokens, table.epochs, options.folder)
     print_swarm_result(result, as_json)
     return result.ended.signal

@@ -1,6 +1,6 @@
-"""CHOOSE: which contributions a commit counts, with what weight, and why the others are not counted.
+"""Choose which contributions a commit counts, with which weight, and give every other one a verdict.
 
-From headers alone, so that whoever reads the record can check it.
+Only headers matter, so that anyone who reads the record can check the choice.
 """
 
 import math
@@ -8,34 +8,35 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.values import Decision, Fate, Header, Identity
-from tpuswarm.swarm.core.view import View
 
-CLIP = 3.0
-"""Times the median norm of a round's contributors is the largest that a delta may have."""
+CLIP_FACTOR = 3.0
+"""A delta's norm may be this many times the median norm of its round."""
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """How a contribution from an old base counts: weight 1/(1 + discount x s) up to `limit`, then none."""
+    """Weight of a contribution from an old base: 1/(1 + discount * staleness) up to `limit`, then 0."""
 
     limit: int = 4
     discount: float = 0.5
 
     def weight(self, staleness: int) -> float:
-        """Share of its tokens that count."""
         return 1.0 / (1.0 + self.discount * staleness)
 
 
-def choose(view: View, headers: Iterable[Header], unreadable: Collection[Identity], rule: Staleness) -> list[Decision]:
-    """A decision on each header, in the order of identities; the weights of the applied ones add up to 1.
+def choose(
+    view: LedgerView, headers: Iterable[Header], unreadable: Collection[Identity], rule: Staleness
+) -> list[Decision]:
+    """Decide on each header, in the order of identities. The weights of the applied ones add up to 1.
 
     unreadable: contributions whose payload was lost.
     """
     decisions: list[Decision] = []
     contributors: list[tuple[Header, float]] = []
     taken = view.spent
-    for header in sorted(headers, key=lambda each: each.identity):
+    for header in sorted(headers, key=lambda header: header.identity):
         stale = view.staleness(header.base)
         if header.rows & taken:
             decisions.append(_decided(header, "void", f"rows {header.rows & taken} were already counted or skipped"))
@@ -56,19 +57,19 @@ def choose(view: View, headers: Iterable[Header], unreadable: Collection[Identit
         stale = view.staleness(header.base)
         reason = f"staleness {stale}" + (f", clipped to {clip:.3g} of its norm" if clip < 1 else "")
         decisions.append(_decided(header, "applied", reason, weight / whole, clip))
-    return sorted(decisions, key=lambda each: each.identity)
+    return sorted(decisions, key=lambda decision: decision.identity)
 
 
 def clipping(norms: list[float]) -> list[float]:
-    """The factor on each delta that brings its norm to at most 3 x the median; 1 for fewer than 3 deltas."""
+    """Return the factor that brings each norm to at most CLIP_FACTOR times the median; 1 for fewer than 3 norms."""
     if len(norms) < 3:
         return [1.0] * len(norms)
-    limit = CLIP * median(norms)
+    limit = CLIP_FACTOR * median(norms)
     return [1.0 if norm <= limit else limit / norm for norm in norms]
 
 
 def effective(weights: Iterable[float]) -> float:
-    """How many equal contributors these weights are worth: (sum w)^2 / sum w^2."""
+    """Return how many equal contributors these weights are worth: (sum w)^2 / sum w^2."""
     given = list(weights)
     return math.fsum(given) ** 2 / math.fsum(weight * weight for weight in given)
 

@@ -1,120 +1,120 @@
-"""What members and the coordinator say to each other, and what the coordinator asks to be done."""
+"""Messages between members and coordinator, and the coordinator's orders to aggregators and storage."""
 
 from dataclasses import dataclass
 
-from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.choose import Staleness
-from tpuswarm.swarm.core.rounds import Patience
+from tpuswarm.swarm.core.rounds import RoundTimeouts
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Digests, Header, Identity, Incarnation
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a run was started with."""
+    """The settings that a run was started with."""
 
     run: str
     digests: Digests
     batch: int
-    """Rows of a member's step, where its own batch is no part of it; leases and contributions are whole batches."""
+    """Rows of a commit's unit of work: leases and contributions are whole batches. A member's step may be a part."""
     tokens_per_row: int
     horizon: int
     """Rows to count until the run ends; whole batches."""
     cycle: int
     """Rows of a cycle of the fastest member; whole batches."""
     members: tuple[str, ...]
-    """Those the run was started with: a round waits for them before they were heard of."""
-    outer: Outer
+    """Members that the run was started with. A round waits for them before they have reported."""
+    outer: OuterRule
     staleness: Staleness = Staleness()  # noqa: RUF009  # frozen
-    patience: Patience = Patience()  # noqa: RUF009  # frozen
+    timeouts: RoundTimeouts = RoundTimeouts()  # noqa: RUF009  # frozen
     lease_seconds: float = 20.0
-    """From a heartbeat on; longer where so many members share the coordinator that they have to say less."""
+    """Lease time after a heartbeat; longer if many members have to send heartbeats less often."""
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a member says at hello, as announcement to a new coordinator, and every few seconds: idempotent."""
+class Heartbeat:
+    """A member's report: its hello, its announcement to a new coordinator, and its regular sign of life. Idempotent."""
 
     incarnation: Incarnation
     digests: Digests
     joined: bool
-    """A coordinator has granted it a lease before."""
+    """Whether a coordinator has granted it a lease before."""
     base: int
     todo: Rows
-    """Leased and not yet trained."""
+    """Leased rows not yet trained."""
     outstanding: Rows
-    """Trained and without a verdict that it heard of, those of the undecided contribution included."""
+    """Trained rows without a known verdict, including those of the undecided contribution."""
     undecided: Identity | None
     rows_per_s: float | None
     processed: int
-    """Tokens trained in its life."""
+    """Tokens trained by this incarnation."""
     stalled: float = 0.0
-    """Seconds for which its devices have been at one thing; 0 where they have nothing to do."""
+    """Seconds that the current device action has run; 0 if the devices are idle."""
 
 
 @dataclass(frozen=True)
 class Granted:
-    """The whole lease, and the news."""
+    """The whole lease, the newest version, and the verdict if there is one."""
 
     rows: Rows
-    """All that the member holds, those it has trained included."""
+    """All rows that the member holds, trained ones included."""
     cycle: int
-    """Rows between two pushes, in proportion to its speed."""
+    """Rows between two pushes, proportional to the member's speed."""
     version: int
-    """The newest."""
+    """The newest version."""
     tokens: int
-    """Counted at that version."""
+    """Tokens counted at that version."""
     state: tuple[str, ...]
-    """Digest of each fragment of that version; none where the member has adopted it."""
+    """Digest of each fragment of that version; empty if the member has adopted it."""
     verdict: Decision | None
-    """On the contribution that the member said is undecided."""
+    """On the contribution that the member reported as undecided."""
     unknown: bool
-    """Nothing is known here of that contribution: it has to be pushed again, the same bytes."""
+    """The coordinator does not know that contribution: the member must push the same bytes again."""
     pause: float
-    """Seconds until its next heartbeat, at least."""
+    """Minimum seconds until the next heartbeat."""
     ended: bool
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The incarnation is over; its process goes on as a new one."""
+    """The incarnation has ended. Its process continues as a new one."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Outdated:
-    """The coordinator met a version above its own: another one rules, and it has to leave."""
+class Superseded:
+    """The coordinator met a version above its own: another coordinator has taken over, and this one must exit."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """Create the header, only if absent; then report to `stored`."""
+    """Order: create the header if absent, then report to `header_stored`."""
 
     header: Header
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The contribution is accepted; its verdict will stand in a record."""
+    """The contribution is accepted. Its verdict will be in a record."""
 
 
 @dataclass(frozen=True)
-class Damaged:
-    """A payload changed on its way: send it again."""
+class PayloadDamaged:
+    """A payload was damaged in transit: send it again."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Compute the next state from these decisions; then report to `merged`."""
+    """Order: compute the next state from these decisions, then report to `make_record`."""
 
     version: int
     decisions: tuple[Decision, ...]
-    outer: Outer
+    outer: OuterRule
     rate: float
     share: float
     gathered: float
@@ -123,30 +123,30 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardResult:
     """What a shard computed: the digest of each of its fragments, by number."""
 
     state: dict[int, str]
     outer: dict[int, str]
-    """Empty for a rule without outer state."""
+    """Empty if the rule has no outer state."""
     updates: dict[int, str]
-    """Empty where the downlink is plain."""
+    """Empty if the downlink is plain."""
 
 
 @dataclass(frozen=True)
-class Damage:
-    """A shard could not read the newest version, nor compute it again."""
+class VersionDamaged:
+    """A shard could neither read nor recompute the newest version."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Gone:
-    """The version asked for was removed; the newest is there."""
+class VersionExpired:
+    """The requested version was deleted; request the newest."""
 
 
 @dataclass(frozen=True)
-class Lost:
+class PayloadsLost:
     """A shard could not read these payloads."""
 
     identities: frozenset[Identity]

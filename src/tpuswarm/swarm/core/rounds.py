@@ -1,4 +1,4 @@
-"""When a round is over: OPEN, QUORUM, GRACE, CHOOSE as one function of what has been accepted and when."""
+"""Decide when a round is over: OPEN, QUORUM, GRACE, CHOOSE as one function of accepted pushes and their times."""
 
 import math
 from collections.abc import Mapping, Set
@@ -7,64 +7,70 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a round waits; all in seconds or shares of the median cycle."""
+class RoundTimeouts:
+    """How long a round waits, in seconds or in median cycles."""
 
-    quorum_min: int = 1
+    min_quorum: int = 1
     grace_cycles: float = 0.5
-    grace_first: float = 30.0
+    first_grace_s: float = 30.0
     """Grace until a median cycle is known."""
     deadline_cycles: float = 3.0
-    deadline_first: float = 600.0
+    first_deadline_s: float = 600.0
     """Deadline until a median cycle is known."""
-    stall_least: float = 60.0
+    min_stall_s: float = 60.0
     stall_cycles: float = 3.0
-    """Cycles of a member, beside `stall_least`, that its devices may be at one thing until its lease ends."""
-    stall_first: float = 600.0
-    """Until its speed is known: a first step may have to be compiled."""
+    """A member's lease ends if one device action takes `min_stall_s` and this many of its cycles."""
+    first_stall_s: float = 600.0
+    """Stall limit until the member's speed is known: its first step may have to be compiled."""
 
 
-class Due(NamedTuple):
-    """Whether to choose now; if not, when to look again, and in which phase the round is."""
+class RoundStatus(NamedTuple):
+    """Whether a round is over; if not, when to check again, and why."""
 
-    now: bool
-    look_at: float
+    is_over: bool
+    check_at: float
     reason: str
 
 
 def quorum(live: int, least: int) -> int:
-    """Distinct members a round waits for."""
+    """Return how many distinct members a round waits for."""
     return max(least, math.ceil(live / 2))
 
 
-def due(
-    accepted: Mapping[str, float], live: Set[str], median_cycle: float | None, now: float, patience: Patience
-) -> Due:
-    """Whether a round is over.
+def round_status(
+    accepted: Mapping[str, float], live: Set[str], median_cycle: float | None, now: float, timeouts: RoundTimeouts
+) -> RoundStatus:
+    """Decide whether a round is over.
 
-    accepted: of each member with an undecided contribution, when its first was accepted; live: the members a round
-    may wait for.
+    accepted: the time of the first accepted contribution of each member with undecided ones; live: the members that a
+    round may wait for.
     """
     if not accepted:
-        return Due(False, math.inf, "waiting for pushes")
+        return RoundStatus(False, math.inf, "waiting for pushes")
     opened = min(accepted.values())
-    need = quorum(len(live), patience.quorum_min)
+    need = quorum(len(live), timeouts.min_quorum)
     known = median_cycle is not None
     length = median_cycle or 0.0
-    deadline = opened + (patience.deadline_cycles * length if known else patience.deadline_first)
-    if live <= accepted.keys() and len(accepted) >= patience.quorum_min:
-        return Due(True, now, f"all {len(live)} live members have pushed")
+    deadline = opened + (timeouts.deadline_cycles * length if known else timeouts.first_deadline_s)
+    if live <= accepted.keys() and len(accepted) >= timeouts.min_quorum:
+        return RoundStatus(True, now, f"all {len(live)} live members have pushed")
     if len(accepted) >= need:
         reached = sorted(accepted.values())[need - 1]
-        grace = reached + (patience.grace_cycles * length if known else patience.grace_first)
+        grace = reached + (timeouts.grace_cycles * length if known else timeouts.first_grace_s)
         end = min(grace, deadline)
         if now >= end:
-            return Due(
+            return RoundStatus(
                 True, now, f"{len(accepted)} of {len(live)} live members have pushed; the wait for the rest is over"
             )
-        return Due(False, end, f"{len(accepted)} of {len(live)} live members have pushed; waiting briefly for the rest")
+        return RoundStatus(
+            False, end, f"{len(accepted)} of {len(live)} live members have pushed; waiting briefly for the rest"
+        )
     if now >= deadline:
-        if len(accepted) >= patience.quorum_min:
-            return Due(True, now, f"deadline: {len(accepted)} of the {need} pushes that a commit needs are here")
-        return Due(False, math.inf, f"past the deadline with {len(accepted)} of at least {patience.quorum_min} members")
-    return Due(False, deadline, f"{len(accepted)} of the {need} pushes that a commit needs are here")
+        if len(accepted) >= timeouts.min_quorum:
+            return RoundStatus(
+                True, now, f"deadline: {len(accepted)} of the {need} pushes that a commit needs are here"
+            )
+        return RoundStatus(
+            False, math.inf, f"past the deadline with {len(accepted)} of at least {timeouts.min_quorum} members"
+        )
+    return RoundStatus(False, deadline, f"{len(accepted)} of the {need} pushes that a commit needs are here")

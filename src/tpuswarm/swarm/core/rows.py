@@ -1,4 +1,4 @@
-"""Sets of rows as ranges: leases, contributions and what the ledger has counted."""
+"""Sets of row numbers as ranges: leases, contributions, and the rows that the ledger has counted."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
@@ -15,8 +15,8 @@ _START, _STOP = itemgetter(0), itemgetter(1)
 class Rows:
     """An immutable set of row numbers, kept as sorted half-open ranges that neither touch nor overlap.
 
-    A coordinator of 1,000 members meets sets of 1,000 ranges with sets of a few at every message: such pairs take a
-    bisection for each of the few.
+    A coordinator of 1,000 members combines sets of 1,000 ranges with sets of a few at every message: such pairs cost
+    one bisection for each range of the small set.
     """
 
     ranges: Ranges = ()
@@ -28,10 +28,10 @@ class Rows:
             raise ValueError(f"not sorted, separate ranges of rows: {self.ranges}")
 
     @staticmethod
-    def of(*ranges: tuple[int, int]) -> "Rows":
+    def from_ranges(*ranges: tuple[int, int]) -> "Rows":
         """The union of ranges in any order; empty ones are allowed."""
         merged: list[tuple[int, int]] = []
-        for start, stop in sorted(each for each in ranges if each[0] < each[1]):
+        for start, stop in sorted(pair for pair in ranges if pair[0] < pair[1]):
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
             else:
@@ -40,18 +40,17 @@ class Rows:
 
     @staticmethod
     def union(sets: Iterable["Rows"]) -> "Rows":
-        """All rows of all sets."""
-        return Rows.of(*(each for rows in sets for each in rows.ranges))
+        return Rows.from_ranges(*(pair for rows in sets for pair in rows.ranges))
 
     def __or__(self, other: "Rows") -> "Rows":
         few, many = sorted((self.ranges, other.ranges), key=len)
         if not few:
             return _made(many)
         if 8 * len(few) > len(many):
-            return Rows.of(*few, *many)
+            return Rows.from_ranges(*few, *many)
         merged = list(many)
         for start, stop in few:
-            first = bisect_left(merged, start, key=_STOP)  # touching ones become one
+            first = bisect_left(merged, start, key=_STOP)  # touching ranges become one
             after = bisect_right(merged, stop, key=_START)
             if first < after:
                 start, stop = min(start, merged[first][0]), max(stop, merged[after - 1][1])
@@ -78,11 +77,11 @@ class Rows:
         return ", ".join(f"{start} to {stop}" for start, stop in self.ranges) or "none"
 
     def first(self, count: int) -> "Rows":
-        """The lowest `count` rows, fewer where there are fewer."""
+        """Return the lowest `count` rows, or all if there are fewer."""
         return _made(_lowest(self.ranges, count))
 
     def free(self, count: int) -> "Rows":
-        """The lowest `count` row numbers that are not in this set."""
+        """Return the lowest `count` row numbers that are not in this set."""
         stops = (0, *map(_STOP, self.ranges))
         starts = (*map(_START, self.ranges), stops[-1] + count)
         gaps = zip(stops, starts, strict=True)
@@ -90,13 +89,13 @@ class Rows:
 
 
 def _made(ranges: Ranges) -> Rows:
-    """Of ranges that need no check: they come from sets by operations that keep them sorted and apart."""
+    """Wrap ranges that are known to be sorted and separate, without checking."""
     rows = object.__new__(Rows)
     object.__setattr__(rows, "ranges", ranges)
     return rows
 
 
-NOTHING = Rows()
+NO_ROWS = Rows()
 
 
 def _lowest(ranges: Iterable[tuple[int, int]], count: int) -> Ranges:

@@ -1,8 +1,8 @@
-"""How a run stands, from what its coordinator knows."""
+"""Summarize a coordinator's state for people."""
 
 from dataclasses import dataclass
 
-from tpuswarm.swarm.core.known import State
+from tpuswarm.swarm.core.coordinator_state import CoordinatorState
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Incarnation
 
@@ -15,36 +15,34 @@ class Tokens:
     applied: int
     dropped: int
     outstanding: int
-    """Trained and without a verdict: in accepted contributions, or with members that are alive."""
+    """Trained, without a verdict: in accepted contributions, or held by live members."""
     lost: int
-    """The rest: never booked, because work thought lost may be found and counted."""
+    """The rest. Derived, never recorded, because work thought lost may be found and counted."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A look at a coordinator."""
+    """A coordinator's state, as shown to people."""
 
     version: int
     epoch: int
     recovering: bool
-    """A new coordinator still listens to what members hold, and leases nothing."""
+    """A new coordinator still collects what members hold, and leases nothing."""
     phase: str
-    """Of the round, in words."""
+    """Phase of the round, in words."""
     tokens: Tokens
     leased: tuple[Incarnation, ...]
-    """Those that hold a lease."""
     median_cycle: float | None
     """Seconds."""
 
 
-def summary(state: State, now: float) -> Summary:
-    """What there is to see of a coordinator's state."""
+def summary(state: CoordinatorState, now: float) -> Summary:
     view = state.view
     accepted = (header.rows for header, _ in state.pending.values())
     held = (lease.outstanding for lease in state.leases.values())
     under_way = len(Rows.union([*accepted, *held]) - view.spent) * state.terms.tokens_per_row
     known = view.tokens + view.dropped + under_way
-    processed = max(sum(state.processed.values()), known)  # a contribution may be here before its member's next report
+    processed = max(sum(state.processed.values()), known)  # a contribution may arrive before its member's next report
     return Summary(
         version=view.version,
         epoch=state.epoch,
@@ -56,11 +54,11 @@ def summary(state: State, now: float) -> Summary:
     )
 
 
-def _phase(state: State, now: float) -> str:
+def _phase(state: CoordinatorState, now: float) -> str:
     if state.ended:
         return "all rows are counted"
     if state.recovering:
-        return f"recovering: members report what they hold, for another {state.recovering_until - now:.0f} s"
+        return f"recovering: members report what they hold for another {state.recovering_until - now:.0f} s"
     if state.merging:
         return f"merging commit {state.merging.version}: {state.merging.reason}"
-    return state.round(now).reason
+    return state.round_status(now).reason

@@ -1,4 +1,4 @@
-"""What members send and the ledger keeps: plain values, the same in every engine."""
+"""The values that members send and the ledger records."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,7 +21,7 @@ class Incarnation:
 
 @dataclass(frozen=True, order=True)
 class Identity:
-    """Which contribution: the `sequence`-th push of an incarnation, counted from 1."""
+    """A contribution's name: the `sequence`-th push of an incarnation, counted from 1."""
 
     incarnation: Incarnation
     sequence: int
@@ -29,18 +29,18 @@ class Identity:
 
 @dataclass(frozen=True)
 class Header:
-    """A contribution without its payload. Its existence in the run's storage is its acceptance."""
+    """A contribution without its payload. Once stored, the contribution is accepted."""
 
     identity: Identity
     run: str
     base: int
-    """The version that its member had adopted."""
+    """The version that the member had adopted."""
     rows: Rows
     tokens: int
     steps: int
     form: Form
     norm: float
-    """Of the delta, float32 norms of the fragments combined; 0 where it is not finite."""
+    """Norm of the delta from float32 norms of the fragments; 0 if it is not finite."""
     finite: bool
     digests: tuple[str, ...]
     """SHA-256 of the payload of each fragment."""
@@ -48,7 +48,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a record says of one contribution, for ever."""
+    """The verdict on one contribution."""
 
     identity: Identity
     fate: Fate
@@ -57,14 +57,14 @@ class Decision:
     base: int
     tokens: int
     weight: float = 0.0
-    """Share in the sum; the weights of a record's applied contributions add up to 1."""
+    """Share of the sum; the weights of a record's applied contributions add up to 1."""
     clip: float = 1.0
-    """Factor on its delta."""
+    """Factor applied to its delta."""
 
 
 @dataclass(frozen=True)
 class Digests:
-    """What all members of an epoch must agree in; SHA-256 each."""
+    """What all members of an epoch must have in common; SHA-256 each."""
 
     layout: str
     config: str
@@ -72,10 +72,8 @@ class Digests:
     code: str
 
 
-class Averaged(NamedTuple):
-    """Elements first to last of a fragment that are running statistics: a momentum could bring them out of their range,
-    a variance below 0.
-    """
+class AveragedSlice(NamedTuple):
+    """Elements first to last of a fragment that are running statistics. Momentum could push a variance below 0."""
 
     fragment: int
     first: int
@@ -84,46 +82,46 @@ class Averaged(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """A commit: one version of the shared state, and how it came about. `version` is the number of the commit."""
+    """A commit: one version of the shared state and how it was made. `version` is the commit's number."""
 
     run: str
     version: int
     """0 is genesis."""
     epoch: int
-    """The life of the coordinator that made it, counted from 1."""
+    """Number of the coordinator's life that made it, from 1."""
     parent: str
-    """Digest of the record before; empty at genesis."""
+    """Digest of the previous record; empty at genesis."""
     state: tuple[str, ...]
     """Digest of each fragment of the shared state."""
     outer: tuple[str, ...]
-    """Digest of each fragment of the outer optimizer's state; empty where the rule has none."""
+    """Digest of each fragment of the outer optimizer's state; empty if the rule has none."""
     decisions: tuple[Decision, ...]
     rule: Rule
     rate: float
     momentum: float
     share: float
-    """Of a quorum, that its contributors are: 1, or less where the rule then delays its momentum."""
+    """Contributors as a share of a quorum: 1, or less if the rule then delays its momentum."""
     gathered: float
-    """Shares since the last momentum step, this record's included; 0 after such a step."""
+    """Shares since the last momentum step, including this record's; 0 after such a step."""
     tokens: int
-    """Of all counted contributions so far: the T of schedules."""
+    """Tokens of all contributions counted so far; schedules follow them."""
     changes: int
     """Records with contributors so far; staleness and retention count these."""
     processed: tuple[tuple[Incarnation, int], ...]
-    """Tokens trained in its life, of each incarnation whose report changed since the record before."""
+    """Tokens trained by each incarnation whose report changed since the previous record."""
     digests: Digests
     time: float
-    """Seconds since 1970, by the coordinator's clock; nothing is decided by it."""
+    """Seconds since 1970 by the coordinator's clock; no decision depends on it."""
     downlink: Form = "plain"
-    """In which members are sent what this version changes."""
+    """Form in which members receive this version's changes."""
     updates: tuple[str, ...] = ()
-    """Digest of each fragment of what was added to the version before; empty where that is not how it was made."""
-    averaged: tuple[Averaged, ...] = ()
-    """What is merged by its mean whatever the rule."""
+    """Digest of each fragment of the quantized change from the previous version; empty for a plain downlink."""
+    averaged: tuple[AveragedSlice, ...] = ()
+    """Elements merged by their mean under every rule."""
     kept: float | None = None
-    """What this commit left of the moving average, which is part of the outer state; None where there is none."""
+    """Share of the moving average that this commit kept; None if the run has no average."""
 
     @property
     def objects(self) -> tuple[str, ...]:
-        """The digests of all that it stands for."""
+        """Digests of all objects that this record names."""
         return (*self.state, *self.outer, *self.updates)

@@ -1,3 +1,1 @@
-"""What carries the processes: `inproc` all under a virtual clock, `threads` those of one node, `ray` over
-machines, where each is an `actor`.
-"""
+"""Engines that run the processes: `inproc` all under a virtual clock, `threads` one node, `ray` actors on machines."""

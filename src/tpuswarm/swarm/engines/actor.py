@@ -1,4 +1,4 @@
-"""The inside of a process of a swarm: a Ray actor, and what works in it."""
+"""The Ray actor that is a process of a swarm, and the work inside it."""
 
 import importlib
 import os
@@ -15,32 +15,32 @@ import ray
 
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.swarm.engines.notice import on_notice
-from tpuswarm.swarm.engines.variables import CALLS
-from tpuswarm.swarm.processes.effects import Over, Unreachable
+from tpuswarm.swarm.engines.variables import CALL_LIMIT
+from tpuswarm.swarm.processes.effects import ProcessEnded, Unreachable
 
-GROUPS = {"work": 1, "calls": CALLS, "beats": 4, "control": 4}
+CONCURRENCY_GROUPS = {"work": 1, "calls": CALL_LIMIT, "beats": 4, "control": 4}
 """Threads of an actor for each kind of method."""
-MADE = 20.0
-"""Seconds that a call waits for a process that is still making its work; a heartbeat is not waited for longer."""
+STARTUP_TIMEOUT_S = 20.0
+"""How long a call waits for a process that is still creating its work; no longer than a heartbeat may take."""
 
 
 class Workload(Protocol):
-    """What runs in a process."""
+    """The work of a process."""
 
     def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out a call; may raise Unreachable."""
+        """Execute a call; may raise Unreachable."""
         ...
 
     def run(self) -> str:
-        """Its work, until a word that says how it ended."""
+        """Work to the end; return how it ended, a word of Outcome."""
         ...
 
-    def look(self, since: int) -> Any:
-        """How it stands."""
+    def report(self, since: int) -> Any:
+        """Report the state of the work."""
         ...
 
     def leave(self) -> None:
-        """It will have to go soon."""
+        """Prepare to end soon."""
         ...
 
 
@@ -48,15 +48,15 @@ class Outcome(NamedTuple):
     """How a process ended."""
 
     how: Literal["ended", "left", "over", "wrong", "failed", "dead"]
-    """The run ended; asked to go; no place in the swarm; wrong input; an error; gone without a word."""
+    """The run ended; asked to leave; the process ended itself; wrong input; an error; died silently."""
     reason: str
 
 
 class Actor:
-    """The process. Its control calls have threads of their own, so that no payload delays a heartbeat."""
+    """The process. Control calls have their own threads, so that no payload delays a heartbeat."""
 
     def __init__(self, name: str, maker: str, arguments: dict[str, Any], environment: dict[str, str], log: str | None):
-        """maker: module:function that makes the work from the arguments; environment: set before JAX is imported."""
+        """maker: module:function that creates the work; environment: set before JAX is imported."""
         os.environ.update(environment)
         if log:
             _redirect(Path(log))
@@ -65,13 +65,13 @@ class Actor:
         self._made = threading.Event()
         self._leaving = False
         self._work: Workload
-        on_notice(self._go)
+        on_notice(self._leave)
         self._make: Callable[[], Workload] = lambda: getattr(importlib.import_module(module), function)(**arguments)
 
     @ray.method(concurrency_group="work")
     def run(self) -> Outcome:
-        """Make the work and let it run; errors are told in words, their tracebacks are in the log."""
-        # On a joined node Ray's processes begin without it (engines/node.py); those that are started here end at one.
+        """Create the work and run it. Return errors as words; their tracebacks go to the log."""
+        # On a joined node Ray's processes start with SIGTERM blocked (engines/node.py).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
             self._work = self._make()
@@ -79,50 +79,50 @@ class Actor:
             if self._leaving:
                 self._work.leave()
             return Outcome(self._work.run(), "")  # type: ignore[arg-type]  # the words of Outcome
-        except Over as error:
+        except ProcessEnded as error:
             return Outcome("over", str(error))
         except InputError as error:
             return Outcome("wrong", str(error))
         except TpuswarmError as error:
             return Outcome("failed", str(error))
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the supervisor is told
+        except BaseException as error:  # noqa: BLE001  # the supervisor reports any error
             traceback.print_exc()
             where = f"; its traceback is in logs/{self._name}.log" if self._log else ""
             return Outcome("failed", f"{type(error).__name__}: {error}{where}")
 
     @ray.method(concurrency_group="calls")
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """A call from another process of the swarm."""
+        """Execute a call from another process of the swarm."""
         return self._serve(method, arguments)
 
     @ray.method(concurrency_group="beats")
     def beat(self, arguments: bytes) -> bytes:
-        """A heartbeat: of so many each comes pickled, which is less work than what Ray would do with objects."""
+        """Execute a heartbeat. It comes pickled, which costs less than Ray's serialization."""
         return pickle.dumps(self._serve("beat", pickle.loads(arguments)))
 
     @ray.method(concurrency_group="control")
-    def look(self, since: int) -> tuple[int, Any]:
-        """The process's pid, and how its work stands (None before there is one)."""
-        return os.getpid(), self._work.look(since) if self._made.is_set() else None
+    def report(self, since: int) -> tuple[int, Any]:
+        """Return the process's pid and the report of its work, None while it is being created."""
+        return os.getpid(), self._work.report(since) if self._made.is_set() else None
 
     @ray.method(concurrency_group="control")
     def trace(self, steps: int) -> None:
-        """A member's next steps."""
+        """Have a member trace its next steps."""
         if self._made.is_set():
-            host: Any = self._work  # only a member has steps
-            host.trace(steps)
+            worker: Any = self._work  # only a member has steps
+            worker.trace(steps)
 
     @ray.method(concurrency_group="control")
     def leave(self) -> None:
-        """It will have to go soon."""
-        self._go()
+        """Prepare to end soon."""
+        self._leave()
 
     def _serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        if not self._made.wait(MADE):
+        if not self._made.wait(STARTUP_TIMEOUT_S):
             raise Unreachable(self._name)
         return self._work.serve(method, arguments)
 
-    def _go(self) -> None:
+    def _leave(self) -> None:
         self._leaving = True
         if self._made.is_set():
             self._work.leave()

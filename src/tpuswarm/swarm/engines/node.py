@@ -1,4 +1,4 @@
-"""This machine as a node of a running swarm's Ray cluster; the swarm's supervisor then starts a member on it."""
+"""Make this machine a node of a running swarm's Ray cluster; the supervisor then starts a member on it."""
 
 import ctypes
 import json
@@ -15,30 +15,29 @@ from contextlib import suppress
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.notice import GOODBYE
+from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import (
     DISMISSED,
     ENVIRONMENT,
     MEMBER,
+    MIN_STORE_BYTES,
     NAMED,
-    STORE_BYTES,
     private_folder,
     use_token,
 )
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.process.waiting import waiting
 
-ANSWER = 5.0
-"""Seconds for an address to answer."""
-PAUSE, PAUSE_MAX = 1.0, 60.0
-"""Seconds until a node that ended unasked is started again: doubled until one has lived for longer."""
-SLOW = "timed out during startup"
-"""What `ray start` says where its processes took more than 30 s to start, as on a busy machine."""
-CUT = 120.0
-"""Seconds without an answer, where nothing says that the address is closed, after which the swarm counts as ended."""
+CONNECT_TIMEOUT_S = 5.0
+RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 60.0
+"""Pause before a node that ended by itself is started again; doubles until one has lived longer than the maximum."""
+START_TIMEOUT_TEXT = "timed out during startup"
+"""Printed by `ray start` if its processes took more than 30 s to start, as on a busy machine."""
+SILENCE_TIMEOUT_S = 120.0
+"""An address that is silent for this long, without refusing connections, counts as an ended swarm."""
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets at its parent's end."""
+"""Option of prctl(2): the signal to receive when the parent dies."""
 
 Say = Callable[[str], None]
 
@@ -47,116 +46,117 @@ def be_node(
     address: str, token: Path, name: str | None, environment: Mapping[str, str], say: Say,
     ports: Ports | None = None,
 ) -> bool:  # fmt: skip
-    """Be a node until Ctrl-C or SIGTERM, or until the swarm's cluster ends; whether it was asked to leave.
+    """Be a node until Ctrl-C, SIGTERM or the end of the swarm's cluster; return whether it was asked to leave.
 
-    name: of this machine, by which the swarm knows it again; None: what it calls itself.
-    environment: of the member here, besides this process's own; ports: on which its Ray listens; None: any.
-    Raises InputError for a wrong token and what the swarm refuses, RunFailed where it gives this machine up.
+    name: by which the swarm recognizes this machine, by default its hostname; environment: for the member here; ports:
+    for its Ray, None for any. Raise InputError for a wrong token or a refusal by the swarm, RunFailed if the swarm
+    gives this machine up.
     """
     use_token(token)
-    pause, joined = PAUSE, False
+    pause, joined = RESTART_PAUSE_S, False
     with StopSignals() as stop:
         say(f"joining {address}; Ctrl-C leaves")
         while True:
             began = time.monotonic()
-            said = _live(address, name, environment, stop, say, ports)
+            output = _run_node(address, name, environment, stop, say, ports)
             if stop.asked is not None:
                 return True
-            slow = SLOW in said
+            slow = START_TIMEOUT_TEXT in output
             try:
                 if not slow:
-                    _explain(said, address, token)
+                    _raise_start_error(output, address, token)
                     joined = True
             except RunFailed:
                 if not joined:
                     raise
-            if _ended(address, stop, say):
+            if _swarm_ended(address, stop, say):
                 say("the swarm has ended")
                 return False
-            if time.monotonic() - began > PAUSE_MAX:
-                pause = PAUSE
-            what = "this machine was too busy to start Ray" if slow else "this machine dropped out"
-            say(f"{what}, but the swarm is alive; {'trying again' if slow else 'rejoining'} in {pause:.0f} s")
+            if time.monotonic() - began > MAX_RESTART_PAUSE_S:
+                pause = RESTART_PAUSE_S
+            reason = "this machine was too busy to start Ray" if slow else "this machine dropped out"
+            say(f"{reason}, but the swarm is alive; {'trying again' if slow else 'rejoining'} in {pause:.0f} s")
             if wait(pause, stop):
                 return True
-            pause = min(2 * pause, PAUSE_MAX)
+            pause = min(2 * pause, MAX_RESTART_PAUSE_S)
 
 
-def silent(address: str) -> OSError | None:
-    """Why nothing answers at `HOST:PORT`; None if something does."""
+def connection_error(address: str) -> OSError | None:
+    """Try to connect to `HOST:PORT`; return the error, None on success."""
     name, _, port = address.rpartition(":")
     try:
-        socket.create_connection((name, int(port)), timeout=ANSWER).close()
+        socket.create_connection((name, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         return error
     return None
 
 
 def wait(seconds: float, stop: StopSignals) -> bool:
-    """Wait; at once True when asked to stop."""
+    """Wait; return at once with True when asked to stop."""
     end = time.monotonic() + seconds
     while stop.asked is None and time.monotonic() < end:
         time.sleep(min(0.2, seconds))
     return stop.asked is not None
 
 
-def _ended(address: str, stop: StopSignals, say: Say) -> bool:
-    """Whether the swarm has: its machine says that nobody listens, or is silent for long, as in a network that is cut.
+def _swarm_ended(address: str, stop: StopSignals, say: Say) -> bool:
+    """Whether the swarm's machine refuses connections, or stays silent, as in a network that is cut.
 
-    False when asked to stop as well, which the caller sees.
+    Also False when asked to stop, which the caller checks.
     """
-    end, told = time.monotonic() + CUT, False
-    while error := silent(address):
+    end, told = time.monotonic() + SILENCE_TIMEOUT_S, False
+    while error := connection_error(address):
         if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
             return True
         if not told:
-            say(f"{address} does not answer ({error.strerror or error}); waiting up to {CUT:.0f} s for it")
+            reason = error.strerror or error
+            say(f"{address} does not answer ({reason}); waiting up to {SILENCE_TIMEOUT_S:.0f} s for it")
         told = True
-        if wait(PAUSE, stop):
+        if wait(RESTART_PAUSE_S, stop):
             return False
     return False
 
 
-def _live(
+def _run_node(
     address: str, name: str | None, environment: Mapping[str, str], stop: StopSignals, say: Say, ports: Ports | None
 ) -> str:
-    """One node, until it ends or this machine leaves; what `ray` said. Raises what the swarm dismisses it with."""
+    """Run a node until it ends or this machine leaves; return `ray`'s output. Raise if the swarm dismisses it."""
     parent = private_folder()
     for old in parent.iterdir():
         if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
-            shutil.rmtree(old, ignore_errors=True)  # of a node that was killed
+            shutil.rmtree(old, ignore_errors=True)  # its node was killed
     with tempfile.TemporaryFile("w+") as output:
         node = _start(address, parent, name, environment, output.fileno(), ports)
         folder = parent / str(node.pid)
         try:
             with waiting(f"waiting for {address} to start a member here"):
-                while not _members(node.pid) and _stays(node, folder, stop):
+                while not _members(node.pid) and _should_stay(node, folder, stop):
                     time.sleep(0.2)
             for pid in _members(node.pid):
                 say(f"a member runs here, pid {pid}")
-            while _stays(node, folder, stop):
+            while _should_stay(node, folder, stop):
                 time.sleep(0.2)
             if stop.asked is not None:
                 say("leaving: the member here pushes its work first")
-                _say_goodbye(node)
+                _give_notice(node)
         finally:
-            _end(node)
+            _kill(node)
             shutil.rmtree(folder, ignore_errors=True)
         output.seek(0)
         return output.read()
 
 
-def _stays(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignals) -> bool:
-    """Whether the node lives and nobody wants it to leave. Raises what the swarm dismisses it with."""
-    if (letter := folder / DISMISSED).exists():
-        outcome = json.loads(letter.read_text())
+def _should_stay(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignals) -> bool:
+    """Whether the node is alive and not asked to leave. Raise if the swarm dismisses it."""
+    if (dismissal := folder / DISMISSED).exists():
+        outcome = json.loads(dismissal.read_text())
         raise (InputError if outcome["how"] == "wrong" else RunFailed)(outcome["reason"])
     return node.poll() is None and stop.asked is None
 
 
 def _members(pid: int) -> list[int]:
-    """Processes of members under a node's."""
-    return [each for each in _descendants(pid) if _title(each).startswith("ray::Actor")]
+    """Return the pids of members below a node's process."""
+    return [child for child in _descendants(pid) if _title(child).startswith("ray::Actor")]
 
 
 def _start(
@@ -167,34 +167,34 @@ def _start(
     output: int,
     ports: Ports | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """`ray start`, with a folder of its own for sockets and logs, named by its pid, which stays that of the shell.
+    """Run `ray start` with its own folder for sockets and logs, named by its pid, which is that of the shell.
 
-    Ray's default is that of the swarm's machine, named by a pid there: it says nothing here of whether it is in use.
+    Ray's default folder has the name of a pid on the swarm's machine, which says nothing about this one.
     """
     resources = {MEMBER: 1, **({f"{NAMED}{name}": 1} if name else {})}
     command = [
         "sh", "-c", 'exec "$@" --temp-dir "$0/$$"', str(parent),
         str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--block", "--num-cpus", "0",
         "--include-log-monitor", "False",
-        "--object-store-memory", str(STORE_BYTES), "--resources", json.dumps(resources),
-        *(ports.of_node() if ports else ()),
+        "--object-store-memory", str(MIN_STORE_BYTES), "--resources", json.dumps(resources),
+        *(ports.node_flags() if ports else ()),
     ]  # fmt: skip
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
-    def before_it_begins() -> None:
-        if prctl:  # who is killed can end nobody: the system does it
+    def before_exec() -> None:
+        if prctl:  # a killed parent cannot end its children; the system does
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # A machine that is taken away asks all of its processes to end, and the member here has work to hand in first.
+        # A preempted machine sends SIGTERM to all of its processes, but the member here must push its work first.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, **ENVIRONMENT, **environment}, preexec_fn=before_it_begins,
+        env={**os.environ, **ENVIRONMENT, **environment}, preexec_fn=before_exec,
     )  # fmt: skip
 
 
-def _explain(output: str, address: str, token: Path) -> None:
-    """Raise what `ray start` said of a cluster that it could not join, in one sentence."""
+def _raise_start_error(output: str, address: str, token: Path) -> None:
+    """Raise the reason, if `ray start` could not join the cluster."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if any("InvalidAuthToken" in line or "nauthenticated" in line.lower() for line in lines):
         raise InputError(f"the token in {token} does not match the run at {address}; copy the run's file `token`")
@@ -202,18 +202,18 @@ def _explain(output: str, address: str, token: Path) -> None:
         raise RunFailed(f"could not join {address}: {lines[-1] if lines else 'ray start printed nothing'}")
 
 
-def _say_goodbye(node: "subprocess.Popen[bytes]") -> None:
-    """Give the member here its notice, and wait until the supervisor has let its process end."""
+def _give_notice(node: "subprocess.Popen[bytes]") -> None:
+    """Send SIGTERM to the member here and wait until the supervisor has ended it."""
     members = _members(node.pid)
     for pid in members:
         os.kill(pid, signal.SIGTERM)
-    end = time.monotonic() + GOODBYE
+    end = time.monotonic() + NOTICE_S
     while time.monotonic() < end and any(_title(pid) for pid in members):
         time.sleep(0.2)
 
 
-def _end(node: "subprocess.Popen[bytes]") -> None:
-    """End the node and all that runs in it: they take no other signal."""
+def _kill(node: "subprocess.Popen[bytes]") -> None:
+    """Kill the node and everything in it; these processes block other signals."""
     rest = _descendants(node.pid)
     node.kill()
     node.wait()
@@ -224,10 +224,10 @@ def _end(node: "subprocess.Popen[bytes]") -> None:
 
 def _descendants(pid: int) -> list[int]:
     try:
-        children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-    return [each for child in children for each in (child, *_descendants(child))]
+    return [pid for child in children for pid in (child, *_descendants(child))]
 
 
 def _title(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""The notice before a machine is taken away: SIGTERM, and what Google's metadata server says of it."""
+"""The notice before a machine is preempted: SIGTERM, or the announcement of Google's metadata server."""
 
 import http.client
 import os
@@ -19,24 +19,23 @@ PREEMPTED = f"{INSTANCE}preempted"
 
 https://cloud.google.com/compute/docs/instances/create-use-preemptible
 """
-GOODBYE = 30.0
-"""Seconds that a member has to hand in its work: what Google gives, and any other wish to stop as well."""
-LOOK = 1.0
-"""Seconds between two looks."""
+NOTICE_S = 30.0
+"""Time that a member has to push its work: Google's notice, also used for any other request to stop."""
+POLL_INTERVAL_S = 1.0
 
 
 def on_notice(leave: Callable[[], None]) -> None:
-    """Have `leave` called, from a thread, at SIGTERM and when the metadata server announces a preemption.
+    """Call `leave` from a thread at SIGTERM, or when the metadata server announces a preemption.
 
-    To be called in the main thread. GCE_METADATA_HOST names another metadata server, as for Google's own libraries;
-    without it, one is looked for only on a machine that Google made.
+    Must run in the main thread. GCE_METADATA_HOST names another metadata server, as for Google's own libraries;
+    otherwise only machines made by Google are asked.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # The handler in C writes to the pipe whichever code the main thread is in: a host's may never come back to Python.
+    # The handler in C writes to the pipe whatever the main thread does: its code may never return to Python.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # Ray's processes begin without it (engines/node.py)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # Ray's processes start with it blocked (node.py)
 
     def wait_for_signal() -> None:
         while os.read(read, 1) != bytes([signal.SIGTERM]):
@@ -49,32 +48,30 @@ def on_notice(leave: Callable[[], None]) -> None:
         threading.Thread(target=_watch, args=(host, leave), name="preemption", daemon=True).start()
 
 
-class Here(NamedTuple):
-    """What a machine of Google's knows of itself."""
+class LocalMachine(NamedTuple):
+    """This machine, as Google's metadata server describes it."""
 
     name: str
-    """Of the TPU, or of the VM."""
+    """Name of the TPU or of the VM."""
     number: int
-    """Which of its hosts this is."""
+    """Number of this host."""
     hosts: tuple[str, ...]
-    """Internal addresses of all of them; one or none for a machine of one host."""
+    """Internal addresses of all hosts; at most one for a machine of one host."""
 
 
-def machine_here() -> Here:
-    """This machine, by its metadata server; InputError where there is none."""
+def read_local_machine() -> LocalMachine:
+    """Describe this machine by its metadata server. Raise InputError if there is none."""
     host = os.environ.get("GCE_METADATA_HOST") or METADATA
-    name = _ask(host, "attributes/instance-id") or _ask(host, "name")
+    name = _read(host, "attributes/instance-id") or _read(host, "name")
     if name is None:
-        raise InputError(
-            f"no metadata server answers at {host}: this is no machine of Google's, so leave --of-machine out"
-        )
-    workers = _ask(host, "attributes/worker-network-endpoints") or ""
-    addresses = tuple(each.rpartition(":")[2] for each in workers.split(",") if each)
-    return Here(name, int(_ask(host, "attributes/agent-worker-number") or 0), addresses)
+        raise InputError(f"no metadata server answers at {host}: this machine is not Google's, so omit --of-machine")
+    workers = _read(host, "attributes/worker-network-endpoints") or ""
+    addresses = tuple(worker.rpartition(":")[2] for worker in workers.split(",") if worker)
+    return LocalMachine(name, int(_read(host, "attributes/agent-worker-number") or 0), addresses)
 
 
-def _ask(host: str, what: str) -> str | None:
-    request = urllib.request.Request(f"http://{host}{INSTANCE}{what}", headers={"Metadata-Flavor": "Google"})
+def _read(host: str, name: str) -> str | None:
+    request = urllib.request.Request(f"http://{host}{INSTANCE}{name}", headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return str(answer.read().decode().strip()) or None
@@ -98,5 +95,5 @@ def _watch(host: str, leave: Callable[[], None]) -> None:
                     leave()
                     return
         except (OSError, http.client.HTTPException):
-            pass  # it restarts, or there is none: the next look tells
-        time.sleep(LOOK)
+            pass  # it restarts, or does not exist
+        time.sleep(POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Opening Ray: a cluster of one's own on this machine, quiet and small, or one that is there already."""
+"""Open Ray: start a small, quiet cluster on this machine, or connect to an existing one."""
 
 import importlib
 import logging
@@ -26,9 +26,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboard: bool) -> Any:
-    """Ray's context, of the cluster at an address or of a new one; RunFailed where there is none.
+    """Return Ray's context for the cluster at an address, or for a new one. Raise RunFailed if it does not start.
 
-    dashboard: serve Ray's own, to this machine alone. It can be cut short: what Ray has started by then is ended.
+    dashboard: serve Ray's dashboard to this machine. If interrupted, everything that Ray has started is ended.
     A new cluster that does not start in time is started once more: Ray's raylet aborts if its agents need more than
     15 s, as on a busy machine (Ray 2.60).
     """
@@ -41,13 +41,13 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
             "num_cpus": _processors(ports),
             "num_gpus": 0,
             "_temp_dir": str(_sessions()),
-            "_metrics_export_port": ports.of("metrics") if ports else None,
+            "_metrics_export_port": ports.port_of("metrics") if ports else None,
         }
     start = partial(_start_ray, address or "local", ports, own)
     try:
         try:
             return start()
-        except Exception as error:  # Ray's own words for a machine too busy to start it have no type of their own
+        except Exception as error:  # Ray has no exception type for a machine that is too busy
             if address or "timed out during startup" not in str(error):
                 raise
         ray.shutdown()  # Ray keeps its half-started node
@@ -58,7 +58,7 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
 
 
 def _start_ray(address: str, ports: Ports | None, options: dict[str, Any]) -> Any:
-    with _none_is_left(), _signals_are_ours(), _connected_as_a_whole(), _started_with(ports):
+    with _no_processes_left(), _signals_blocked(), _uninterrupted_connect(), _ray_parameters(ports):
         context = ray.init(
             address=address, namespace=NAMESPACE, logging_level=logging.CRITICAL, log_to_driver=False,
             configure_logging=False, **options,
@@ -68,30 +68,30 @@ def _start_ray(address: str, ports: Ports | None, options: dict[str, Any]) -> An
 
 
 def require_dashboard() -> None:
-    """Raise InputError where this Python has not what Ray's dashboard needs."""
+    """Raise InputError if this Python lacks the dependencies of Ray's dashboard."""
     try:
         importlib.import_module("ray.dashboard.optional_deps")
     except ImportError as error:
         raise InputError(
-            f"--dashboard needs what ray[default] brings ({error}): pip install 'ray[default]'; for a fleet, add it to "
+            f"--dashboard needs ray[default] ({error}): pip install 'ray[default]'; for a fleet, add it to "
             "pip in [setup]"
         ) from error
 
 
 def _processors(ports: Ports | None) -> int:
-    """As Ray is to know them: it keeps a process in reserve for each, and each has a port."""
+    """Return the number of processors to tell Ray: it keeps a process with a port in reserve for each."""
     have = os.cpu_count() or 1
     return min(have, ports.workers // 2) if ports else have
 
 
 def _sessions() -> Path:
-    """Where a run's Ray has its folder; what killed runs left there is removed."""
+    """Return the folder for Ray's sessions, after removing what killed runs left there."""
     _remove_sessions(lambda pid: not Path(f"/proc/{pid}").exists())
     return private_folder() / "ray"
 
 
 def _remove_sessions(should_remove: Callable[[int], bool]) -> None:
-    """Remove folders of Ray's sessions; decide by the pid of the process that started each."""
+    """Remove the folders of Ray's sessions that were started by the selected pids."""
     for session in (private_folder() / "ray").glob("session_*_*"):
         pid = session.name.rpartition("_")[2]
         if pid.isdigit() and should_remove(int(pid)):
@@ -99,17 +99,17 @@ def _remove_sessions(should_remove: Callable[[int], bool]) -> None:
 
 
 def _silence() -> None:
-    """Keep Ray's own messages off the user's screen: what they say of a process, the supervisor says in its words."""
+    """Keep Ray's own messages off the screen: the supervisor reports the processes in its own words."""
     import ray._private.worker as worker
 
     worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 @contextmanager
-def _none_is_left() -> Iterator[None]:
-    """A start that fails or is cut short leaves no process.
+def _no_processes_left() -> Iterator[None]:
+    """Kill all processes of a start that fails or is interrupted.
 
-    Ray's would end with this one, but for an agent: without its raylet it looks for a server that is gone for a minute.
+    Ray's processes end with this one, except an agent, which searches a minute for a server that is gone.
     """
     this = psutil.Process()
     before = set(this.children())
@@ -123,22 +123,22 @@ def _none_is_left() -> Iterator[None]:
         yield
     except BaseException:
         with held():
-            for end in (psutil.Process.suspend, psutil.Process.kill):  # what stands still starts no other
-                for each in started():
+            for end in (psutil.Process.suspend, psutil.Process.kill):  # a suspended process starts no other
+                for process in started():
                     with suppress(psutil.NoSuchProcess):
-                        end(each)
+                        end(process)
         raise
 
 
 @contextmanager
-def _started_with(ports: Ports | None) -> Iterator[None]:
-    """While Ray is started: its ports, no log monitor, which takes 6% of a core for what nobody reads, no autoscaler.
+def _ray_parameters(ports: Ports | None) -> Iterator[None]:
+    """Start Ray with our ports, and without log monitor (6% of a core) and autoscaler.
 
     `ray start` has options for that, `ray.init` has not.
     """
     parameter: Any = importlib.import_module("ray._private.parameter")
     real = parameter.RayParams
-    given = ports.of_head() if ports else {}
+    given = ports.head_parameters() if ports else {}
     parameter.RayParams = partial(real, include_log_monitor=False, no_monitor=True, **given)
     try:
         yield
@@ -147,10 +147,10 @@ def _started_with(ports: Ports | None) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_are_ours() -> Iterator[None]:
-    """While Ray is started: it sets no handler of SIGTERM here, and a terminal that closes does not end its processes.
+def _signals_blocked() -> Iterator[None]:
+    """While Ray starts, keep it from handling SIGTERM here, and have its processes survive a closed terminal.
 
-    They have this process's mask of signals; Ray itself has them block SIGINT, for the same reason.
+    They inherit this process's signal mask; Ray itself makes them block SIGINT for the same reason.
     """
     import ray._private.utils as utils
 
@@ -164,10 +164,10 @@ def _signals_are_ours() -> Iterator[None]:
 
 
 @contextmanager
-def _connected_as_a_whole() -> Iterator[None]:
-    """While Ray is started: nothing comes between making its state accessor and connecting it.
+def _uninterrupted_connect() -> Iterator[None]:
+    """Block interrupts between the creation of Ray's state accessor and its connection.
 
-    Let go unconnected it hangs or aborts: its destructor then does not join its thread (Ray 2.60).
+    An unconnected accessor hangs or aborts in its destructor (Ray 2.60).
     """
     state: Any = importlib.import_module("ray._private.state").GlobalState
     real = state._connect_and_get_accessor

@@ -1,36 +1,37 @@
-"""The processes of one node in threads of this one, in real time."""
+"""Run the processes of one node in threads, in real time."""
 
 import threading
 from collections.abc import Callable, Sequence
 from inspect import isgenerator
 from typing import Any, cast
 
-from tpuswarm.swarm.processes.effects import Call, Do, Process, Sleep, Unreachable
+from tpuswarm.swarm.processes.effects import Call, Process, RunBlocking, Sleep, Unreachable
 
 
 class NodeThreads:
-    """What lives and dies together: a server object and processes that share its state.
+    """A server object and processes that share its state and end together.
 
-    Their code between two effects is atomic (one lock); effects run beside each other.
+    Their code between two effects is atomic (one lock); effects run in parallel.
     """
 
     def __init__(self, calls: Callable[[Call], Any]):
-        """calls: carries out a call to another node; raises Unreachable where no answer comes."""
+        """calls: makes a call to another node; raises Unreachable if no answer comes."""
         self._calls = calls
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
         self.failure: BaseException | None = None
-        """What ended the node: Over, or an error of something it did."""
+
+    """The error that ended the node, possibly ProcessEnded."""
 
     def start(self, name: str, process: Process) -> None:
-        """Run a process in a thread of its own; what it raises ends the node."""
+        """Run a process in a thread; its error ends the node."""
         thread = threading.Thread(target=self._guarded, args=(process,), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def call(self, server: Any, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out a call to this node in the caller's thread; Unreachable once the node has ended."""
+        """Execute a call to this node in the caller's thread. Raise Unreachable once the node has ended."""
         if self._stopped.is_set():
             raise Unreachable(method)
         try:
@@ -42,13 +43,13 @@ class NodeThreads:
             raise Unreachable(method) from error
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until all processes ended, or the node did; False if neither happened in time."""
+        """Wait until all processes or the node ended; return False after a timeout."""
         for thread in self._threads:
             thread.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)
 
     def drain(self, seconds: float) -> bool:
-        """Until all processes ended; False where the node did and one of them hangs for so long after that."""
+        """Wait until all processes ended; False if one hangs this long after the end of the node."""
         for thread in self._threads:
             while thread.is_alive() and not self._stopped.is_set():
                 thread.join(0.2)
@@ -61,7 +62,7 @@ class NodeThreads:
     def _guarded(self, process: Process) -> None:
         try:
             self._drive(process)
-        except BaseException as error:  # noqa: BLE001  # whatever it is, whoever waits for the node is told
+        except BaseException as error:  # noqa: BLE001  # `failure` reports it
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
@@ -82,24 +83,24 @@ class NodeThreads:
             try:
                 if isinstance(effect, Sleep):
                     self._stopped.wait(effect.seconds)
-                elif isinstance(effect, Do):
+                elif isinstance(effect, RunBlocking):
                     value = effect.action()
                 elif isinstance(effect, Call):
                     value = self._calls(effect)
                 else:
-                    value = self._together(effect.calls)
-            except Exception as raised:  # noqa: BLE001  # the process decides what it means
+                    value = self._call_all(effect.calls)
+            except Exception as raised:  # noqa: BLE001  # passed to the process
                 error = raised
         raise Unreachable("the node has ended")
 
-    def _together(self, calls: Sequence[Call]) -> list[Any]:
-        """Every call in a thread of its own; an error that is not Unreachable is raised when all have ended."""
+    def _call_all(self, calls: Sequence[Call]) -> list[Any]:
+        """Make each call in a thread. After all have ended, raise an error that is not Unreachable."""
         answers: list[Any] = [None] * len(calls)
 
         def make(number: int) -> None:
             try:
                 answers[number] = self._calls(calls[number])
-            except Exception as error:  # noqa: BLE001  # raised by the thread that waits
+            except Exception as error:  # noqa: BLE001  # raised below
                 answers[number] = error
 
         threads = [threading.Thread(target=make, args=(number,), daemon=True) for number in range(len(calls))]

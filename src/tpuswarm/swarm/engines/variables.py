@@ -1,4 +1,4 @@
-"""What a machine's Ray is told by files and variables, and what it is called there: known without Ray itself."""
+"""Names and values that a machine's Ray gets by files and variables; needs no Ray itself."""
 
 import os
 import secrets
@@ -9,36 +9,36 @@ from tpuswarm.errors import RunFailed
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # which devices a member sees is not Ray's to say
-    "RAY_worker_niceness": "0",  # training is what the machine is for; Ray's default is 15
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray must not choose a member's devices
+    "RAY_worker_niceness": "0",  # Ray's default of 15 would slow training down
     "RAY_raylet_start_wait_time_s": "60",  # a busy machine needs longer than Ray's 30 s
     "RAY_gcs_server_port_wait_time_s": "60",
 }
-"""Of every process that imports Ray, and of every machine's node."""
+"""For every process that imports Ray, and every machine's node."""
 MEMBER = "tpuswarm-member"
-"""Ray's resource of a machine that joined: one member may live there."""
+"""Ray's resource of a machine that joined; one member may run there."""
 NAMED = "tpuswarm-name:"
-"""How the resource begins that says what such a machine is called."""
+"""Prefix of the resource with such a machine's name."""
 DISMISSED = "dismissed.json"
-"""The file, in the folder of a machine's Ray, that says why it is wanted no longer."""
+"""File in the folder of a machine's Ray that says why it is not wanted any more."""
 COMPILED = "TPUSWARM_COMPILED"
-"""The variable with the URL of what machines of one run have compiled, where it lies in a bucket."""
+"""Variable with the bucket URL of compiled programs that the machines of a run share."""
 BATCH = "TPUSWARM_BATCH"
-"""The variable with the rows of a step of a machine that joined, where they are not the run's."""
-STORE_BYTES = 2**28
-"""Of Ray's object store, at least: payloads pass through it; what does not fit goes over the disk."""
+"""Variable with the rows of a step of a machine that joined, if not the run's."""
+MIN_STORE_BYTES = 2**28
+"""Minimum size of Ray's object store. Payloads pass through it; larger ones go through the disk."""
 
-CALLS = 16
-"""From other processes that one carries out at a time, heartbeats apart."""
+CALL_LIMIT = 16
+"""Calls that a process executes at a time, without heartbeats."""
 
 
 def store_bytes(largest: int) -> int:
-    """Of Ray's object store where the largest thing that is sent at once has so many bytes."""
-    return max(STORE_BYTES, 2 * largest)
+    """Return the size of Ray's object store, given the largest message in bytes."""
+    return max(MIN_STORE_BYTES, 2 * largest)
 
 
 def use_token(path: Path) -> None:
-    """Let Ray's calls be signed with the secret in a file, which is made if it is not there."""
+    """Have Ray sign its calls with the secret in a file, which is created if missing."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -46,11 +46,11 @@ def use_token(path: Path) -> None:
             file.write(secrets.token_hex(32))
         part.rename(path)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence
 
 
 def private_folder() -> Path:
-    """Where Ray keeps its sockets and logs: short, for sockets, and closed to others, for Ray's own modes are not."""
+    """Return the folder for Ray's sockets and logs: a short path, for sockets, and private, unlike Ray's own."""
     parent = Path(f"/tmp/tpuswarm-{os.getuid()}")
     parent.mkdir(mode=0o700, exist_ok=True)
     if parent.stat().st_uid != os.getuid() or parent.is_symlink():

@@ -1,1 +1,1 @@
-"""One member: its processes, its arrays on one host or several, one incarnation after the other."""
+"""A member of a swarm: its process, its training loop and its arrays."""

@@ -1,4 +1,4 @@
-"""What a member measured: a row for each of its steps and evaluations, until its supervisor has read them."""
+"""Collect a member's metrics, one row per step and evaluation, until its supervisor has read them."""
 
 import math
 import queue
@@ -9,17 +9,17 @@ from typing import Any
 
 import jax
 
-from tpuswarm.swarm.member.contract import Evaluated
+from tpuswarm.swarm.member.device_state import Evaluation
 from tpuswarm.train.look.pictures import PICTURES, TEXTS
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.recipe import Metrics
 
 
-class MetricsRows:
-    """Rows of metrics, read from the devices by a thread of its own as their steps end."""
+class MetricsBuffer:
+    """Rows of metrics. A thread reads them from the devices as steps end."""
 
     def __init__(self, name: str, steps: int, tokens: int, version: Callable[[], int]):
-        """steps: that this member made before; tokens: of one of its steps; version: the one it has adopted."""
+        """steps: made before by this member; tokens: of one of its steps; version: returns the adopted version."""
         self._version = version
         self._name, self._steps, self._tokens = name, steps, tokens
         self._pending: queue.SimpleQueue[tuple[int, Metrics]] = queue.SimpleQueue()
@@ -28,23 +28,24 @@ class MetricsRows:
         self._began = self._read_at = time.monotonic()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        """Why no more rows are read."""
+        """The error that ended the reading thread."""
         threading.Thread(target=self._read, name="metrics", daemon=True).start()
 
-    def took(self, metrics: Metrics) -> None:
-        """A step was dispatched; its metrics are still on the devices. Raises what ended the reading of others."""
+    def add_step(self, metrics: Metrics) -> None:
+        """Queue the metrics of a dispatched step. Raise the error that ended the reading of earlier ones."""
         if self._failure:
             raise self._failure
         self._pending.put((self._version(), metrics))
 
-    def evaluated(self, found: Evaluated) -> None:
-        """A version was evaluated. Pictures and texts go with the row, to whoever writes it."""
-        attachments = {name: value for name, value in ((PICTURES, found.pictures), (TEXTS, found.texts)) if value}
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Add the row of an evaluation; pictures and texts are attached for the writer."""
+        parts = ((PICTURES, evaluation.pictures), (TEXTS, evaluation.texts))
+        attachments = {name: value for name, value in parts if value}
         with self._lock:
-            self._rows.append({"step": self._steps} | found.row | {"member": self._name} | attachments)
+            self._rows.append({"step": self._steps} | evaluation.row | {"member": self._name} | attachments)
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Rows from `number` on, counted from 0; those before are forgotten."""
+        """Return the rows from `number` on, counted from 0, and drop earlier ones."""
         with self._lock:
             self._rows = self._rows[max(0, number - self._first) :]
             self._first = max(number, self._first)
@@ -54,12 +55,12 @@ class MetricsRows:
         try:
             while True:
                 self._read_one(*self._pending.get())
-        except BaseException as error:  # noqa: BLE001  # raised where the next step is
+        except BaseException as error:  # noqa: BLE001  # raised at the next step
             self._failure = error
 
     def _read_one(self, version: int, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        uncounted = {} if values.pop(COUNTS, True) else {"uncounted": True}  # no row of the step counts: it has no loss
+        uncounted = {} if values.pop(COUNTS, True) else {"uncounted": True}  # no row of the step counts: no loss
         now = time.monotonic()
         self._steps += 1
         row = {

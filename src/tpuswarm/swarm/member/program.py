@@ -1,4 +1,4 @@
-"""What a member trains, ready on its devices: the same at every host of a member of several."""
+"""Compile what a member trains; every host of a member does the same."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.member import compile_cache
-from tpuswarm.swarm.member.arrays import to_host
-from tpuswarm.swarm.member.contract import Evaluated
-from tpuswarm.swarm.member.holder import ProgramHolder, layout_of, placed
+from tpuswarm.swarm.member.device_state import Evaluation
+from tpuswarm.swarm.member.program_state import ProgramState, layout_of, place_fragments
 from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
+from tpuswarm.train.data.placing import to_host
 from tpuswarm.train.data.source import training_rows
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
@@ -30,30 +30,30 @@ from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import blame, build_recipe
 
 HOOK_TIMEOUT_S = 600.0
-"""A hook that takes longer may be taken for a device that hangs."""
-LARGEST = 2048
-"""Pixels of a side of a hook's picture: the supervisor writes it between its other work."""
-Took = Callable[[int, Metrics], None]
-"""Told of every step its number in the run's order of batches and its metrics, still on the devices."""
+"""A hook that takes longer may look like a device that hangs."""
+MAX_PICTURE_SIDE = 2048
+"""Pixels of a side of a hook's picture. The supervisor writes pictures between its other work."""
+OnStep = Callable[[int, Metrics], None]
+"""Called for every step with its number in the run's order of batches and its metrics, still on the devices."""
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A compiled program and its data, of which states and holders are made."""
+class MemberProgram:
+    """A compiled program and its data."""
 
     compiled: Compiled
     layout: Layout
     digests: Digests
     validation: HeldOut | None
-    """The held-out rows, where there are any and this member evaluates."""
+    """Held-out rows, if there are any and this member evaluates."""
     _hooks: Hooks
     _recipe: Recipe
     _plan: Plan
     _source: Source
-    _took: Took
+    _on_step: OnStep
 
     def facts(self) -> dict[str, str]:
-        """What the hosts of one member have to agree on."""
+        """Return the facts on which the hosts of one member must agree."""
         choice, digests = self.compiled.choice, self.digests
         return {
             "configuration": digests.config,
@@ -63,8 +63,8 @@ class Ready:
             "form of the program": f"{choice.shard}, remat {choice.remat}, {choice.accumulate} micro-batches",
         }
 
-    def begin(self) -> list[np.ndarray]:
-        """Float32[size] of each fragment of a first state: a fresh one, or around the parameters of --init-from."""
+    def initialize(self) -> list[np.ndarray]:
+        """Make a first state, fresh or from --init-from, as float32[size] for each fragment."""
         parent = self._plan.settings["init_from"]
         key, only = self._keys()[0], self._plan.settings.get("init_only")
         given = initial_parameters(parent, only, self._recipe, self.compiled, key) if parent else None
@@ -72,12 +72,12 @@ class Ready:
         require_finite(shared, parent or f"init of {self._recipe.name}")
         return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
-    def holder(self, fragments: Sequence[np.ndarray]) -> ProgramHolder:
-        """A holder around a version: float32[size] of each fragment."""
+    def make_state(self, fragments: Sequence[np.ndarray]) -> ProgramState:
+        """Make a device state around a version, float32[size] for each fragment."""
         init_key, step_key = self._keys()
-        state = self.compiled.init(init_key, placed(self.compiled, self.layout, fragments))
+        state = self.compiled.init(init_key, place_fragments(self.compiled, self.layout, fragments))
         form = self._plan.swarm.quantize
-        return ProgramHolder(
+        return ProgramState(
             self.compiled,
             self._source,
             self.layout,
@@ -85,21 +85,21 @@ class Ready:
             step_key,
             state,
             fragments,
-            self._took,
+            self._on_step,
             self.validation,
             self._inspect,
         )
 
     def _inspect(
         self, state: State, average: Any | None, row: dict[str, Any], allow: Callable[[float], object]
-    ) -> Evaluated:
-        """What the committed parameters make, as `sample` shows them, and what hooks find; their faults are texts.
+    ) -> Evaluation:
+        """Make the recipe's picture of committed parameters and run the hooks on them; hook errors become texts.
 
-        Both get a state that has nothing of this member's own. average: the moving average of what is shared, where the
-        run keeps one; allow: told before each hook how many seconds it may take.
+        Both see a state without anything of this member's own. average: the moving average of the shared parameters,
+        if the run keeps one; allow: called before each hook with the seconds that it may take.
         """
         step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
-        found = Evaluated({"step": step, **row}, {}, [])
+        found = Evaluation({"step": step, **row}, {}, [])
         due = self._hooks.evaluated()
         if not due and not isinstance(self._recipe, ShowsPicture):
             return found
@@ -115,18 +115,17 @@ class Ready:
             try:
                 returned = self._hooks.call(index, found.row, fresh)
                 add_numbers(numbers, returned, found.row.keys())
-            except Exception as error:  # noqa: BLE001  # a user's function: the swarm goes on
+            except Exception as error:  # noqa: BLE001  # a user's function must not stop the swarm
                 found.texts.append(str(error) if isinstance(error, InputError) else f"a hook failed: {error!r}")
                 continue
             if isinstance(returned, str):
                 found.texts.append(returned)
             elif isinstance(returned, Stop | ScaleLearningRate):
-                found.texts.append(f"a hook returned {returned}, which a swarm does not follow")
+                found.texts.append(f"a hook returned {returned}, which a swarm ignores")
             elif len(shape := tuple(getattr(returned, "shape", ()))) == 3:
-                if max(shape) > LARGEST:
-                    found.texts.append(
-                        f"a hook returned a picture of {'x'.join(map(str, shape))}: a swarm takes {LARGEST} at most"
-                    )
+                if max(shape) > MAX_PICTURE_SIDE:
+                    size = "x".join(map(str, shape))
+                    found.texts.append(f"a hook returned a picture of {size}: a swarm allows {MAX_PICTURE_SIDE}")
                 else:
                     found.pictures[f"-{index}"] = np.asarray(returned)
         found.row.update(numbers)
@@ -137,55 +136,54 @@ class Ready:
         return init_key, step_key
 
 
-def make_ready(
+def make_program(
     plan: Plan,
     data: Path,
     devices: Sequence[jax.Device],
     evaluates: bool,
-    took: Took,
+    on_step: OnStep,
     say: Callable[[str], None],
     batch: int | None = None,
-) -> Ready:
-    """Build the recipe, whose shared files are in the folder `data`, and compile it; raises as `compile_step` does.
+) -> MemberProgram:
+    """Build and compile the recipe, whose shared files are in the folder `data`. Raise as `compile_step` does.
 
-    batch: rows of a step; None: those of the run.
+    batch: rows of a step; the default is the run's batch.
     """
     batch = batch or int(plan.settings["batch"])
     recipe = build_recipe(plan.target, plan.options | fill(plan.shared, data))
     with blame(f"the data of {recipe.name} failed"):
         source = training_rows(recipe, plan.settings["seed"])
-    compile_cache.bring(say)
+    compile_cache.fetch(say)
     say(f"{recipe.name}: compiling")
     compiled = compile_step(recipe, request(plan.settings | {"batch": batch}), devices)
     if batch != int(plan.settings["batch"]) and getattr(compiled.program, "has_step_schedule", False):
         raise InputError(
             f"the schedule of {recipe.name} counts steps of {plan.settings['batch']} rows, and this member's have "
-            f"{batch}: leave --batch out, or give a schedule of progress"
+            f"{batch}: omit --batch, or use a schedule of progress"
         )
-    compile_cache.send(say)
+    compile_cache.upload(say)
     layout = layout_of(compiled, plan.swarm.fragments)
     digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
     say(f"compiled: {compiled.choice.why}")
     rows = held_out(recipe, required=False) if evaluates else None
-    at_once = plan.settings["eval_batch"] or batch // compiled.choice.accumulate
-    validation = HeldOut(rows, at_once) if rows is not None else None
+    eval_batch = plan.settings["eval_batch"] or batch // compiled.choice.accumulate
+    validation = HeldOut(rows, eval_batch) if rows is not None else None
     if validation is not None:
         rehearse(compiled, recipe.name, validation)
     hooks = swarm_hooks(recipe) if evaluates else Hooks([])
-    return Ready(compiled, layout, digests, validation, hooks, recipe, plan, source, took)
+    return MemberProgram(compiled, layout, digests, validation, hooks, recipe, plan, source, on_step)
 
 
 def swarm_hooks(recipe: Recipe) -> Hooks:
-    """The hooks that a recipe brings; InputError for one that a swarm cannot call."""
+    """Return a recipe's hooks. Raise InputError for one that a swarm cannot call."""
     every = hooks_of(recipe)
-    hooks = Hooks(every)
-    for each in every:
-        if each.every != EVALUATION or isinstance(each.call, Patience):
+    for hook in every:
+        if hook.every != EVALUATION or isinstance(hook.call, Patience):
             raise InputError(
-                f'a swarm calls hooks at evaluations of its commits, Every("{EVALUATION}", function), and runs for as '
-                f"long as it was asked to: {recipe.name} brings Every({each.every!r}, {_name(each.call)}); leave it out"
+                f'a swarm calls hooks only at evaluations of its commits, Every("{EVALUATION}", function), and has no '
+                f"early stopping: {recipe.name} brings Every({hook.every!r}, {_name(hook.call)}); remove it"
             )
-    return hooks
+    return Hooks(every)
 
 
 def _name(function: Callable[..., Any]) -> str:

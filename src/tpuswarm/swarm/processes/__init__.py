@@ -1,1 +1,1 @@
-"""The coordinator and the aggregators, as generators of effects; what a run is."""
+"""The coordinator's and the aggregators' processes, as generators that any engine can run."""

@@ -1,6 +1,6 @@
-"""An aggregator shard: takes payloads in, computes its fragments of the next version, hands out versions.
+"""An aggregator: stores payloads, computes its fragments of the next version, and serves versions.
 
-It keeps nothing that is not in the run's storage: one that dies is replaced by another.
+All its state is in the run's storage, so that another process can replace it at any time.
 """
 
 import os
@@ -8,33 +8,44 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
-from tpuswarm.swarm.core.arithmetic.outer import average_row, commit, first_state, state_rows
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, average_row, commit_fragment, initial_state, state_rows
 from tpuswarm.swarm.core.arithmetic.quantize import BITS
-from tpuswarm.swarm.core.messages import Accepted, Damage, Damaged, Gone, Lost, Merge, Part, Refused
+from tpuswarm.swarm.core.messages import (
+    Accepted,
+    Merge,
+    PayloadDamaged,
+    PayloadsLost,
+    Refused,
+    ShardResult,
+    VersionDamaged,
+    VersionExpired,
+)
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
-from tpuswarm.swarm.processes.effects import Do, Process
+from tpuswarm.swarm.processes.effects import Process, RunBlocking
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.downlink import Chain, chain
+from tpuswarm.swarm.storage.founding import read_founding
 from tpuswarm.swarm.storage.ledger import Ledger, header_name
-from tpuswarm.swarm.storage.objects import Objects, fits
+from tpuswarm.swarm.storage.objects import Objects, payload_fits
 from tpuswarm.swarm.storage.replay import contribution, outer_before, restore
-from tpuswarm.swarm.storage.store import Conflict, Corrupt, Missing
+from tpuswarm.swarm.storage.store import Conflict, Corrupt, Missing, Store
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 
 
-def _slowly(name: str) -> Callable[[Callable[Given, Any]], Callable[Given, Process]]:
-    """Of a method that takes time: the engine carries it out as one effect, and others of the node beside it."""
+def _blocking(name: str) -> Callable[[Callable[Arguments, Any]], Callable[Arguments, Process]]:
+    """Turn a slow method into a process with one effect, so that the engine can run others meanwhile."""
 
-    def decorate(method: Callable[Given, Any]) -> Callable[Given, Process]:
+    def decorate(method: Callable[Arguments, Any]) -> Callable[Arguments, Process]:
         @wraps(method)
-        def process(*arguments: Given.args, **named: Given.kwargs) -> Process:
-            return (yield Do(name, partial(method, *arguments, **named)))
+        def process(*arguments: Arguments.args, **named: Arguments.kwargs) -> Process:
+            return (yield RunBlocking(name, partial(method, *arguments, **named)))
 
         return process
 
@@ -42,9 +53,9 @@ def _slowly(name: str) -> Callable[[Callable[Given, Any]], Callable[Given, Proce
 
 
 class Aggregator:
-    """One of `shards` shards: the fragments whose number modulo `shards` is `index`.
+    """Serves the fragments whose number modulo `shards` is `index`.
 
-    Its methods are processes; what they are said to return and raise is the result of their one effect.
+    Decorated methods are processes; their documented result is that of their one effect.
     """
 
     def __init__(self, ledger: Ledger, objects: Objects, sizes: Sequence[int], index: int, shards: int):
@@ -57,15 +68,15 @@ class Aggregator:
         """Elements of each fragment."""
         return self._sizes
 
-    @_slowly("shard stores a payload")
+    @_blocking("shard stores a payload")
     def put(
         self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray], digest: str
-    ) -> Accepted | Refused | Damaged:
-        """Store a payload, durably; the same again changes nothing."""
+    ) -> Accepted | Refused | PayloadDamaged:
+        """Store a payload durably. Repeating it changes nothing."""
         found = tensors.digest(payload)
         if found != digest:
-            return Damaged(f"fragment {fragment} arrived with the digest {found[:12]}…, not {digest[:12]}…")
-        if not fits(payload, self.sizes[fragment]):
+            return PayloadDamaged(f"fragment {fragment} arrived with the digest {found[:12]}…, not {digest[:12]}…")
+        if not payload_fits(payload, self.sizes[fragment]):
             return Refused(f"fragment {fragment} does not have the {self.sizes[fragment]} elements of the layout")
         try:
             self._objects.put_payload(identity, fragment, payload, digest)
@@ -73,24 +84,24 @@ class Aggregator:
             return Refused(str(error))
         return Accepted()
 
-    @_slowly("shard reads a fragment")
-    def fetch(self, fragment: int, digest: str) -> np.ndarray | Gone:
-        """A fragment of a version, float32[n]; Gone where it can be had no longer, and is not of the newest.
+    @_blocking("shard reads a fragment")
+    def fetch(self, fragment: int, digest: str) -> np.ndarray | VersionExpired:
+        """Return a fragment of a version, float32[n]; VersionExpired if an old version cannot be read.
 
-        Of the newest it raises Missing and Corrupt then: no run goes on without.
+        Raise Missing or Corrupt if the newest version cannot be read: the run cannot continue without it.
         """
         try:
             return self._array(fragment, digest)
         except (Missing, Corrupt):
             if digest == self._newest().state[fragment]:
                 raise
-            return Gone()
+            return VersionExpired()
 
-    @_slowly("shard reads an average")
-    def average(self, fragment: int, version: int) -> np.ndarray | Gone:
-        """The moving average of a fragment at a version, float32[n]; Gone, or raised, as `fetch` says.
+    @_blocking("shard reads an average")
+    def average(self, fragment: int, version: int) -> np.ndarray | VersionExpired:
+        """Return a fragment's moving average at a version, float32[n]; errors as for `fetch`.
 
-        Of a run that was only now asked to keep one: the fragment itself, with which the average will begin.
+        In a run that only now starts to keep one, it is the fragment itself, with which the average begins.
         """
         record = self._ledger.record(version)
         try:
@@ -100,50 +111,50 @@ class Aggregator:
         except (Missing, Corrupt):
             if version == self._newest().version:
                 raise
-            return Gone()
+            return VersionExpired()
 
-    @_slowly("shard reads updates")
+    @_blocking("shard reads updates")
     def updates(self, fragment: int, base: int, version: int) -> Chain | None:
-        """What brings a fragment from one version to a later one; None where the whole has to be fetched."""
+        """Return the updates from one version to a later one; None if the fragment must be fetched whole."""
         return chain(self._ledger, self._objects, fragment, self.sizes[fragment], base, version)
 
-    @_slowly("shard checks a version")
-    def check(self, newest: Record) -> Damage | None:
-        """Whether this shard's fragments of a version are there, or can be computed again."""
+    @_blocking("shard checks a version")
+    def check(self, newest: Record) -> VersionDamaged | None:
+        """Check that this shard's fragments of a version can be read or computed again."""
         try:
             for number in self._mine:
                 for digest in (newest.state[number], *newest.outer[number : number + 1]):
                     self._array(number, digest)
         except (Missing, Corrupt) as error:
-            return Damage(str(error))
+            return VersionDamaged(str(error))
         return None
 
-    @_slowly("shard merges")
-    def merge(self, newest: Record, merge: Merge) -> Part | Lost | Damage:
-        """The digests of this shard's fragments of the next version, whose arrays are stored then.
+    @_blocking("shard merges")
+    def merge(self, newest: Record, merge: Merge) -> ShardResult | PayloadsLost | VersionDamaged:
+        """Store this shard's fragments of the next version, and return their digests.
 
-        newest: the version before it. Lost where payloads that the merge counts cannot be read, Damage where the
-        version before or the base of a contribution cannot.
+        newest: the previous version. Return PayloadsLost if counted payloads cannot be read, VersionDamaged if the
+        previous version or the base of a contribution cannot.
         """
         applied = [decision for decision in merge.decisions if decision.fate == "applied"]
         if not applied:
             kept = {number: newest.outer[number] for number in self._mine} if newest.outer else {}
-            return Part({number: newest.state[number] for number in self._mine}, kept, {})
+            return ShardResult({number: newest.state[number] for number in self._mine}, kept, {})
         contributed = [(decision, self._ledger.header(header_name(decision.identity))) for decision in applied]
         bases = {base: self._ledger.record(base) for base in {decision.base for decision in applied}}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy and hashlib let other threads work meanwhile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy and hashlib release the interpreter's lock
             work = partial(self._merge, newest, merge, contributed, bases)
             try:
                 made = dict(zip(self._mine, pool.map(work, self._mine), strict=True))
             except (Missing, Corrupt) as error:
-                return Damage(str(error))
-        whole = {number: digests for number, digests in made.items() if isinstance(digests, _Digests)}
-        if lost := [each for each in made.values() if isinstance(each, Lost)]:
-            return Lost(frozenset[Identity]().union(*(each.identities for each in lost)))
-        return Part(
-            {number: each.state for number, each in whole.items()},
-            {number: each.outer for number, each in whole.items() if each.outer},
-            {number: each.update for number, each in whole.items() if each.update},
+                return VersionDamaged(str(error))
+        done = {number: digests for number, digests in made.items() if isinstance(digests, _Digests)}
+        if lost := [result for result in made.values() if isinstance(result, PayloadsLost)]:
+            return PayloadsLost(frozenset[Identity]().union(*(result.identities for result in lost)))
+        return ShardResult(
+            {number: digests.state for number, digests in done.items()},
+            {number: digests.outer for number, digests in done.items() if digests.outer},
+            {number: digests.update for number, digests in done.items() if digests.update},
         )
 
     @property
@@ -157,9 +168,9 @@ class Aggregator:
         contributed: Sequence[tuple[Decision, Header]],
         bases: Mapping[int, Record],
         number: int,
-    ) -> "_Digests | Lost":
-        """One fragment; raises Missing and Corrupt for anything but payloads."""
-        arrays: dict[str, np.ndarray] = {}  # each is read, and its digest computed, once
+    ) -> "_Digests | PayloadsLost":
+        """Merge one fragment. Raise Missing or Corrupt if anything but a payload cannot be read."""
+        arrays: dict[str, np.ndarray] = {}  # read and digest each array once
         contributions, lost = [], set()
         for decision, header in contributed:
             digest = bases[decision.base].state[number]
@@ -171,7 +182,7 @@ class Aggregator:
             else:
                 contributions.append(contribution(decision, base, payload))
         if lost:
-            return Lost(frozenset(lost))
+            return PayloadsLost(frozenset(lost))
         digest = newest.state[number]
         theta = arrays[digest] if digest in arrays else self._array(number, digest)
         return self._commit(newest, merge, number, theta, contributions)
@@ -179,21 +190,22 @@ class Aggregator:
     def _commit(
         self, newest: Record, merge: Merge, number: int, theta: np.ndarray, contributions: Sequence[Contribution]
     ) -> "_Digests":
-        outer = first_state(merge.outer, theta)
+        outer = initial_state(merge.outer, theta)
         if (kept := outer_before(newest, merge.outer, number)) is not None:
             outer = self._array(number, kept)
         with ExitStack() as files:
             new, finish = files.enter_context(self._objects.writing_array(theta.shape))
             new_outer, sent = None, None
-            finish_outer = finish_sent = _nothing
+            finish_outer: Callable[[], str] = str
+            finish_sent: Callable[[], str] = str
             if outer is not None:
                 rows = state_rows(merge.outer, merge.gathered)
                 new_outer, finish_outer = files.enter_context(self._objects.writing_array((rows, theta.size)))
             if merge.outer.downlink != "plain":
                 room = self._objects.writing_update(theta.size, BITS[merge.outer.downlink])
                 sent, finish_sent = files.enter_context(room)
-            means = merge.outer.averaged_in(number)
-            commit(
+            means = merge.outer.averaged_slices(number)
+            commit_fragment(
                 theta, outer, contributions, merge.outer, merge.rate, merge.share, new, new_outer, sent, means,
                 merge.kept or 0.0,
             )  # fmt: skip
@@ -203,7 +215,7 @@ class Aggregator:
         return self._ledger.record(self._ledger.versions()[-1])
 
     def _array(self, number: int, digest: str) -> np.ndarray:
-        """A fragment of a state or an outer state; one that is missing or damaged is computed again if that can be."""
+        """Return a fragment of a state or an outer state, computing it again if it is missing or damaged."""
         try:
             return self._objects.get_array(digest)
         except (Missing, Corrupt):
@@ -213,12 +225,35 @@ class Aggregator:
 
 
 class _Digests(NamedTuple):
-    """Of what a shard stored for one fragment of a version; empty for what there is not."""
+    """Digests of what a shard stored for one fragment of a version; empty for absent objects."""
 
     state: str
     outer: str
     update: str
 
 
-def _nothing() -> str:
-    return ""
+class Shard(Aggregator):
+    """An aggregator's process, which also stores a run's first state and serves its data files."""
+
+    def __init__(self, store: Store, data: Path, index: int, shards: int):
+        """data: the folder of the files that members fetch."""
+        super().__init__(Ledger(store), Objects(store), (), index, shards)
+        self._store, self._data = store, data
+
+    def found(self, fragment: np.ndarray, outer: OuterRule) -> tuple[str, str | None]:
+        """Store a fragment, float32[n], of the first state; return its digest and that of its outer state, if any."""
+        first = initial_state(outer, fragment)
+        return self._objects.put_array(fragment), None if first is None else self._objects.put_array(first)
+
+    def file(self, name: str, start: int, count: int) -> bytes:
+        """Read a part of one of the run's data files."""
+        with (self._data / Path(name).name).open("rb") as file:
+            file.seek(start)
+            return file.read(count)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each fragment, read at first use, when the run is founded."""
+        if not self._sizes and (founding := read_founding(self._store)) is not None:
+            self._sizes = founding.layout.sizes
+        return self._sizes

@@ -1,29 +1,28 @@
-"""A clock on which nobody is late because this process did not listen."""
+"""A clock that pauses while its process does."""
 
 import threading
 from collections.abc import Callable
 
-PAUSE = 2.0
-"""Seconds between two readings that still count: who reads the clock does so more often while it runs."""
+MAX_TICK_S = 2.0
+"""A running process reads its clock more often than this."""
 
 
 class Clock:
-    """Seconds that never jump; while the process that reads it stands still, they do so too.
+    """Monotonic seconds that stand still while the process that reads them does.
 
-    A process that was stopped, or that did not get a core, hears late what others said in time. What it measures by
-    this clock, a lease, a round, a silence, is longer by the gap since it last looked.
+    A process that was stopped, or got no core, receives in-time messages late. Leases, rounds and silences measured by
+    this clock grow by that gap, so no sender seems late.
     """
 
     def __init__(self, clock: Callable[[], float]):
-        """clock: seconds that never jump, of the machine."""
+        """clock: the machine's monotonic seconds."""
         self._clock = clock
         self._lock = threading.Lock()
         self._read = self._now = clock()
 
     def __call__(self) -> float:
-        """Seconds now."""
         with self._lock:
             read = self._clock()
-            self._now += min(read - self._read, PAUSE)
+            self._now += min(read - self._read, MAX_TICK_S)
             self._read = read
             return self._now

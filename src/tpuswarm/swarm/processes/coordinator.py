@@ -1,119 +1,124 @@
-"""The coordinator's process: the state machine of core/state.py with the ledger and the shards around it."""
+"""The coordinator's process: it founds the run, then drives core/transitions.py with ledger and aggregators."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tpuswarm.errors import RunFailed
-from tpuswarm.swarm.core import state as core
-from tpuswarm.swarm.core.known import State
+from tpuswarm.swarm.core import transitions as core
+from tpuswarm.swarm.core.coordinator_state import CoordinatorState
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import (
     Accepted,
-    Beat,
-    Damage,
     Granted,
-    Lost,
+    Heartbeat,
     Merge,
-    Outdated,
+    PayloadsLost,
     Refused,
     StoreHeader,
+    Superseded,
     Terms,
+    VersionDamaged,
 )
 from tpuswarm.swarm.core.summary import Summary, summary
-from tpuswarm.swarm.core.values import Header, Identity, Incarnation
-from tpuswarm.swarm.core.view import View
+from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.processes.clock import Clock
-from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Sleep, Together, Unreachable
+from tpuswarm.swarm.processes.effects import Call, Parallel, Process, ProcessEnded, RunBlocking, Sleep, Unreachable
+from tpuswarm.swarm.processes.plan import Plan
+from tpuswarm.swarm.storage.founding import FOUNDING, Founding, keep_founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import newest_whole
 from tpuswarm.train.process.terminal import say
 
-LOOK = 0.5
-"""Seconds between two looks at the clock, at most."""
-LEAST = 0.001
-"""Seconds between two, at least: a shorter wait may be lost in rounding."""
+MAX_SLEEP_S = 0.5
+MIN_SLEEP_S = 0.001
+"""A shorter sleep may be lost in rounding."""
+FOUNDER_TIMEOUT_S = 120.0
+"""A member that was asked to initialize the model has this long; it has compiled its program before."""
+FOUNDING_POLL_S = 0.2
 
 
 class Coordinator:
-    """One life of a coordinator. `open` first; then `run` beside the methods that members call."""
+    """One life of a coordinator. Call `open`, then `run` beside the methods that members call."""
 
     def __init__(self, ledger: Ledger, shards: Sequence[str], clock: Callable[[], float], time: Callable[[], float]):
-        """clock: seconds that never jump, for leases and rounds; time: seconds since 1970, for the record."""
+        """clock: monotonic seconds, for leases and rounds; time: seconds since 1970, for the records."""
         self._ledger, self._shards = ledger, tuple(shards)
         self.clock, self._time, self._founded = Clock(clock), time, False
         self.opened = False
-        self.state: State
-        """Once it is opened."""
+        self.state: CoordinatorState
+        """Set by `open`."""
 
     def open(self, terms: Terms, *, founded: bool, alone: bool = False) -> Process:
-        """Read the ledger and the stored headers: everything accepted is accepted, whoever is alive.
+        """Read the ledger and the stored headers; every stored header is accepted, whether its member lives or not.
 
-        founded: genesis was created a moment ago; alone: no member of an earlier epoch can be alive.
+        founded: genesis was just created; alone: no member of an earlier epoch can be alive.
         """
         self._founded = founded
-        view = yield Do("coordinator reads the ledger", self._ledger.view)
-        headers = yield Do("coordinator lists headers", lambda: self._ledger.headers(view))
-        self.state = core.start(terms, view, headers, self.clock(), founded=founded, alone=alone)
+        view = yield RunBlocking("coordinator reads the ledger", self._ledger.view)
+        headers = yield RunBlocking("coordinator lists headers", lambda: self._ledger.headers(view))
+        self.state = core.start_epoch(terms, view, headers, self.clock(), founded=founded, alone=alone)
         self.opened = True
 
-    def beat(self, said: Beat) -> Granted | Refused | None:
-        """A member's hello, announcement or heartbeat; None while the ledger is being read."""
+    def beat(self, report: Heartbeat) -> Granted | Refused | None:
+        """Answer a member's hello, announcement or heartbeat; None while the ledger is being read."""
         if not self.opened:
             return None
-        self.state, answer = core.beat(self.state, said, self.clock())
-        if isinstance(answer, Outdated):
-            raise _outruled(answer)
+        self.state, answer = core.heartbeat(self.state, report, self.clock())
+        if isinstance(answer, Superseded):
+            raise _superseded(answer)
         return answer
 
     def push(self, header: Header) -> Process:
-        """Accept a contribution whose payload is stored, or say why not; None while the ledger is being read."""
+        """Accept or refuse a contribution whose payload is stored; None while the ledger is being read."""
         if not self.opened:
             return None
-        self.state, answer = core.push(self.state, header)
-        if isinstance(answer, Outdated):
-            raise _outruled(answer)
+        self.state, answer = core.receive_push(self.state, header)
+        if isinstance(answer, Superseded):
+            raise _superseded(answer)
         if not isinstance(answer, StoreHeader):
             return answer
-        outcome = yield Do("coordinator creates a header", lambda: self._ledger.create_header(header))
+        outcome = yield RunBlocking("coordinator creates a header", lambda: self._ledger.create_header(header))
         if outcome == "lost":
             return Refused("a different push with the same identity is stored")
-        self.state = core.stored(self.state, header, self.clock())
+        self.state = core.header_stored(self.state, header, self.clock())
         return Accepted()
 
     def leave(self, incarnation: Incarnation) -> None:
-        """A member goes in good order."""
         if self.opened:
             self.state = core.leave(self.state, incarnation)
 
-    def look(self) -> Summary | None:
-        """How the run stands; None before its first state."""
+    def summarize(self) -> Summary | None:
+        """Summarize the run; None before its first state."""
         return summary(self.state, self.clock()) if self.opened else None
 
     def run(self) -> Process:
-        """Rounds, one after the other, until the end of the run.
+        """Commit round after round until the end of the run.
 
-        Raises Over where another coordinator rules, and where the newest version is damaged.
+        Raise ProcessEnded if another coordinator has taken over, or the newest version is damaged.
         """
         if not self._founded:
-            yield from self._from_shards("check", self.state.view.newest)
+            yield from self._call_shards("check", self.state.view.newest)
         while not self.state.ended:
-            self.state, merge, when = core.tick(self.state, self.clock())
+            self.state, merge, round_status = core.tick(self.state, self.clock())
             if merge:
                 yield from self._commit(merge)
             else:
-                yield Sleep(max(LEAST, min(LOOK, when.look_at - self.clock())))
+                yield Sleep(max(MIN_SLEEP_S, min(MAX_SLEEP_S, round_status.check_at - self.clock())))
 
     def _commit(self, merge: Merge) -> Process:
         while True:
-            parts = yield from self._from_shards("merge", self.state.view.newest, merge)
-            lost = frozenset[Identity]().union(*(part.identities for part in parts if isinstance(part, Lost)))
+            results = yield from self._call_shards("merge", self.state.view.newest, merge)
+            lost = frozenset[Identity]().union(*(part.identities for part in results if isinstance(part, PayloadsLost)))
             if not lost:
                 break
-            self.state, merge = core.unreadable(self.state, lost)
-        state = {number: digest for part in parts for number, digest in part.state.items()}
-        outer = {number: digest for part in parts for number, digest in part.outer.items()}
-        updates = {number: digest for part in parts for number, digest in part.updates.items()}
-        record = core.merged(
+            self.state, merge = core.retry_merge(self.state, lost)
+        state = {number: digest for part in results for number, digest in part.state.items()}
+        outer = {number: digest for part in results for number, digest in part.outer.items()}
+        updates = {number: digest for part in results for number, digest in part.updates.items()}
+        record = core.make_record(
             self.state,
             self._ledger.digest(self.state.view.newest),
             _in_order(state),
@@ -121,47 +126,151 @@ class Coordinator:
             _in_order(updates),
             self._time(),
         )
-        self.state.view.after(record)  # raises, before it is there for ever, where it does not follow
-        outcome = yield Do("coordinator creates a record", lambda: self._ledger.append(record))
+        self.state.view.after(record)  # raises if it does not follow, before it is stored for ever
+        outcome = yield RunBlocking("coordinator creates a record", lambda: self._ledger.append(record))
         if outcome == "lost":
-            raise Over(f"another coordinator wrote record {record.version}; this one stops")
-        self.state = core.committed(self.state, record)
+            raise ProcessEnded(f"another coordinator wrote record {record.version}; this one stops")
+        self.state = core.record_committed(self.state, record)
         if self._ledger.bookmark_due(self.state.view):
-            yield Do("coordinator leaves a bookmark", partial(self._leave_bookmark, self.state.view))
+            yield RunBlocking("coordinator leaves a bookmark", partial(self._leave_bookmark, self.state.view))
 
-    def _leave_bookmark(self, view: View) -> None:
-        """Without it the next start reads more records: no reason to end this one, whatever the storage says."""
+    def _leave_bookmark(self, view: LedgerView) -> None:
+        """Save a bookmark; a failure only makes the next start read more records."""
         try:
             self._ledger.bookmark(view)
         except RunFailed as error:
             say(f"no bookmark at commit {view.version}: {error}", err=True)
 
-    def _from_shards(self, method: str, *arguments: Any) -> Process:
-        """Of each shard its answer, all at work together; one that does not answer is asked again."""
+    def _call_shards(self, method: str, *arguments: Any) -> Process:
+        """Call every aggregator at once, and those that do not answer again; return all answers."""
         found: dict[str, Any] = {}
         while left := [shard for shard in self._shards if shard not in found]:
-            answers = yield Together(tuple(Call(shard, method, arguments) for shard in left))
+            answers = yield Parallel(tuple(Call(shard, method, arguments) for shard in left))
             for shard, answer in zip(left, answers, strict=True):
-                if isinstance(answer, Damage):
-                    raise Over((yield Do("coordinator looks for a whole version", partial(self._advice, answer))))
+                if isinstance(answer, VersionDamaged):
+                    advice = partial(self._advise, answer)
+                    raise ProcessEnded((yield RunBlocking("coordinator looks for a whole version", advice)))
                 if not isinstance(answer, Unreachable):
                     found[shard] = answer
             if len(found) < len(self._shards):
-                yield Sleep(LOOK)
+                yield Sleep(MAX_SLEEP_S)
         return list(found.values())
 
-    def _advice(self, damage: Damage) -> str:
-        """What is wrong with the newest version, and from which one the run could go on."""
+    def _advise(self, damage: VersionDamaged) -> str:
         try:
-            whole = f"commit {newest_whole(self._ledger.store)} is the newest that is intact"
+            intact = f"commit {newest_whole(self._ledger.store)} is the newest that is intact"
         except RunFailed as error:
-            whole = str(error)
-        return f"commit {self.state.view.version} is damaged: {damage.reason}; {whole}"
+            intact = str(error)
+        return f"commit {self.state.view.version} is damaged: {damage.reason}; {intact}"
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Answer to a hello: the run has no first state; create it."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Answer to a hello: another member creates the first state, or the coordinator is still reading its ledger."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Answer to a hello: the run's terms and its newest version."""
+
+    terms: Terms
+    founding: Founding
+    version: int
+    tokens: int
+    state: tuple[str, ...]
+
+
+class FoundingCoordinator(Coordinator):
+    """A coordinator that first waits until a member has created the run's first state."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        shards: Sequence[str],
+        clock: Callable[[], float],
+        time: Callable[[], float],
+        *,
+        alone: bool,
+    ):
+        """alone: no member of an earlier epoch can be alive, so none is awaited."""
+        super().__init__(Ledger(store), shards, clock, time)
+        self._plan, self._store, self._alone = plan, store, alone
+        self._founding: Founding | None = None
+        self._is_unfounded = False
+        """Whether storage was read and has no first state."""
+        self._founder: tuple[str, float] | None = None
+
+    def run(self) -> Process:
+        """Run to the end; raise ProcessEnded as Coordinator.run does, or if the storage has another run's commits."""
+        founded = False
+        while True:
+            founding = yield RunBlocking("coordinator reads the founding", lambda: read_founding(self._store))
+            if founding is not None:
+                break
+            founded = self._is_unfounded = True
+            yield Sleep(FOUNDING_POLL_S)
+        self._is_unfounded = False
+        self._shards = self._shards[: len(founding.fragments)]
+        terms = self._plan.terms(founding)
+        yield from self.open(terms, founded=founded, alone=self._alone)
+        newest = self.state.view.newest
+        if newest.run != terms.run:
+            raise ProcessEnded(
+                f"{self._store.root} has commits of run {newest.run}, this is run {terms.run}; use another --run"
+            )
+        if newest.digests.layout != founding.layout.digest:
+            raise ProcessEnded(
+                f"{self._store.root} has commits with another layout than its {FOUNDING}; use another --run"
+            )
+        self._founding = founding
+        yield from super().run()
+
+    def hello(self, member: str, can_found: bool = True) -> Joining | Begin | Wait:
+        """Answer a member's first call. can_found: the member could create the first state now."""
+        if self._founding:
+            newest = self.state.view.newest
+            return Joining(self.state.terms, self._founding, newest.version, newest.tokens, newest.state)
+        now = self.clock()
+        if not self._is_unfounded or not can_found or (self._plan.members and member not in self._plan.members):
+            return Wait()  # the founder is one of the members that the run was started with, if there are any
+        if self._founder is None or self._founder[0] == member or now > self._founder[1]:
+            self._founder = (member, now + FOUNDER_TIMEOUT_S)
+            return Begin()
+        return Wait()
+
+    def found(self, founding: Founding, state: tuple[str, ...], outer: tuple[str, ...], digests: Digests) -> Process:
+        """Create the first record; a second founder finds it there and uses it. Refuse a founder of another run.
+
+        The record is stored before the founding: a kill between them leaves a run without members, whose layout the
+        next founder reports.
+        """
+        terms = self._plan.terms(founding)
+        if digests != terms.digests:
+            return Refused(core.disagreement(digests, terms.digests))
+        record = Record(
+            run=terms.run, version=0, epoch=1, parent="", state=state, outer=outer, decisions=(),
+            rule=terms.outer.rule, rate=0.0, momentum=terms.outer.momentum, share=0.0, gathered=0.0, tokens=0,
+            changes=0, processed=(), digests=terms.digests, time=self._time(), averaged=terms.outer.averaged,
+            kept=1.0 if terms.outer.average else None,
+        )  # fmt: skip
+        outcome = yield RunBlocking("coordinator creates genesis", lambda: self._ledger.append(record))
+        if outcome == "lost":
+            stored = yield RunBlocking("coordinator reads genesis", lambda: self._ledger.record(0))
+            if (stored.run, stored.digests.layout) != (terms.run, digests.layout):
+                return Refused(f"commit 0 in {self._store.root} belongs to another run; use another --run")
+        yield RunBlocking("coordinator keeps the founding", lambda: keep_founding(self._store, founding))
+        return Accepted()
 
 
 def _in_order(digests: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(digests[number] for number in sorted(digests))
 
 
-def _outruled(answer: Outdated) -> Over:
-    return Over(f"a member is at commit {answer.version}: another coordinator is in charge; this one stops")
+def _superseded(answer: Superseded) -> ProcessEnded:
+    return ProcessEnded(f"a member is at commit {answer.version}: another coordinator is in charge; this one stops")

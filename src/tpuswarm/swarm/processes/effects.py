@@ -1,31 +1,31 @@
-"""What the processes of a swarm ask of the engine that runs them.
+"""The effects that a swarm process requests from the engine that runs it.
 
-A process is a generator. Its code between two yields is atomic; what it yields is done by the engine, slowly or never:
-a process may die at any yield, before or after the effect. That is where crash tests cut.
+A process is a generator. Its code between two yields is atomic. The engine executes what it yields, slowly or never: a
+process may die at any yield, before or after the effect. Crash tests cut there.
 """
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-Process = Generator["Do | Call | Together | Sleep", Any, Any]
-"""Yields effects, is sent their results, may return something to who started it."""
+Process = Generator["RunBlocking | Call | Parallel | Sleep", Any, Any]
+"""Yields effects, receives their results, and may return a value to its caller."""
 
 
 @dataclass(frozen=True)
-class Do:
-    """Run something that takes time or touches the world; its result, or its exception, comes back."""
+class RunBlocking:
+    """Run an action that takes time or touches the world; its result is sent back, or its exception raised."""
 
     name: str
-    """Of the crash point."""
+    """Name of the crash point."""
     action: Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of another process; what it returns comes back, or Unreachable is raised.
+    """Call a method of another process; its result is sent back, or Unreachable raised.
 
-    A call may arrive late, twice, or its answer never.
+    The call may arrive late or twice, and its answer never.
     """
 
     address: str
@@ -34,22 +34,20 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Together:
-    """Make several calls at once; a list comes back: of each call what it returned, or Unreachable as a value."""
+class Parallel:
+    """Make several calls at once; sends back a list of their results, with Unreachable as a value."""
 
     calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Wait."""
-
     seconds: float
 
 
 class Unreachable(Exception):
-    """No answer: the call may or may not have been carried out."""
+    """No answer: the call may or may not have been executed."""
 
 
-class Over(Exception):
-    """This process has no place in the swarm any more, and says why: fenced, refused, not finite."""
+class ProcessEnded(Exception):
+    """This process must end, for the given reason: fenced, refused, left, or its numbers are not finite."""

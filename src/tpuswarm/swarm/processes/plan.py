@@ -1,4 +1,4 @@
-"""What a run was asked to be, before any process knows how its parameters look."""
+"""The plan of a swarm run: what every process must know before the first parameters exist."""
 
 import hashlib
 import json
@@ -9,97 +9,96 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.swarm.core.arithmetic.fragments import shards_for
-from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, usual_momentum
+from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for
+from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule, default_momentum
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Rule
 from tpuswarm.swarm.storage.founding import Founding
 
-CYCLE = 50
-"""Steps between two pushes, where nothing else is asked."""
-HEAD = "coordinator"
+DEFAULT_CYCLE_STEPS = 50
+"""Steps between two pushes."""
+COORDINATOR = "coordinator"
 """Address of the coordinator's process."""
-NEVER_CODE = ("data",)
-"""Options of a recipe that say where something is, not what it is."""
+LOCATION_OPTIONS = ("data",)
+"""Options of a recipe that name a location and do not change the training."""
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """The table [swarm] of config.toml."""
+    """The [swarm] table of config.toml."""
 
     run: str
     """A random name: contributions to another run are refused."""
     members: int
-    """Started with the run; others may join."""
+    """Members started with the run; others may join."""
     cycle: int
     """Steps between two pushes of the fastest member."""
     outer: Rule
     outer_lr: float | None
-    """None: by the number of contributors."""
+    """None chooses by the number of contributors."""
     quantize: Form
     overlap: bool
     fragments: int
     expected: int = 0
-    """How many others may join: what serves members is sized for them too."""
+    """Members that may join later; the number of aggregators allows for them."""
 
     @property
     def aggregators(self) -> int:
-        """How many there are."""
-        return min(self.fragments, shards_for(self.members + self.expected))
+        return min(self.fragments, aggregators_for(self.members + self.expected))
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file that every member has to have."""
+    """A file that every member needs."""
 
     size: int
-    """Bytes."""
+    """In bytes."""
     digest: str
-    """SHA-256 of them."""
+    """SHA-256 of its content."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a process of the swarm has to be told."""
+    """Everything that a process of the swarm needs to know."""
 
     swarm: Swarm
     target: str
     options: dict[str, Any]
-    """Of the recipe."""
+    """Options of the recipe."""
     settings: dict[str, Any]
-    """Of train/settings.py."""
+    """Settings of the run, as in train/settings.py."""
     files: dict[str, DataFile]
-    """Of the shared data, by name: what lies in the run's folder `data`."""
+    """Files in the run's folder `data`, by name."""
     shared: dict[str, Any]
-    """Options of the recipe that read these files; the folder is written `{data}`."""
+    """Options of the recipe that read these files; `{data}` stands for the folder."""
     tokens_per_row: int
     data: str
     """Digest of the training data."""
     code: str
-    """As `code_digest` gives it where the run was started."""
+    """`code_digest` where the run was started."""
     evaluate_every: int | None
     """Tokens between two evaluations."""
     statistics: tuple[str, ...] = ()
-    """Paths of shared arrays that are observed and not trained: averaged, whatever the outer rule."""
-    average: Average | None = None
-    """A moving average of the committed parameters that the program wants."""
+    """Paths of shared running statistics, which are averaged under every outer rule."""
+    average: MovingAverage | None = None
+    """The moving average of the committed parameters, if the program wants one."""
 
     @cached_property
     def config(self) -> str:
-        """Digest of everything that makes the training what it is."""
-        options = {name: value for name, value in self.options.items() if name not in NEVER_CODE}
-        settings = {name: value for name, value in self.settings.items() if name not in NEVER_CODE}
+        """Digest of everything that determines the training."""
+        options = {name: value for name, value in self.options.items() if name not in LOCATION_OPTIONS}
+        settings = {name: value for name, value in self.settings.items() if name not in LOCATION_OPTIONS}
         swarm = {**asdict(self.swarm), "members": 0, "expected": 0}
         return _sha256(json.dumps([options, settings, swarm], sort_keys=True))
 
     @property
-    def outer(self) -> Outer:
-        """The outer rule, but for what depends on the size of the model."""
-        return Outer(self.swarm.outer, rate=self.swarm.outer_lr, downlink=self.swarm.quantize, average=self.average)
+    def outer(self) -> OuterRule:
+        """The outer rule, without the settings that depend on the size of the model."""
+        return OuterRule(self.swarm.outer, rate=self.swarm.outer_lr, downlink=self.swarm.quantize, average=self.average)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of those that the run is started with."""
+        """Names of the members that the run is started with."""
         return tuple(member_name(number) for number in range(self.swarm.members))
 
     @property
@@ -108,7 +107,6 @@ class Plan:
         return int(self.settings["steps"]) * int(self.settings["batch"])
 
     def terms(self, founding: Founding) -> Terms:
-        """The protocol's terms of this run."""
         batch, swarm = int(self.settings["batch"]), self.swarm
         return Terms(
             run=swarm.run,
@@ -120,32 +118,32 @@ class Plan:
             members=self.members,
             outer=replace(
                 self.outer,
-                momentum=usual_momentum(sum(founding.layout.sizes)),
+                momentum=default_momentum(sum(founding.layout.sizes)),
                 averaged=founding.layout.places(self.statistics),
             ),
         )
 
 
 def member_name(number: int) -> str:
-    """Of the members that a run is started with."""
+    """Return the name of a member that the run is started with."""
     return f"m{number}"
 
 
 def code_digest(target: str) -> str:
-    """SHA-256 of this package's sources, of the file that a recipe comes from, and of the versions of JAX and NumPy."""
+    """Return the SHA-256 of this package, of the recipe's file, and of the versions of JAX and NumPy."""
     import tpuswarm
 
     package = Path(tpuswarm.__file__).parent
     files = sorted(package.rglob("*.py"))
-    place = target.rpartition(":")[0]
-    if place.endswith(".py"):
-        files.append(Path(place))
+    path = target.rpartition(":")[0]
+    if path.endswith(".py"):
+        files.append(Path(path))
     found = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
     return _sha256(json.dumps([version("jax"), version("numpy"), found]))
 
 
 def fill(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Options with the folder of the data in the place of `{data}`."""
+    """Replace `{data}` in options by the data folder."""
     return {
         name: value.replace("{data}", str(folder)) if isinstance(value, str) else value
         for name, value in options.items()

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from math import ceil, inf
 from typing import Any, cast
 
-from tpuswarm.swarm.core.arithmetic.outer import Outer
-from tpuswarm.swarm.core.books import Member
-from tpuswarm.swarm.core.known import State
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
+from tpuswarm.swarm.core.coordinator_state import CoordinatorState
+from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Incarnation, Record
 from tpuswarm.swarm.engines.inproc import Faults, Inproc
-from tpuswarm.swarm.member.cycle import MemberProcesses
+from tpuswarm.swarm.member.loop import MemberLoop
 from tpuswarm.swarm.processes.coordinator import Coordinator
-from tpuswarm.swarm.processes.effects import Call, Do, Over, Process, Together
+from tpuswarm.swarm.processes.effects import Call, Parallel, Process, ProcessEnded, RunBlocking
 from tpuswarm.swarm.simulation.meter import Metered
 from tpuswarm.swarm.simulation.scenario import Scenario
 from tpuswarm.swarm.simulation.stand_ins import NoLedger, TimedShard, genesis, update_bytes
@@ -48,7 +48,7 @@ class SimulatedSwarm(Inproc):
 
     def __init__(self, scenario: Scenario, ledger: Callable[[Record], Any] = NoLedger):
         """ledger: made from genesis."""
-        super().__init__(scenario.seed, faults=Faults(timeout=inf), over=self._ended)
+        super().__init__(scenario.seed, faults=Faults(timeout=inf), on_ended=self._ended)
         self.scenario = scenario
         self.machines = [
             Machine(f"m{group}-{number}", each, scenario.step_s(each))
@@ -66,7 +66,7 @@ class SimulatedSwarm(Inproc):
             horizon=ceil(tokens / scenario.tokens_per_step) * batch,
             cycle=scenario.exchange.cycle * batch,
             members=tuple(machine.name for machine in self.machines),
-            outer=Outer("nesterov", downlink=scenario.form),
+            outer=OuterRule("nesterov", downlink=scenario.form),
         )
         first = genesis(self.terms, scenario.fragments)
         self.records = {0: first}
@@ -84,7 +84,7 @@ class SimulatedSwarm(Inproc):
         self.coordinator = Metered(made, clock, self.records)
 
     @property
-    def state(self) -> State:
+    def state(self) -> CoordinatorState:
         """Of the coordinator."""
         return self.coordinator.inner.state
 
@@ -117,7 +117,7 @@ class SimulatedSwarm(Inproc):
 
         self.run(look, limit)
 
-    def takes(self, node: str, effect: Do) -> float:
+    def effect_seconds(self, node: str, effect: RunBlocking) -> float:
         """Seconds of an effect."""
         if effect.name == "member trains":
             machine = self._by_name[node]
@@ -127,7 +127,7 @@ class SimulatedSwarm(Inproc):
             return 4 * self.scenario.model.parameters / COPY
         return STORED if node == COORDINATOR else 0.0
 
-    def travels(self, node: str, call: Call, back: bool) -> float:
+    def travel_seconds(self, node: str, call: Call, back: bool) -> float:
         """Seconds of a message: half the latency, and its bytes over the member's link."""
         machine = self._by_name.get(node)
         if machine is None:
@@ -183,7 +183,7 @@ class SimulatedSwarm(Inproc):
         machine.life, machine.up.free, machine.down.free = None, self.now, self.now
         self.at(self.now + 60 * machine.group.back_after_minutes, lambda: self._start(machine))
 
-    def _ended(self, node: str, over: Over) -> None:
+    def _ended(self, node: str, over: ProcessEnded) -> None:
         machine = self._by_name.get(node)
         if machine is None:
             raise over
@@ -194,14 +194,14 @@ class SimulatedSwarm(Inproc):
     def _joining(self, machine: Machine) -> Process:
         newest: Record = self.state.view.newest
         addresses = list(self.shards)
-        yield Together(
+        yield Parallel(
             tuple(
                 Call(addresses[number % len(addresses)], "fetch", (number, digest))
                 for number, digest in enumerate(newest.state)
             )
         )
         exchange = self.scenario.exchange
-        books = Member(
+        state = MemberState(
             terms=self.terms,
             form=self.scenario.form,
             overlap=exchange.overlap == "auto",
@@ -210,7 +210,7 @@ class SimulatedSwarm(Inproc):
             tokens=newest.tokens,
         )
         holder = TimedHolder(machine, self.scenario.fragments)
-        life = MemberProcesses(books, holder, COORDINATOR, addresses, lambda: self.now, anchor=newest.state)
+        life = MemberLoop(state, holder, COORDINATOR, addresses, lambda: self.now, anchor=newest.state)
         machine.life = life
         machine.comes("alive", self.now)
         for process in (life.train(), life.exchange(), life.heartbeats()):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpuswarm.swarm.core.messages import Beat, Granted, Refused
+from tpuswarm.swarm.core.messages import Granted, Heartbeat, Refused
 from tpuswarm.swarm.core.values import Header, Incarnation, Record
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Process
@@ -26,7 +26,7 @@ class Metered:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the processor, not of the virtual clock."""
 
-    def beat(self, said: Beat) -> Granted | Refused | None:
+    def beat(self, said: Heartbeat) -> Granted | Refused | None:
         """As the coordinator."""
         start = time.thread_time()
         answer = self.inner.beat(said)

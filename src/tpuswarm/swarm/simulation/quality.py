@@ -15,7 +15,7 @@ import numpy as np
 
 from tpuswarm.swarm.core.arithmetic.adopt import add, mix
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
-from tpuswarm.swarm.core.arithmetic.outer import Outer, advance
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, advance_quorum
 from tpuswarm.swarm.core.arithmetic.quantize import decode, encode, feedback
 from tpuswarm.swarm.core.choose import clipping, effective
 from tpuswarm.swarm.simulation import twins
@@ -35,7 +35,7 @@ class Arm:
 
     cycle: tuple[int, ...] = (30,) * 4
     """Of each member, steps from push to push. Different numbers are different speeds: a cycle is a time."""
-    outer: Outer = field(default_factory=lambda: Outer("nesterov"))
+    outer: OuterRule = field(default_factory=lambda: OuterRule("nesterov"))
     bits: int = 32
     """Of a code, 8, 4 or 2; 32: contributions are not quantized."""
     feedback: bool = True
@@ -267,7 +267,7 @@ def decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, floa
     for first in range(0, len(arm.cycle), arm.at_once):
         part = slice(first, first + arm.at_once)
         weights = [steps / sum(arm.cycle[part]) for steps in arm.cycle[part]]
-        share, gathered = advance(arm.outer, gathered, arm.at_once, arm.quorum or len(arm.cycle))
+        share, gathered = advance_quorum(arm.outer, gathered, arm.at_once, arm.quorum or len(arm.cycle))
         rate = arm.outer.rate_for(effective(weights), share)
         commits.append((weights, clipping(norms[part]), rate, share, gathered == 0))
     return Decided(*(jnp.asarray(column) for column in zip(*commits, strict=True))), gathered
@@ -276,7 +276,7 @@ def decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, floa
 def ticks_of(arm: Arm, cycle: int, cycles: int) -> Ticks:
     """Of the cycle with this number, from 0; members make their steps at even distances.
 
-    Progress is what was counted in a member's base and its own outstanding steps, as in core/books.py.
+    Progress is what was counted in a member's base and its own outstanding steps, as in core/member_state.py.
     """
     steps, longest, whole = np.array(arm.cycle), max(arm.cycle), sum(arm.cycle)
     at = np.arange(longest)[:, None]
@@ -315,7 +315,7 @@ def rows_of(program: Program, source: Source, arm: Arm, size: int, cycle: int) -
 
 def _layout(shared: Any) -> Layout:
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
-    return Layout.of({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, 1)
+    return Layout.pack({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, 1)
 
 
 def flat_of(shared: Any) -> jax.Array:

@@ -143,7 +143,7 @@ def tokens(cluster: SimulatedSwarm) -> Tokens:
     """Where every trained token is, counted with the members and not from what they reported."""
     view, per_row = cluster.state.view, cluster.terms.tokens_per_row
     accepted = Rows.union(header.rows for header, _ in cluster.state.pending.values())
-    held = Rows.union(machine.life.books.outstanding for machine in cluster.machines if machine.life)
+    held = Rows.union(machine.life.state.outstanding for machine in cluster.machines if machine.life)
     processed = sum(machine.rows for machine in cluster.machines) * per_row
     outstanding = len((accepted | held) - view.spent) * per_row
     applied = view.tokens

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from tpuswarm.config.toml_file import Count, StrictTable
-from tpuswarm.swarm.core.arithmetic.fragments import fragments_for, shards_for
+from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for, fragments_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
 
@@ -107,7 +107,7 @@ class Scenario(StrictTable):
     @property
     def shards(self) -> int:
         """Aggregators."""
-        return min(self.fragments, shards_for(self.count))
+        return min(self.fragments, aggregators_for(self.count))
 
     @property
     def form(self) -> Form:

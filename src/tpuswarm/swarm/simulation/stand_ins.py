@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tpuswarm.swarm.core.messages import Accepted, Merge, Part, Terms
+from tpuswarm.swarm.core.ledger_view import LedgerView
+from tpuswarm.swarm.core.messages import Accepted, Merge, ShardResult, Terms
 from tpuswarm.swarm.core.values import Header, Identity, Record
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.processes.effects import Process, Sleep
-from tpuswarm.swarm.storage.downlink import WHOLE, bytes_of
+from tpuswarm.swarm.storage.downlink import FULL_BYTES_PER_ELEMENT, bytes_per_update
 
 MERGE = 4e8
 """Parameters of contributions that a shard reads, checks and adds up in a second, about."""
@@ -21,15 +21,15 @@ class NoLedger:
     def __init__(self, genesis: Record):
         self._genesis = genesis
 
-    def view(self) -> View:
+    def view(self) -> LedgerView:
         """Genesis."""
-        return View.of(self._genesis)
+        return LedgerView.from_records(self._genesis)
 
-    def headers(self, view: View) -> list[Header]:
+    def headers(self, view: LedgerView) -> list[Header]:
         """None."""
         return []
 
-    def bookmark_due(self, view: View) -> bool:
+    def bookmark_due(self, view: LedgerView) -> bool:
         """Never: nobody will read it."""
         return False
 
@@ -68,8 +68,8 @@ class Sent:
 
 def update_bytes(records: Mapping[int, Record], base: int, version: int) -> float | None:
     """Bytes of a parameter that bring it from one version to a later one; None where the whole is fewer."""
-    cost = sum(bytes_of(records[each]) for each in range(base + 1, version + 1))
-    return cost if cost < WHOLE else None
+    cost = sum(bytes_per_update(records[each]) for each in range(base + 1, version + 1))
+    return cost if cost < FULL_BYTES_PER_ELEMENT else None
 
 
 @dataclass
@@ -102,9 +102,9 @@ class TimedShard:
         """The next version of its fragments."""
         applied = sum(decision.fate == "applied" for decision in merge.decisions)
         if not applied:
-            return Part({number: newest.state[number] for number in self.own}, {}, {})
+            return ShardResult({number: newest.state[number] for number in self.own}, {}, {})
         plain = merge.outer.downlink == "plain"
         yield Sleep(applied * self.fragment * len(self.own) / MERGE)
         name = hashlib.sha256(f"{merge.version}".encode()).hexdigest()
         made = dict.fromkeys(self.own, name)
-        return Part(made, {}, {} if plain else made)
+        return ShardResult(made, {}, {} if plain else made)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tpuswarm.swarm.core.books import Adopt
+from tpuswarm.swarm.core.member_state import Adopt
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.member.contract import Payload
-from tpuswarm.swarm.member.cycle import MemberProcesses
+from tpuswarm.swarm.member.device_state import Payload
+from tpuswarm.swarm.member.loop import MemberLoop
 from tpuswarm.swarm.simulation.scenario import MemberGroup
 
 Where = Literal["gone", "joining", "alive"]
@@ -48,7 +48,7 @@ class Machine:
     down: "Way" = field(default_factory=lambda: Way())
     step: float = 0.0
     """Seconds of the step under way."""
-    life: MemberProcesses | None = None
+    life: MemberLoop | None = None
 
     def comes(self, where: Where, now: float) -> None:
         """It is somewhere else from now on."""

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tpuswarm.swarm.core.arithmetic.outer import Outer
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, decode, encode, feedback
 from tpuswarm.swarm.core.values import Form
 
@@ -41,7 +41,7 @@ def step(
     theta: jax.Array,
     outer_state: jax.Array,
     u: jax.Array,
-    outer: Outer,
+    outer: OuterRule,
     rate: float | jax.Array,
     share: float | jax.Array,
     momentum_step: bool | jax.Array,
@@ -71,7 +71,7 @@ def commit(
     bases: jax.Array,
     weights: jax.Array,
     clips: jax.Array,
-    outer: Outer,
+    outer: OuterRule,
     rate: float | jax.Array,
     share: float | jax.Array,
     momentum_step: bool | jax.Array,

@@ -1,4 +1,4 @@
-"""What the founder of a run found: the layout of its shared state, in a file that is created once."""
+"""The founding of a run: the layout of its shared parameters, in a file that is created once."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ FOUNDING = "founding.json"
 
 @dataclass(frozen=True)
 class Founding:
-    """The layout of the shared state: reported by the member that made the first one."""
+    """The layout of the shared parameters, reported by the member that created the first ones."""
 
     fragments: tuple[tuple[Leaf, ...], ...]
     chosen: dict[str, Any]
@@ -22,7 +22,6 @@ class Founding:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of its fragments."""
         return Layout(self.fragments)
 
 
@@ -30,12 +29,12 @@ _FOUNDING: TypeAdapter[Founding] = TypeAdapter(Founding)
 
 
 def keep_founding(store: Store, founding: Founding) -> None:
-    """Create the file, where it is not there."""
+    """Create the file if it does not exist."""
     store.create(FOUNDING, _FOUNDING.dump_json(founding))
 
 
 def read_founding(store: Store) -> Founding | None:
-    """The founding of a run; None before it. Raises Corrupt where it is none."""
+    """Return the founding of a run, None before it. Raise Corrupt for a damaged file."""
     try:
         return _FOUNDING.validate_json(store.read(FOUNDING))
     except Missing:

@@ -1,4 +1,4 @@
-"""A swarm's run read back: its recipe rebuilt, a committed version on devices."""
+"""Load a swarm's run: rebuild its recipe and bring a committed version to devices."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ from tpuswarm.train.user_code import build_recipe
 
 
 def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> LoadedRun:
-    """The recipe (with `options` in place of its own) and the newest whole version of the swarm's run in `folder`.
+    """Load the recipe (with `options` replacing its own) and the newest intact version of the run in `folder`.
 
-    Its step is the number of whole batches counted. Raises InputError where there is no version yet, and RunFailed
-    where none is whole.
+    Its step is the number of whole batches counted. Raise InputError before the first version, and RunFailed if no
+    version is intact.
     """
     config = read_config(folder)
     newest = _newest(folder)
@@ -45,10 +45,9 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
 
 
 def shared_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
-    """What the members of the swarm in `folder` share, by path: its newest whole version; and its digest.
+    """Return the shared parameters of the newest intact version by path, their moving average, and a digest.
 
-    Between them the moving average of the same paths, empty where the run keeps none. Raises as `load_swarm` does;
-    needs no recipe.
+    The average is empty if the run keeps none. Raise as `load_swarm` does; needs no recipe.
     """
     newest = _newest(folder)
     average = newest.layout.join(newest.average) if newest.average else {}
@@ -59,23 +58,22 @@ class _Newest(NamedTuple):
     layout: Layout
     record: Record
     state: list[np.ndarray]
-    """Of each fragment, float32[n]."""
+    """float32[n] for each fragment."""
     average: list[np.ndarray]
-    """Likewise; empty where the run keeps none."""
+    """float32[n] for each fragment; empty if the run keeps none."""
     notes: list[str]
-    """A sentence where a newer version is damaged."""
+    """A sentence if a newer version is damaged."""
 
 
 def _newest(folder: Path) -> _Newest:
-    """The newest whole version."""
     store = Store(folder)
     founding = read_founding(store)
     if founding is None:
-        raise InputError(f"{folder} has no {FOUNDING}: its first commit has not been made yet")
+        raise InputError(f"{folder} has no {FOUNDING}: it has no commit yet")
     ledger, objects = Ledger(store), Objects(store)
     record, notes = ledger.view().newest, []
     if founding.layout.digest != record.digests.layout:
-        raise Corrupt(FOUNDING, store.root, "the commits are of another layout")
+        raise Corrupt(FOUNDING, store.root, "the commits have another layout")
     try:
         found = _arrays(objects, record)
     except (Missing, Corrupt) as error:
@@ -86,14 +84,15 @@ def _newest(folder: Path) -> _Newest:
 
 
 def _arrays(objects: Objects, record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The state of a version, and its moving average where it has one."""
+    """Return the state of a version, and its moving average if it has one."""
     kept = record.outer if record.kept is not None else ()
     row = average_row(record.downlink)
-    return [objects.get_array(each) for each in record.state], [objects.get_array(each)[row] for each in kept]
+    state = [objects.get_array(digest) for digest in record.state]
+    return state, [objects.get_array(digest)[row] for digest in kept]
 
 
 def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
-    """Fragments as the shared part of a state."""
+    """Bring fragments to the devices, as the shared part of a state."""
     shared = placed.program.exchange().get(placed.state)
     arrays = layout.join(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)

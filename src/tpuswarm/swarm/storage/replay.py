@@ -1,4 +1,4 @@
-"""A version computed again from the version before it and the payloads that it counted."""
+"""Recompute a version from the previous one and the payloads that it counted."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -7,22 +7,22 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
-from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, commit, first_state, state_rows
+from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule, commit_fragment, initial_state, state_rows
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, Quantized, empty
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.storage.ledger import Ledger, header_name
-from tpuswarm.swarm.storage.objects import Objects, array_digest, fits, payload_name, quantized
+from tpuswarm.swarm.storage.objects import Objects, array_digest, payload_fits, payload_name, to_quantized
 from tpuswarm.swarm.storage.store import Corrupt, Missing
 
 Found = TypeVar("Found")
 
-KEPT = Average(1.0)
-"""Stands for any: how much of it a commit has kept is in its record."""
+ANY_AVERAGE = MovingAverage(1.0)
+"""Stands for any moving average: the record says how much of it the commit kept."""
 
 Arrays = Callable[[str], np.ndarray | None]
-"""An object's array by its digest; None where it is gone or damaged."""
+"""Returns an object's array by its digest; None if it is missing or damaged."""
 Payloads = Callable[[Header, int], Mapping[str, np.ndarray] | None]
-"""The payload of a fragment; None where it is gone or damaged."""
+"""Returns the payload of a fragment; None if it is missing or damaged."""
 
 
 class Replayed(NamedTuple):
@@ -31,13 +31,13 @@ class Replayed(NamedTuple):
     state: np.ndarray
     """float32[n]."""
     outer: np.ndarray | None
-    """float32[rows, n], None for a rule without outer state."""
+    """float32[rows, n]; None for a rule without outer state."""
     update: Quantized | None
     """None for a plain downlink."""
 
 
 class Unreplayable(Exception):
-    """What is needed for it is gone or damaged; says what."""
+    """An input is missing or damaged."""
 
 
 def replay(
@@ -48,42 +48,41 @@ def replay(
     arrays: Arrays,
     payloads: Payloads,
 ) -> Replayed:
-    """One fragment, bit for bit.
+    """Recompute one fragment, bit for bit.
 
-    records: of each version up to `version`, which has contributors. Raises Unreplayable, and ValueError where what
-    is there does not fit together.
+    records: returns each version up to `version`, which has contributors. Raise Unreplayable, and ValueError for
+    inputs that contradict each other.
     """
     record, before = records(version), records(version - 1)
-    average = None if record.kept is None else KEPT
-    outer = Outer(record.rule, record.momentum, downlink=record.downlink, averaged=record.averaged, average=average)
-    theta = _there(arrays(before.state[fragment]), f"the state of commit {version - 1}")
-    state = first_state(outer, theta)
+    average = None if record.kept is None else ANY_AVERAGE
+    outer = OuterRule(record.rule, record.momentum, downlink=record.downlink, averaged=record.averaged, average=average)
+    theta = _require(arrays(before.state[fragment]), f"the state of commit {version - 1}")
+    state = initial_state(outer, theta)
     if (kept := outer_before(before, outer, fragment)) is not None:
-        state = _there(arrays(kept), f"the outer state of commit {version - 1}")
+        state = _require(arrays(kept), f"the outer state of commit {version - 1}")
     contributions = []
     for decision in record.decisions:
         if decision.fate == "applied":
             if not 0 <= decision.base < version:
                 raise ValueError(f"commit {version} counts a push based on commit {decision.base}")
-            header = _there(headers.get(decision.identity), header_name(decision.identity))
+            header = _require(headers.get(decision.identity), header_name(decision.identity))
             digest = records(decision.base).state[fragment]
-            base = _there(arrays(digest), f"the state of commit {decision.base}")
-            payload = _there(payloads(header, fragment), payload_name(decision.identity, fragment))
+            base = _require(arrays(digest), f"the state of commit {decision.base}")
+            payload = _require(payloads(header, fragment), payload_name(decision.identity, fragment))
             contributions.append(contribution(decision, theta if digest == before.state[fragment] else base, payload))
     rows = state_rows(outer, record.gathered)
     new, new_outer = np.empty_like(theta), np.empty((rows, theta.size), np.float32) if rows else None
     sent = None if outer.downlink == "plain" else empty(theta.size, BITS[outer.downlink])
-    means = outer.averaged_in(fragment)
+    means = outer.averaged_slices(fragment)
     left = record.kept or 0.0
-    commit(theta, state, contributions, outer, record.rate, record.share, new, new_outer, sent, means, left)
+    commit_fragment(theta, state, contributions, outer, record.rate, record.share, new, new_outer, sent, means, left)
     return Replayed(new, new_outer, sent)
 
 
-def outer_before(before: Record, outer: Outer, fragment: int) -> str | None:
-    """The digest of the outer state that a commit goes on with; None where it begins with `first_state`.
+def outer_before(before: Record, outer: OuterRule, fragment: int) -> str | None:
+    """Return the digest of the outer state from which a commit continues; None if it starts with `initial_state`.
 
-    before: the record before the commit. Another rule, another form of the downlink, and a moving average where there
-    was none or none where there was one, begin anew.
+    before: the previous record. A change of the rule, the downlink's form or the moving average starts anew.
     """
     was = before.rule, before.downlink, before.kept is not None
     same = was == (outer.rule, outer.downlink, outer.average is not None)
@@ -91,20 +90,20 @@ def outer_before(before: Record, outer: Outer, fragment: int) -> str | None:
 
 
 def contribution(decision: Decision, base: np.ndarray, payload: Mapping[str, np.ndarray]) -> Contribution:
-    """One fragment of a contribution as a merge takes it: base float32[n], payload as stored.
+    """Return one fragment of a contribution for a merge: base float32[n], payload as stored.
 
-    Raises ValueError for a payload that is not of n elements.
+    Raise ValueError for a payload that does not have n elements.
     """
-    if not fits(payload, base.size):
+    if not payload_fits(payload, base.size):
         raise ValueError(f"the payload of {decision.identity} does not have the {base.size} elements of its base")
-    sent = payload["s"] if "s" in payload else quantized(payload)
+    sent = payload["s"] if "s" in payload else to_quantized(payload)
     return Contribution(decision.weight, decision.clip, base, sent)
 
 
 def restore(ledger: Ledger, objects: Objects, fragment: int, digest: str) -> bool:
-    """Store an array of a state or an outer state, which is missing or damaged, anew; whether that could be done.
+    """Recompute and store a missing or damaged array of a state or an outer state; return whether it was possible.
 
-    It can as long as the version before and the payloads are there, and gives the same bits or nothing.
+    The previous version and the payloads must exist. The result has the same bits, or nothing is stored.
     """
 
     def array(digest: str) -> np.ndarray | None:
@@ -115,14 +114,14 @@ def restore(ledger: Ledger, objects: Objects, fragment: int, digest: str) -> boo
 
     for version in reversed(ledger.versions()):
         record = ledger.record(version)
-        applied = [each.identity for each in record.decisions if each.fate == "applied"]
+        applied = [decision.identity for decision in record.decisions if decision.fate == "applied"]
         if applied and digest in (record.state[fragment], *record.outer[fragment : fragment + 1]):
             headers = {identity: ledger.header(header_name(identity)) for identity in applied}
             with suppress(Unreplayable, ValueError):
                 made = replay(ledger.record, headers, version, fragment, array, payload)
-                for again in (made.state, made.outer):
-                    if again is not None and array_digest(again) == digest:
-                        objects.put_array(again)
+                for recomputed in (made.state, made.outer):
+                    if recomputed is not None and array_digest(recomputed) == digest:
+                        objects.put_array(recomputed)
                         return True
     return False
 
@@ -134,7 +133,7 @@ def _readable(read: Callable[[], Found]) -> Found | None:
         return None
 
 
-def _there(found: Found | None, what: str) -> Found:
+def _require(found: Found | None, what: str) -> Found:
     if found is None:
         raise Unreplayable(f"{what} is gone")
     return found

@@ -1,6 +1,6 @@
-"""Where a run keeps what must outlive every process: whole files in one folder or bucket, named once.
+"""A run's storage: whole files in one folder or bucket, which outlive every process.
 
-Nothing here is ever changed in place. A name appears with all of its bytes or not at all, also after a power cut.
+Files never change in place. A name appears with all of its bytes or not at all, even after a power failure.
 """
 
 import errno
@@ -16,7 +16,7 @@ from tpuswarm.train.storage.folders import origin
 
 
 class Missing(RunFailed):
-    """Nothing of this name is stored."""
+    """No file of this name is stored."""
 
     def __init__(self, name: str, place: str):
         super().__init__(
@@ -26,7 +26,7 @@ class Missing(RunFailed):
 
 
 class Corrupt(RunFailed):
-    """What is stored under this name is not what was written."""
+    """The stored file differs from what was written."""
 
     def __init__(self, name: str, place: str, why: str):
         super().__init__(
@@ -36,7 +36,7 @@ class Corrupt(RunFailed):
 
 
 class Conflict(RunFailed):
-    """Other bytes are stored under a name that may have only one content for ever."""
+    """Other bytes are stored under a name that may have only one content."""
 
 
 class Store:
@@ -44,12 +44,12 @@ class Store:
 
     A local folder that stands for a run in a bucket (train/storage/copy.py) is that run, with copies on this disk.
 
-    Names are relative, with / between their parts. What goes wrong outside is raised as RunFailed. Methods may be
+    Names are relative, with / between their parts. Errors of the outside world are raised as RunFailed. Methods may be
     called from several threads and processes at once.
     """
 
     def __init__(self, root: str | Path):
-        """Raises InputError for a root that cannot hold a run; touches nothing."""
+        """Raise InputError for a root that cannot hold a run; accesses nothing."""
         self.root = str(root)
         self._back: Folder | Remote | Copied
         protocol, apart, _ = self.root.partition("://")
@@ -68,27 +68,27 @@ class Store:
             )
 
     def create(self, name: str, data: Content) -> bool:
-        """Write a new file; False, and nothing done, if one of that name is there.
+        """Create a file; return False, without any change, if the name exists.
 
-        A caller who got no answer calls again, and compares what it then finds with its own bytes.
+        A caller that got no answer calls again and compares what it then finds with its own bytes.
         """
-        with self._failing(name, "written"):
+        with self._translating_errors(name, "written"):
             return self._back.create(_checked(name), data)
 
     def put(self, name: str, data: Content) -> None:
-        """Write a file whose name follows from its content; what is there under that name is replaced."""
-        with self._failing(name, "written"):
+        """Write a file whose name follows from its content, replacing an existing one."""
+        with self._translating_errors(name, "written"):
             self._back.put(_checked(name), data)
 
     def put_file(self, name: str, part: Path) -> None:
-        """As `put`, from a file that `temporary` gave."""
-        with self._failing(name, "written"):
+        """Do the same as `put` with a file from `temporary`."""
+        with self._translating_errors(name, "written"):
             self._back.put_file(_checked(name), part)
 
     @contextmanager
     def temporary(self, name: str) -> Iterator[Path]:
-        """A local file, empty, to write what will be called `name`, or a name beside it; it is gone afterwards."""
-        with self._failing(name, "written"):
+        """Yield an empty local file for what will be stored as `name` or beside it; remove it afterwards."""
+        with self._translating_errors(name, "written"):
             part = self._back.temporary(_checked(name))
         try:
             yield part
@@ -96,62 +96,61 @@ class Store:
             part.unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
-        """The whole file; raises Missing if there is none."""
-        with self._failing(name, "read"):
+        """Return the whole file. Raise Missing if there is none."""
+        with self._translating_errors(name, "read"):
             return self._back.read(_checked(name))
 
     def path(self, name: str) -> Path | None:
-        """Where a file is or would be, for memory maps; None where the root is not a local folder.
+        """Return the local path of a file for memory maps; None if the root is not a local folder.
 
-        Of a run in a bucket it is brought first: raises Missing where there is none.
+        For a run in a bucket, fetch the file first. Raise Missing if there is none.
         """
-        with self._failing(name, "read"):
+        with self._translating_errors(name, "read"):
             return self._back.path(_checked(name))
 
-    def here(self, name: str) -> Path | None:
-        """Where on this disk something may lie beside the run's files; None where they are not on it."""
+    def local_path(self, name: str) -> Path | None:
+        """Return where the file is or would be on this disk; None if files are not stored on it."""
         return self._back.here(_checked(name))
 
     def exists(self, name: str) -> bool:
-        """Whether a file of that name is there."""
-        with self._failing(name, "looked for"):
+        with self._translating_errors(name, "looked for"):
             return self._back.exists(_checked(name))
 
     def names(self, prefix: str) -> list[str]:
-        """All names that begin with `prefix`, sorted."""
-        with self._failing(prefix, "listed"):
+        """Return all names that begin with `prefix`, sorted."""
+        with self._translating_errors(prefix, "listed"):
             return sorted(self._back.names(prefix))
 
     def ages(self, prefix: str) -> dict[str, float]:
-        """Of each name that begins with `prefix`, seconds since the file was written, by this machine's clock."""
+        """Return the age of each file in seconds, by this machine's clock, for names that begin with `prefix`."""
         now = time.time()
-        with self._failing(prefix, "listed"):
+        with self._translating_errors(prefix, "listed"):
             return {name: now - written for name, written in self._back.find(prefix).items()}
 
     def delete(self, name: str) -> None:
-        """Remove a file; nothing happens if there is none."""
-        with self._failing(name, "deleted"):
+        """Delete a file if it exists."""
+        with self._translating_errors(name, "deleted"):
             self._back.delete(_checked(name))
 
     def sweep(self, seconds: float) -> None:
-        """Remove temporary files that are older than this: killed processes leave them."""
-        with self._failing("a temporary file", "deleted"):
+        """Remove temporary files older than this, which killed processes leave."""
+        with self._translating_errors("a temporary file", "deleted"):
             self._back.sweep(seconds)
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Turn what can go wrong while the file at `path` is read into Missing and RunFailed."""
-        with self._failing(name, "read"):
+        """Translate errors of reading the file at `path` into Missing and RunFailed."""
+        with self._translating_errors(name, "read"):
             yield
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Turn what can go wrong while a temporary file is written into RunFailed."""
-        with self._failing(name, "written"):
+        """Translate errors of writing a temporary file into RunFailed."""
+        with self._translating_errors(name, "written"):
             yield
 
     @contextmanager
-    def _failing(self, name: str, verb: str) -> Iterator[None]:
+    def _translating_errors(self, name: str, verb: str) -> Iterator[None]:
         try:
             yield
         except RunFailed:
@@ -164,7 +163,7 @@ class Store:
 
 def _checked(name: str) -> str:
     if not all(part and not part.startswith(".") for part in name.split("/")):
-        raise ValueError(f"{name!r} is not a name for a stored file: its parts must not be empty or begin with a dot")
+        raise ValueError(f"{name!r} is not a name for a stored file: its parts must not be empty or start with a dot")
     return name
 
 

@@ -1,7 +1,7 @@
-"""The safetensors format, as far as a swarm uses it: float32 and uint8 arrays as bytes, never unpickled.
+"""The safetensors format for a swarm's float32 and uint8 arrays; nothing is unpickled.
 
-https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the header in JSON, the arrays. One
-content has one form, the one that the safetensors library gives it, so that a digest of the bytes is one of the arrays.
+https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the header in JSON, the arrays. Equal
+arrays have equal bytes, those of the safetensors library, so that a digest of the bytes identifies the arrays.
 """
 
 import hashlib
@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 Specs = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Of each array, by name, its dtype (a key of DTYPES) and shape."""
+"""Dtype (a key of DTYPES) and shape of each array by name."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
-LONGEST = 2**16
-"""Bytes of a header, at most."""
+MAX_HEADER_BYTES = 2**16
 
 
 def specs(tensors: Mapping[str, np.ndarray]) -> Specs:
-    """Dtypes and shapes; ValueError for a dtype that is not exchanged."""
+    """Return dtypes and shapes. Raise ValueError for a dtype that a swarm does not send."""
     known = {dtype: name for name, dtype in DTYPES.items()}
     for name, array in tensors.items():
         if array.dtype not in known:
@@ -31,10 +30,10 @@ def specs(tensors: Mapping[str, np.ndarray]) -> Specs:
 
 
 def header(of: Specs) -> bytes:
-    """What stands before the arrays, which follow in the order that it names."""
+    """Return the bytes before the arrays, which follow in the order that it names."""
     about = {
         name: {"dtype": of[name][0], "shape": list(of[name][1]), "data_offsets": [start, stop]}
-        for name, (start, stop) in _places(of).items()
+        for name, (start, stop) in _offsets(of).items()
     }
     text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -42,31 +41,31 @@ def header(of: Specs) -> bytes:
 
 
 def length(of: Specs) -> int:
-    """Bytes of all arrays."""
-    return max((stop for _, stop in _places(of).values()), default=0)
+    """Return the size of all arrays in bytes."""
+    return max((stop for _, stop in _offsets(of).values()), default=0)
 
 
-def over(of: Specs, data: Any, offset: int) -> dict[str, np.ndarray]:
-    """Arrays over a buffer, in which they begin at `offset`."""
+def map_arrays(of: Specs, data: Any, offset: int) -> dict[str, np.ndarray]:
+    """Return arrays over a buffer, in which they start at `offset`."""
     return {
         name: np.ndarray(of[name][1], DTYPES[of[name][0]], data, offset=offset + start)
-        for name, (start, _) in _places(of).items()
+        for name, (start, _) in _offsets(of).items()
     }
 
 
 def parts(tensors: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
-    """The bytes of `encode`, one part after the other, without copying the arrays."""
+    """Return the bytes of `encode` in parts, without copying the arrays."""
     of = specs(tensors)
     return [header(of), *(tensors[name].reshape(-1).view(np.uint8).data for name in _ordered(of))]
 
 
 def encode(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """Arrays as bytes; ValueError for a dtype that is not exchanged."""
+    """Return arrays as bytes. Raise ValueError for a dtype that a swarm does not send."""
     return b"".join(parts(tensors))
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256, in hexadecimal, of the bytes of `encode`, without making them."""
+    """Return the SHA-256, in hexadecimal, of the bytes of `encode`, without copying the arrays."""
     found = hashlib.sha256()
     for part in parts(tensors):
         found.update(part)
@@ -74,13 +73,13 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def decode(data: bytes | mmap) -> dict[str, np.ndarray]:
-    """Read-only arrays over these bytes, not copied; ValueError, in words, for what `encode` did not make."""
+    """Return read-only arrays over these bytes. Raise ValueError for bytes that `encode` did not make."""
     size = int.from_bytes(data[:8], "little")
-    if size > min(LONGEST, len(data)):
+    if size > min(MAX_HEADER_BYTES, len(data)):
         raise ValueError("it is too short for its header, or its header is too long")
     try:
         about = json.loads(data[8 : 8 + size])
-        of: Specs = {name: (each["dtype"], tuple(each["shape"])) for name, each in about.items()}
+        of: Specs = {name: (spec["dtype"], tuple(spec["shape"])) for name, spec in about.items()}
         numbers = [number for _, shape in of.values() for number in shape]
         ours = all(type(number) is int and number >= 0 for number in numbers) and header(of) == data[: 8 + size]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -90,20 +89,20 @@ def decode(data: bytes | mmap) -> dict[str, np.ndarray]:
     end = 8 + size + length(of)
     if len(data) != end:
         raise ValueError(f"it has {len(data)} bytes, its header says {end}")
-    return over(of, data, 8 + size)
+    return map_arrays(of, data, 8 + size)
 
 
 def _ordered(of: Specs) -> list[str]:
-    """Wider elements first, so that all are aligned."""
+    """Sort wider elements first, so that all are aligned."""
     return sorted(of, key=lambda name: (-DTYPES[of[name][0]].itemsize, name))
 
 
-def _places(of: Specs) -> dict[str, tuple[int, int]]:
-    """Of each array, in the order of the file, where it begins and ends; from the first byte after the header."""
-    places, start = {}, 0
+def _offsets(of: Specs) -> dict[str, tuple[int, int]]:
+    """Return start and stop of each array after the header, in the order of the file."""
+    offsets, start = {}, 0
     for name in _ordered(of):
         dtype, shape = of[name]
         stop = start + math.prod(shape) * DTYPES[dtype].itemsize
-        places[name] = (start, stop)
+        offsets[name] = (start, stop)
         start = stop
-    return places
+    return offsets

@@ -1,4 +1,4 @@
-"""What a run's storage proves: the whole history by its digests, the last versions by computing them again."""
+"""Verify a run's storage: the whole history by its digests, and recent versions by recomputing them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,11 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.storage import retention
 from tpuswarm.swarm.storage.bookmark import bookmark_name
-from tpuswarm.swarm.storage.ledger import READERS, Ledger, commit_name, first_gap, header_name
+from tpuswarm.swarm.storage.ledger import READER_COUNT, Ledger, commit_name, first_gap, header_name
 from tpuswarm.swarm.storage.objects import Objects, array_digest, object_name, payload_name, update_digest
 from tpuswarm.swarm.storage.replay import Unreplayable, replay
 from tpuswarm.swarm.storage.store import Missing, Store
@@ -26,17 +26,17 @@ Found = TypeVar("Found")
 
 @dataclass
 class Report:
-    """What was found. A problem is one sentence; without problems the run is sound."""
+    """The result. A problem is one sentence; without problems the run is sound."""
 
     problems: list[str] = field(default_factory=list)
     newest: int | None = None
     """The last version up to which the records are proved; None without a sound genesis."""
     recomputed: list[int] = field(default_factory=list)
-    """Versions with contributors whose state and outer state were computed again, to the same bits."""
+    """Versions with contributors whose state and outer state were recomputed to the same bits."""
     not_recomputed: dict[int, str] = field(default_factory=dict)
-    """The other versions with contributors, and why not."""
+    """The other versions with contributors, and why."""
     processed: int = 0
-    """Tokens trained, as members reported them last."""
+    """Tokens trained, from the last reports of the members."""
     applied: int = 0
     """Tokens counted."""
     dropped: int = 0
@@ -46,10 +46,10 @@ class Report:
 
 
 def verify(store: Store, say: Callable[[str], None]) -> Report:
-    """Check everything that is stored. say: told what comes next.
+    """Check everything that is stored. say: called with each step.
 
-    Needs up to 17 bytes of memory per element of the largest fragment, 25 with a moving average, and from a bucket what
-    it reads. Raises RunFailed only where the storage cannot be listed; damage is in the report.
+    Needs up to 17 bytes of memory per element of the largest fragment, 25 with a moving average, and for a bucket the
+    size of the files it reads. Raise RunFailed only if the storage cannot be listed; damage is in the report.
     """
     check = _Check(store)
     say("reading the records")
@@ -58,22 +58,22 @@ def verify(store: Store, say: Callable[[str], None]) -> Report:
         say("reading the headers")
         check.list_files()
         check.read_headers()
-        check.books(view)
+        check.check_verdicts(view)
         for fragment in range(len(view.newest.state)):
             say(f"recomputing fragment {fragment + 1} of {len(view.newest.state)}")
             check.recompute(fragment)
         say("checking the other arrays")
-        check.rest(view)
+        check.check_remaining(view)
     report = check.report
-    changed = [each.version for each in check.records if any(one.fate == "applied" for one in each.decisions)]
+    changed = [record.version for record in check.records if _has_contributors(record)]
     report.recomputed = [version for version in changed if version not in report.not_recomputed]
     return report
 
 
 def newest_whole(store: Store) -> int:
-    """The newest version whose state and outer state are undamaged: the run could go on from it.
+    """Return the newest version with undamaged state and outer state, from which the run could continue.
 
-    Raises RunFailed if there is none.
+    Raise RunFailed if there is none.
     """
     check = _Check(store)
     check.read_records()
@@ -85,7 +85,7 @@ def newest_whole(store: Store) -> int:
 
 
 class _Check:
-    """Reads in the opposite order of writing, so that a run may go on meanwhile: records, then the arrays they name."""
+    """Reads in the opposite order of writing, so that a run may continue: records, then the arrays that they name."""
 
     def __init__(self, store: Store):
         self.report = Report()
@@ -94,23 +94,23 @@ class _Check:
         self._store, self._ledger, self._objects = store, Ledger(store), Objects(store)
         self._header_names: list[str] = []
         self._stored: set[str] = set()
-        """Names of arrays that are there."""
-        self._seen: set[str] = set()
-        """Those of them that were read, and so checked."""
+        """Names of stored arrays."""
+        self._checked: set[str] = set()
+        """Stored arrays that were read, and so checked."""
         self._changes = 0
-        """Commits with contributors by the time that the arrays were listed: what retention may have looked at."""
+        """Commits with contributors when the arrays were listed, for retention."""
         self._headers: dict[Identity, Header] = {}
         self._verdicts: dict[Identity, tuple[Decision, int]] = {}
-        """Each, with the version of its record."""
-        self.array = lru_cache(maxsize=8)(self._array)  # neighbouring versions need mostly the same ones
+        """Verdicts with the version of their record."""
+        self.array = lru_cache(maxsize=8)(self._array)  # neighbouring versions need mostly the same arrays
 
-    def read_records(self) -> View | None:
-        """The chain, and the view of it, from the records alone; what bookmarks say is compared with it."""
+    def read_records(self) -> LedgerView | None:
+        """Read the chain and its view from the records alone; compare bookmarks with it."""
         bookmarks = self._ledger.bookmarks()
         versions = self._ledger.versions()
         whole = versions[: first_gap(versions)]
-        view: View | None = None
-        for record in self._tried(self._ledger.record, whole):
+        view: LedgerView | None = None
+        for record in self._try_each(self._ledger.record, whole):
             if record is None:
                 break
             try:
@@ -119,7 +119,7 @@ class _Check:
                 self._problem(str(error))
                 break
             self.records.append(record)
-            self._verdicts |= {each.identity: (each, record.version) for each in record.decisions}
+            self._verdicts |= {decision.identity: (decision, record.version) for decision in record.decisions}
             if record.version in bookmarks:
                 self._check_bookmark(view)
         if len(whole) < len(versions) or not versions:
@@ -129,20 +129,19 @@ class _Check:
         self.report.newest = view.version if view else None
         return view
 
-    def _check_bookmark(self, view: View) -> None:
+    def _check_bookmark(self, view: LedgerView) -> None:
         try:
-            right = self._ledger.is_right(view)
-        except Missing:  # outlived since it was listed
+            is_valid = self._ledger.has_valid_bookmark(view)
+        except Missing:  # removed since it was listed
             return
         except RunFailed as error:
             self._problem(str(error))
             return
-        if not right:
+        if not is_valid:
             name = bookmark_name(view.version)
-            self._problem(f"{name} does not say what the records say; remove it: nothing is lost with it")
+            self._problem(f"{name} contradicts the records; remove it: nothing is lost with it")
 
     def list_files(self) -> None:
-        """What is stored by now."""
         self._header_names = self._store.names("headers/")
         self._stored = {*self._store.names("objects/"), *self._store.names("payloads/")}
         if self.records:
@@ -151,12 +150,11 @@ class _Check:
                 self._changes = self._ledger.record(self._ledger.versions()[-1]).changes
 
     def read_headers(self) -> None:
-        """All of them."""
-        found = self._tried(self._ledger.header, self._header_names)
+        found = self._try_each(self._ledger.header, self._header_names)
         self._headers = {header.identity: header for header in found if header}
 
-    def books(self, view: View) -> None:
-        """Every verdict against its header, weights and tokens; that no row counts twice follows from the view."""
+    def check_verdicts(self, view: LedgerView) -> None:
+        """Check every verdict against its header, weights and tokens; the view proves that no row counts twice."""
         report, headers = self.report, self._headers
         report.processed, report.applied, report.dropped = sum(view.processed.values()), view.tokens, view.dropped
         report.undecided = sum(header.tokens for key, header in headers.items() if key not in self._verdicts)
@@ -166,25 +164,25 @@ class _Check:
         for identity in headers.keys() - self._verdicts.keys():
             if view.has_decided(identity):
                 self._problem(f"{header_name(identity)} has no verdict, but a later push of its member has one")
-        there = set(self._header_names)
+        stored = set(self._header_names)
         for identity, (decision, version) in self._verdicts.items():
             name, header = header_name(identity), headers.get(identity)
-            if header is None and name not in there:
+            if header is None and name not in stored:
                 self._problem(f"{name} is missing, but {commit_name(version)} lists it as {decision.fate}")
-            elif header is not None and (wrong := _wrong(decision, header, self.records[version])):
+            elif header is not None and (wrong := _disagreement(decision, header, self.records[version])):
                 self._problem(f"{commit_name(version)} and {name} disagree: {wrong}")
         for record in self.records:
-            weights = [each.weight for each in record.decisions if each.fate == "applied"]
+            weights = [decision.weight for decision in record.decisions if decision.fate == "applied"]
             if weights and not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
                 self._problem(f"{commit_name(record.version)}: its weights add up to {math.fsum(weights)}, not 1")
 
     def recompute(self, fragment: int) -> None:
-        """One fragment of every version with contributors."""
+        """Recompute one fragment of every version with contributors."""
         for record in self.records:
-            if not any(each.fate == "applied" for each in record.decisions):
+            if not _has_contributors(record):
                 continue
             name = f"{commit_name(record.version)}, fragment {fragment}"
-            known = [each[fragment : fragment + 1] for each in (record.state, record.outer, record.updates)]
+            known = [digests[fragment : fragment + 1] for digests in (record.state, record.outer, record.updates)]
             why = "recomputed, it is a different state"
             try:
                 records = self.records.__getitem__
@@ -200,38 +198,38 @@ class _Check:
                 self._problem(f"{name}: {error}")
             self.report.not_recomputed.setdefault(record.version, why)
 
-    def rest(self, view: View) -> None:
-        """What has to be there is there, and what is there and was not read yet is whole."""
+    def check_remaining(self, view: LedgerView) -> None:
+        """Check that required files exist, and that files which were not read yet are intact."""
         for record in self.records:
             for digest in retention.kept_objects(record, self._changes, 0):
                 self._require(object_name(digest))
             for digest in record.objects:
-                if self._unseen(object_name(digest)):
-                    self._loaded(object_name(digest), partial(self._objects.check, digest))
+                if self._is_unchecked(object_name(digest)):
+                    self._load(object_name(digest), partial(self._objects.check, digest))
         for identity, header in self._headers.items():
             decision, version = self._verdicts.get(identity, (None, view.version))
-            recent = self._changes - view.changes(version) < retention.COMMITS
+            recent = self._changes - view.changes(version) < retention.RETAINED_COMMITS
             for fragment in range(len(header.digests)):
                 name = payload_name(identity, fragment)
                 if recent and (decision is None or decision.fate == "applied"):
                     self._require(name)
-                if self._unseen(name):
+                if self._is_unchecked(name):
                     self._payload(header, fragment)
 
     def _array(self, digest: str) -> np.ndarray | None:
         name = object_name(digest)
-        return self._loaded(name, lambda: self._objects.get_array(digest))
+        return self._load(name, lambda: self._objects.get_array(digest))
 
     def _payload(self, header: Header, fragment: int) -> dict[str, np.ndarray] | None:
         identity, digest = header.identity, header.digests[fragment]
-        return self._loaded(
+        return self._load(
             payload_name(identity, fragment), lambda: self._objects.get_payload(identity, fragment, digest)
         )
 
-    def _loaded(self, name: str, load: Callable[[], Found]) -> Found | None:
+    def _load(self, name: str, load: Callable[[], Found]) -> Found | None:
         if name not in self._stored:
             return None
-        self._seen.add(name)
+        self._checked.add(name)
         try:
             return load()
         except Missing:  # deleted since it was listed
@@ -240,36 +238,40 @@ class _Check:
             self._problem(str(error))
             return None
 
-    def _unseen(self, name: str) -> bool:
-        return name in self._stored and name not in self._seen
+    def _is_unchecked(self, name: str) -> bool:
+        return name in self._stored and name not in self._checked
 
     def _require(self, name: str) -> None:
         if name not in self._stored:
             self._problem(str(Missing(name, self._store.root)))
 
-    def _tried(self, read: Callable[[Key], Found], keys: Iterable[Key]) -> list[Found | None]:
-        """What can be read; None where it cannot, which is a problem."""
+    def _try_each(self, read: Callable[[Key], Found], keys: Iterable[Key]) -> list[Found | None]:
+        """Read each key; None stands for one that cannot be read, which is a problem."""
 
-        def one(key: Key) -> Found | RunFailed:
+        def try_read(key: Key) -> Found | RunFailed:
             try:
                 return read(key)
             except RunFailed as error:
                 return error
 
-        with ThreadPoolExecutor(READERS) as pool:
-            found = list(pool.map(one, keys))
-        for each in found:
-            if isinstance(each, RunFailed):
-                self._problem(str(each))
-        return [None if isinstance(each, RunFailed) else each for each in found]
+        with ThreadPoolExecutor(READER_COUNT) as pool:
+            results = list(pool.map(try_read, keys))
+        for result in results:
+            if isinstance(result, RunFailed):
+                self._problem(str(result))
+        return [None if isinstance(result, RunFailed) else result for result in results]
 
     def _problem(self, sentence: str) -> None:
-        if sentence not in self.report.problems:  # what several versions need is found several times
+        if sentence not in self.report.problems:  # several versions may need the same file
             self.report.problems.append(sentence)
 
 
-def _wrong(decision: Decision, header: Header, record: Record) -> str | None:
-    """What does not agree between a verdict and the header it is on."""
+def _has_contributors(record: Record) -> bool:
+    return any(decision.fate == "applied" for decision in record.decisions)
+
+
+def _disagreement(decision: Decision, header: Header, record: Record) -> str | None:
+    """Describe how a verdict disagrees with the header that it is about."""
     if header.run != record.run:
         return f"the header belongs to run {header.run}"
     if (header.rows, header.tokens, header.base) != (decision.rows, decision.tokens, decision.base):

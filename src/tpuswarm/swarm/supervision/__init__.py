@@ -1,1 +1,1 @@
-"""From what was asked of `train --members` to processes that are kept alive."""
+"""Start a run of several members, or join one, and keep it alive."""

@@ -1,4 +1,4 @@
-"""`train --members`: what a run is to be, from what was asked and what is there of it; nothing is started."""
+"""`train --members`: decide what the run is, from the options and an existing run; starts nothing."""
 
 import secrets
 import shutil
@@ -15,7 +15,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.member.program import swarm_hooks
-from tpuswarm.swarm.processes.plan import CYCLE, Swarm, code_digest
+from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS, Swarm, code_digest
 from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
@@ -26,14 +26,14 @@ from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
 from tpuswarm.train.settings import check_batch, differences
 from tpuswarm.train.storage.folders import shown
 
-STAYS = ("batch", "seed", "data")
-"""Settings that give rows their meaning: --accept-code changes them no more than anything else does."""
-MAY_CHANGE = ("run", "members", "expected")
+UNCHANGEABLE = ("batch", "seed", "data")
+"""Settings that define the rows; not even --accept-code changes them."""
+CHANGEABLE = ("run", "members", "expected")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of a swarm, None where the user gave none."""
+class SwarmOptions:
+    """The options of a swarm; None if not given."""
 
     members: int | None = None
     devices_per_member: int | None = None
@@ -44,51 +44,51 @@ class Asked:
     overlap: str | None = None
     ray_address: str | None = None
     dashboard: bool | None = None
-    """Whether Ray serves its own."""
+    """Whether to serve Ray's dashboard."""
     accept_code: bool = False
     token: Path | None = None
-    """The file with the secret of all who join; None: one is drawn for the run."""
+    """File with the secret for joining; None draws one for the run."""
     expect: int | None = None
-    """How many will join."""
+    """Number of members that will join."""
     ports: Ports | None = None
-    """On which the Ray that is started here listens; None: any."""
+    """Ports of the Ray that is started here; None for any."""
     wandb: str | None = None
-    """The project of Weights & Biases to which every row is sent."""
+    """Project of Weights & Biases for metrics rows."""
     demo: bool = False
     """Whether another demo may replace the run."""
 
 
 @dataclass(frozen=True)
-class Intended:
-    """What a run is to be; nothing of it is written yet."""
+class RunSpec:
+    """What a run will be; nothing is written yet."""
 
     resolved: Resolved
     swarm: Swarm
     code: str
     files: dict[str, str]
-    """Digests of the data files that the run was started with, where it was."""
+    """Digests of the data files that the existing run was started with."""
     changed: list[str]
-    """What was accepted to be different from the run that is there, in words."""
+    """Accepted differences from the existing run, in words."""
     evaluate_every: int | None
     kind: str
-    """The platform of this machine's devices."""
+    """Platform of this machine's devices."""
     devices: list[int]
     per_member: int
     sizes: machine.Sizes
 
 
 def decide(
-    run: Run, recipe: Recipe, swarm: Asked, asked: dict[str, Any], tokens: int | None, epochs: float | None
-) -> Intended:
-    """What a run is to be, from what was asked and from what is there. Raises InputError for what cannot be."""
+    run: Run, recipe: Recipe, swarm: SwarmOptions, asked: dict[str, Any], tokens: int | None, epochs: float | None
+) -> RunSpec:
+    """Decide what the run is, from the options and the existing run. Raise InputError for impossible options."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
     check_settings({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
-    jax.config.update("jax_platforms", "cpu")  # the devices are for the members
+    jax.config.update("jax_platforms", "cpu")  # the members use the devices
     swarm_hooks(recipe)
     config = run.config()
-    if config and "swarm" in config and not _begun(run.folder):
-        forget(run.folder)
+    if config and "swarm" in config and not _has_first_version(run.folder):
+        remove_unstarted(run.folder)
         config = None
     if config and "swarm" not in config:
         raise InputError(f"{shown(run.folder)} is a plain run; use another --run, or leave out --members")
@@ -105,15 +105,15 @@ def decide(
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
     evaluate_every = _evaluate_every(resolved.settings["eval_every"], recipe, resolved)
-    return Intended(
+    return RunSpec(
         resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, sizes
     )
 
 
-def _begun(folder: Path) -> bool:
-    """Whether a run has a first version: commit 0, and after it founding.json, which a kill may have left to be made.
+def _has_first_version(folder: Path) -> bool:
+    """Whether a run has its first version: commit 0 and then founding.json, which a kill may have left out.
 
-    Raises InputError where something is gone that no kill takes away; Corrupt for a damaged one.
+    Raise InputError if a file is lost that no kill can remove, Corrupt if one is damaged.
     """
     store = Store(folder)
     founding, versions = read_founding(store) is not None, Ledger(store).versions()
@@ -123,30 +123,30 @@ def _begun(folder: Path) -> bool:
     return bool(versions)
 
 
-def forget(folder: Path) -> None:
-    """Remove what a run that never had a first version left: any other command may take its place."""
+def remove_unstarted(folder: Path) -> None:
+    """Remove the files of a run without a first version; another run may replace it."""
     shutil.rmtree(folder / "data", ignore_errors=True)
     (folder / CONFIG).unlink(missing_ok=True)
 
 
 def _changes(
-    run: Run, swarm: Asked, stored: Mapping[str, Any], resolved: Resolved, made: Swarm, code: str
+    run: Run, options: SwarmOptions, stored: Mapping[str, Any], resolved: Resolved, swarm: Swarm, code: str
 ) -> list[str]:
-    """What differs from the run that is there, in words; InputError where that was not accepted or cannot be."""
+    """Describe the differences from the existing run. Raise InputError if they are impossible or not accepted."""
     if not stored:
         return []
     changed = resolved.changed + differences(
-        stored, {name: value for name, value in asdict(made).items() if name not in MAY_CHANGE}
+        stored, {name: value for name, value in asdict(swarm).items() if name not in CHANGEABLE}
     )
     called = shown(run.folder)
-    if never := [each for each in changed if each.partition(" ")[0] in STAYS]:
+    if never := [change for change in changed if change.partition(" ")[0] in UNCHANGEABLE]:
         raise InputError(
-            f"{called} is a different run: {'; '.join(never)}; {', '.join(STAYS)} define its rows and cannot "
+            f"{called} is a different run: {'; '.join(never)}; {', '.join(UNCHANGEABLE)} define its rows and cannot "
             "change; use another --run"
         )
     if stored.get("code") != code:
         changed.append(f"code was {str(stored.get('code'))[:12]}…, now {code[:12]}…")
-    if changed and not swarm.accept_code:
+    if changed and not options.accept_code:
         raise InputError(
             f"{called} has a different configuration: {'; '.join(changed)}; --accept-code resumes with the new one "
             "and records the change, or use another --run"
@@ -154,27 +154,29 @@ def _changes(
     return changed
 
 
-def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int, sizes: machine.Sizes) -> Swarm:
-    usual = "average" if members == 1 else str(recipe.defaults.get("outer", "nesterov"))
-    outer: Any = swarm.outer or stored.get("outer") or usual
+def _swarm(
+    options: SwarmOptions, stored: Mapping[str, Any], recipe: Recipe, members: int, sizes: machine.Sizes
+) -> Swarm:
+    default = "average" if members == 1 else str(recipe.defaults.get("outer", "nesterov"))
+    outer: Any = options.outer or stored.get("outer") or default
     same = outer == stored.get("outer")
-    rate = swarm.outer_lr if swarm.outer_lr is not None else stored.get("outer_lr") if same else None
+    rate = options.outer_lr if options.outer_lr is not None else stored.get("outer_lr") if same else None
     if outer == "average" and rate is not None:
-        raise InputError(f"--outer average takes no --outer-lr ({rate}); leave one of them out")
-    if sizes.alone_because and not stored and members + (swarm.expect or 0) > 1:
+        raise InputError(f"--outer average takes no --outer-lr ({rate}); omit one of them")
+    if sizes.alone_because and not stored and members + (options.expect or 0) > 1:
         raise InputError(f"the optimizer of {recipe.name} {sizes.alone_because}")
-    form: Any = swarm.quantize or stored.get("quantize") or "plain"
+    form: Any = options.quantize or stored.get("quantize") or "plain"
     if sizes.statistics and form != "plain":
         raise InputError(
-            f"{recipe.name} has running statistics ({sizes.statistics[0]}), which --quantize {form} could bring out of "
-            "their range, a variance below 0; leave it out"
+            f"{recipe.name} has running statistics ({sizes.statistics[0]}); --quantize {form} could make a variance "
+            "negative; omit it"
         )
-    overlap = stored.get("overlap", True) if swarm.overlap is None else swarm.overlap == "auto"
-    expected = stored.get("expected", 0) if swarm.expect is None else swarm.expect
+    overlap = stored.get("overlap", True) if options.overlap is None else options.overlap == "auto"
+    expected = stored.get("expected", 0) if options.expect is None else options.expect
     return Swarm(
         run=stored.get("run") or secrets.token_hex(8),
         members=members,
-        cycle=swarm.cycle or stored.get("cycle") or CYCLE,
+        cycle=options.cycle or stored.get("cycle") or DEFAULT_CYCLE_STEPS,
         outer=outer,
         outer_lr=rate,
         quantize=form,
@@ -185,7 +187,7 @@ def _swarm(swarm: Asked, stored: Mapping[str, Any], recipe: Recipe, members: int
 
 
 def _evaluate_every(asked: Any, recipe: Recipe, resolved: Resolved) -> int | None:
-    """Tokens between two evaluations; None for one at the end."""
+    """Return the tokens between two evaluations; None for one at the end."""
     every = Interval() if asked is None else parse_every(asked, "eval_every")
     held_out(recipe, required=asked is not None)
     if every.seconds is not None:

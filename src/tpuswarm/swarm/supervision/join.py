@@ -1,4 +1,4 @@
-"""`tpuswarm join`: this machine as a member of a running swarm, or as one host of a member of several."""
+"""`tpuswarm join`: make this machine a member of a running swarm, or one host of a member of several."""
 
 import os
 import subprocess
@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.node import be_node, silent, wait
-from tpuswarm.swarm.engines.notice import GOODBYE
+from tpuswarm.swarm.engines.node import be_node, connection_error, wait
+from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import BATCH, COMPILED
-from tpuswarm.swarm.member.group import STEPPED, Group
+from tpuswarm.swarm.member.group import FIRST_STEP_LINE, Group
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus, parse_status
 from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, TAKEN, WRONG
@@ -25,12 +25,12 @@ from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.record import read_file
 
-TRIES = 4
-"""Ends of a host's process in a row without a step until it is given up, as the swarm's supervisor does with host 0."""
-SEARCH, PAUSE_SHORT = 3.0, 1.0
-"""Seconds between two looks for where a run's head is, and after one has ended."""
-PAUSE = 5.0
-"""Seconds until the second of these tries, and more before each later one: host 0 may be slow to see what it lost."""
+MAX_DEATHS = 4
+"""A host is given up after this many deaths in a row without a step, as the supervisor does with host 0."""
+HEAD_POLL_INTERVAL_S, HEAD_RETRY_S = 3.0, 1.0
+"""Wait between two searches for a run's head, and after a head has ended."""
+RECONNECT_PAUSE_S = 5.0
+"""Added before each further attempt: host 0 may be slow to notice what it lost."""
 
 Say = Callable[[str], None]
 
@@ -44,9 +44,9 @@ def join_run(
     ports: Ports | None = None,
     batch: int | None = None,
 ) -> None:
-    """Take part in the run at a gs:// URL, wherever its head is, until it is over or this machine leaves.
+    """Take part in the run at a gs:// URL, wherever its head is, until the run ends or this machine leaves.
 
-    A head that dies is followed to the next one: the run's folder says where it is. Raises as `join` does.
+    After a head has died, follow the next one, which the run's folder names. Raise as `join` does.
     """
     os.environ[COMPILED] = f"{url.rstrip('/')}/compiled"
     bucket, told = Bucket(url), ""
@@ -56,12 +56,12 @@ def join_run(
         if status and status.phase in (FINISHED, STOPPED):
             say(f"{url} {status.phase.removeprefix('the run ')}")
             return
-        if not address or silent(address):
+        if not address or connection_error(address):
             now = f"{url} has no head at the moment; waiting for one"
             if told != now:
                 say(now)
             told = now
-            time.sleep(SEARCH)
+            time.sleep(HEAD_POLL_INTERVAL_S)
             continue
         told = ""
         try:
@@ -69,11 +69,11 @@ def join_run(
                 return
         except RunFailed as error:
             say(f"{error}; trying again")
-        time.sleep(PAUSE_SHORT)
+        time.sleep(HEAD_RETRY_S)
 
 
 def _status(bucket: Bucket) -> SwarmStatus | None:
-    """What the head has said last; None before the first."""
+    """Return the head's last status; None before the first."""
     found = read_file(bucket.read_if_there, STATUS)
     try:
         return None if found is None else parse_status(found)
@@ -90,13 +90,13 @@ def join(
     ports: Ports | None = None,
     batch: int | None = None,
 ) -> bool:
-    """Take part until Ctrl-C or SIGTERM, or until the swarm has ended; whether it was asked to leave.
+    """Take part until Ctrl-C, SIGTERM or the end of the swarm; return whether this machine was asked to leave.
 
-    name: of this machine, by which the swarm knows it again; None: what it calls itself. ports: on which its Ray
-    listens; None: any. batch: rows of one of its steps; None: the run's batch.
+    name: by which the swarm recognizes this machine, by default its hostname; ports: of its Ray, None for any; batch:
+    rows of its steps, by default the run's batch.
 
-    Raises InputError for an address where nothing answers, a wrong token, hosts that cannot be one member, and what the
-    swarm refuses; RunFailed where this machine is given up.
+    Raise InputError if nothing answers, for a wrong token, for hosts that cannot form a member, and if the swarm
+    refuses; RunFailed if the swarm gives this machine up.
     """
     parse_address(address, "the address that `tpuswarm train --members` prints")
     try:
@@ -109,7 +109,7 @@ def join(
         raise InputError(f"{token} is empty; copy the run's file `token` there")
     if group:
         group.check()
-    if why := silent(address):
+    if why := connection_error(address):
         raise InputError(f"nothing answers at {address} ({why.strerror or why}); is the run still alive?")
     if group and group.index:
         return _follow(group, address, say)
@@ -119,51 +119,51 @@ def join(
     return be_node(address, token, name, environment, say, ports)
 
 
-class _Life(NamedTuple):
+class _HostEnd(NamedTuple):
     """How a process of this host ended."""
 
     status: int
-    last: str
-    """Its last line on stderr."""
-    stepped: bool
+    last_line: str
+    """On stderr."""
+    made_step: bool
 
 
 def _follow(group: Group, address: str, say: Say) -> bool:
-    """Keep a process that is this host, until host 0 says farewell to it; whether this host was asked to leave."""
+    """Keep a process for this host alive until host 0 says farewell; return whether this host was asked to leave."""
     say(f"this is host {group.index} of {group.count}; connecting to {group.at}; Ctrl-C leaves")
-    lost, alone, tries = False, False, 0
+    lost, waiting_for_host_0, deaths = False, False, 0
     with StopSignals() as stop:
         while True:
-            life = _live(group, stop, say)
+            end = _run_host(group, stop, say)
             if stop.asked is not None:
                 return True
-            if life.status == LEFT:
+            if end.status == LEFT:
                 say("host 0 has left the swarm, or the swarm has ended")
                 return False
-            if life.status == WRONG or (life.status in (ABSENT, TAKEN) and not lost):
-                raise InputError(life.last)
-            if life.status == FAILED:
-                raise RunFailed(life.last)
-            if life.status == ABSENT:
-                if silent(address):
+            if end.status == WRONG or (end.status in (ABSENT, TAKEN) and not lost):
+                raise InputError(end.last_line)
+            if end.status == FAILED:
+                raise RunFailed(end.last_line)
+            if end.status == ABSENT:
+                if connection_error(address):
                     say("the swarm has ended")
                     return False
-                if not alone:
+                if not waiting_for_host_0:
                     say(f"host 0 does not answer at {group.at}; waiting for it; Ctrl-C leaves")
-                alone = True
+                waiting_for_host_0 = True
                 continue
-            lost, alone, tries = True, False, 1 if life.stepped else tries + 1
-            why = "its process was killed" if life.status < 0 else life.last.partition(", so this host stops")[0]
-            if tries >= TRIES:
-                raise RunFailed(f"this host failed {tries} times without a step: {why}; join again on all hosts")
+            lost, waiting_for_host_0, deaths = True, False, 1 if end.made_step else deaths + 1
+            why = "its process was killed" if end.status < 0 else end.last_line.partition(", so this host stops")[0]
+            if deaths >= MAX_DEATHS:
+                raise RunFailed(f"this host failed {deaths} times without a step: {why}; join again on all hosts")
             say(f"{why}; waiting for all hosts to reconnect")
-            if wait(PAUSE * (tries - 1), stop):
+            if wait(RECONNECT_PAUSE_S * (deaths - 1), stop):
                 return True
 
 
-def _live(group: Group, stop: StopSignals, say: Say) -> _Life:
-    """One process, to its end."""
-    command = [sys.executable, "-P", "-m", "tpuswarm.swarm.member.follower"]  # -P: what lies here is no library
+def _run_host(group: Group, stop: StopSignals, say: Say) -> _HostEnd:
+    """Run one process to its end."""
+    command = [sys.executable, "-P", "-m", "tpuswarm.swarm.member.follower"]  # -P: import nothing from this folder
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors,
@@ -174,8 +174,8 @@ def _live(group: Group, stop: StopSignals, say: Say) -> _Life:
             while process.poll() is None:
                 if stop.asked is not None and not told:
                     told = True
-                    say(f"leaving when host 0 does, in at most {GOODBYE:.0f} s; Ctrl-C again leaves at once")
-                if stop.asked is not None and stop.since() > GOODBYE:
+                    say(f"leaving when host 0 does, in at most {NOTICE_S:.0f} s; Ctrl-C again leaves at once")
+                if stop.asked is not None and stop.since() > NOTICE_S:
                     break
                 time.sleep(0.2)
         finally:
@@ -183,4 +183,4 @@ def _live(group: Group, stop: StopSignals, say: Say) -> _Life:
             status = process.wait()
         errors.seek(0)
         lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-    return _Life(status, lines[-1] if lines else "", STEPPED in lines)
+    return _HostEnd(status, lines[-1] if lines else "", FIRST_STEP_LINE in lines)

@@ -1,4 +1,4 @@
-"""What this machine has for members: devices, shared out among them."""
+"""Count this machine's devices and share them out among members; compute the sizes of a recipe's state."""
 
 import math
 import re
@@ -17,20 +17,20 @@ from tpuswarm.train.recipe import Average, Options, Recipe
 from tpuswarm.train.supervised_program import SupervisedProgram
 
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""How the chips of one process lie; https://docs.jax.dev/en/latest/multi_process.html."""
+"""Chip layout of one process; https://docs.jax.dev/en/latest/multi_process.html."""
 
 
-class _Listed:
-    """Stands for a device that is not opened: the members will."""
+class _UnopenedDevice:
+    """Stands for a device that only the members will open."""
 
     def __init__(self, kind: str):
         self.device_kind = kind
 
 
 def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
-    """The platform of this machine's devices, and the indices of those meant; no indices on a machine without any.
+    """Return the platform of this machine's devices and the chosen indices; no indices on a CPU machine.
 
-    Counted without opening them. Raises InputError for more than there are.
+    Count devices without opening them. Raise InputError for more than there are.
     """
     kind = "tpu" if has_tpu() else "gpu" if has_gpu() else "cpu"
     if kind == "cpu":
@@ -44,38 +44,38 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
     if kind == "gpu":
         folder, pattern = "/dev", r"nvidia\d+"
     count = sum(bool(re.fullmatch(pattern, path.name)) for path in Path(folder).iterdir())
-    listed = [_Listed(kind) for _ in range(count)]
+    listed = [_UnopenedDevice(kind) for _ in range(count)]
     chosen = select_devices(which, listed)
-    return kind, [index for index, device in enumerate(listed) if any(device is each for each in chosen)]
+    return kind, [index for index, device in enumerate(listed) if any(device is chosen_one for chosen_one in chosen)]
 
 
 def share_out(kind: str, devices: Sequence[int], members: int, asked: int | None) -> int:
-    """Devices of each member; InputError where there are too few."""
+    """Return the number of devices of each member. Raise InputError if there are too few."""
     if kind == "cpu" or not members:
         return asked or 1
-    each = asked or len(devices) // members
-    if each < 1 or each * members > len(devices):
+    per_member = asked or len(devices) // members
+    if per_member < 1 or per_member * members > len(devices):
         raise InputError(
             f"{members} members with {asked or 'at least 1'} devices each need {members * (asked or 1)}, this machine "
             f"has {len(devices)} ({kind}); use --members {max(1, len(devices) // (asked or 1))}"
         )
-    return each
+    return per_member
 
 
-def environments(kind: str, devices: Sequence[int], each: int) -> Callable[[int | None], dict[str, str]]:
-    """The environment of the member with a number on this machine; of one that joined, for None: its own."""
+def environments(kind: str, devices: Sequence[int], per_member: int) -> Callable[[int | None], dict[str, str]]:
+    """Return a function that gives the environment of a member by its number; empty for None, a joined one."""
 
     def environment(number: int | None) -> dict[str, str]:
         if number is None:
             return {}
         if kind == "cpu":
-            return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(each)}
-        mine = ",".join(str(index) for index in devices[number * each : (number + 1) * each])
+            return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(per_member)}
+        mine = ",".join(str(index) for index in devices[number * per_member : (number + 1) * per_member])
         if kind == "gpu":
             return {"CUDA_VISIBLE_DEVICES": mine}
         return {
             "TPU_VISIBLE_CHIPS": mine,
-            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(each, f"1,{each},1"),
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(per_member, f"1,{per_member},1"),
             "TPU_PROCESS_BOUNDS": "1,1,1",
         }
 
@@ -83,33 +83,33 @@ def environments(kind: str, devices: Sequence[int], each: int) -> Callable[[int 
 
 
 class Sizes(NamedTuple):
-    """Bytes of a recipe's state."""
+    """Sizes of a recipe's state, in bytes."""
 
     exchanged: int
     largest: int
-    """Of the shared arrays; none is ever divided."""
+    """Its largest shared array; arrays are never divided."""
     state: int
-    """All of it."""
+    """The whole state."""
     statistics: tuple[str, ...] = ()
-    """The paths of arrays that are exchanged and not trained: running averages."""
+    """Paths of shared running statistics, which are not trained."""
     average: Average | None = None
-    """The moving average of the parameters that it keeps."""
+    """The moving average of the parameters, if the program keeps one."""
     alone_because: str = ""
-    """Why its optimizer is for one member alone, and the way out; empty where it is not."""
+    """Why its optimizer is for a single member, and what to do; empty if it is not."""
 
 
 def sizes(recipe: Recipe, ema: float | None) -> Sizes:
-    """How large the state of a recipe is, without making it; ema: as in `Options`."""
+    """Compute the sizes of a recipe's state without creating it; ema: as in `Options`."""
     program = program_of(recipe, Options(ema=ema))
     state = abstract_state(program, recipe.name)
     check_exchange(program, recipe.name, state)
     exchanged = program.exchange().get(state)
     shared = [_bytes(leaf) for leaf in jax.tree.leaves(exchanged)]
-    told = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
-    statistics = tuple(path for path, each in told if each.statistic)
-    whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
+    leaves = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
+    statistics = tuple(path for path, leaf in leaves if leaf.statistic)
+    total = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
     alone_because = program.alone_because(state) if isinstance(program, SupervisedProgram) else ""
-    return Sizes(sum(shared), max(shared), whole, statistics, program.exchange().average, alone_because)
+    return Sizes(sum(shared), max(shared), total, statistics, program.exchange().average, alone_because)
 
 
 def _bytes(leaf: Any) -> int:

@@ -1,7 +1,7 @@
-"""The supervisor of a run: keeps its processes alive, follows its ledger, and writes down what happened.
+"""The supervisor of a run: keeps its processes alive, follows its ledger, and records what happens.
 
-It holds the run's directory and is the only one that writes its text files. Its own death ends the processes that it
-started; the same command goes on from the ledger.
+It holds the run's directory and alone writes its text files. Its death ends the processes that it started; the same
+command then resumes from the ledger.
 """
 
 import time
@@ -13,43 +13,41 @@ from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.swarm.core.alarms import Step
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
+from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.summary import Summary
 from tpuswarm.swarm.core.values import Record
-from tpuswarm.swarm.core.view import View
 from tpuswarm.swarm.engines.actor import Outcome
-from tpuswarm.swarm.engines.notice import GOODBYE
+from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster
 from tpuswarm.swarm.processes.clock import Clock
-from tpuswarm.swarm.processes.plan import HEAD, Plan, member_name
-from tpuswarm.swarm.supervision.followed import Followed
-from tpuswarm.swarm.supervision.kept import KeptProcess, guest_name
-from tpuswarm.swarm.supervision.telling import Telling
-from tpuswarm.swarm.supervision.traces import Traces
+from tpuswarm.swarm.processes.plan import COORDINATOR, Plan, member_name
+from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
+from tpuswarm.swarm.supervision.run_reporter import RunReporter
+from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess, guest_name
+from tpuswarm.swarm.supervision.traces import TraceCollector
 from tpuswarm.swarm.views.events import commit_event
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows_back
 
-LOOK = 0.2
-"""Seconds between two rounds of looking at everything."""
-BACKOFF, BACKOFF_MAX = 1.0, 60.0
-"""Seconds until a process that died is made again: doubled while it gets nowhere."""
-FAILURES, DEATHS = 4, 12
-"""Ends of a process in a row without a step (of a member) or a commit (of the others), until the run gives up: by an
-error of its own, and without a word. A member is only set aside then, while another one may train.
-"""
-ANOTHER_TRY = 600.0
-"""Seconds until a member that was set aside is tried again: somebody may have put right what was wrong."""
-LAST_LOOK = 5.0
-"""Seconds for each of two looks: for the last rows of a member that ended, and the coordinator's word when all have."""
+POLL_INTERVAL_S = 0.2
+MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+"""Wait before a dead process is restarted; doubles while it makes no progress."""
+MAX_FAILURES, MAX_DEATHS = 4, 12
+"""A process may fail with an error, or die silently, this often in a row without a step (of a member) or a commit (of
+the others). Then the run gives up, or only sets a member aside, if another one may train."""
+SET_ASIDE_RETRY_S = 600.0
+"""A member that was set aside is tried again after this time: the user may have fixed the cause."""
+LAST_REPORT_TIMEOUT_S = 5.0
+"""Timeout of each of two reports: of a member that ended, and of the coordinator when all have."""
 
 
-class Ended(NamedTuple):
+class RunEnd(NamedTuple):
     """How a run ended."""
 
     how: str
-    """finished or stopped."""
+    """`finished` or `stopped`."""
     message: str
     signal: int | None
 
@@ -65,299 +63,313 @@ class Supervisor:
         screen: Screen,
         environment: Callable[[int | None], dict[str, str]],
         watch: Callable[["Supervisor"], None] = lambda supervisor: None,
-        took: Callable[[dict[str, Any]], None] = lambda row: None,
+        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     ):
-        """environment: of the member with a number, or of one that joined; watch: called at each look, for a demo;
-        took: called with each row of a member.
+        """environment: returns that of a member by number, or of a joined one for None; watch: called in each round,
+        for a demo; on_row: called with each metrics row of a member.
         """
         self.run, self.plan, self.screen = run, plan, screen
         self._unit = token_unit(plan.tokens_per_row)
         self._cluster, self._environment, self._watch = cluster, environment, watch
-        self._followed = Followed(run.folder, self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize))
-        self.telling = Telling(run, plan, screen, "" if cluster.found else cluster.address, took)
+        state_bytes = self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize)
+        self._ledger = LedgerFollower(run.folder, state_bytes)
+        self.reporter = RunReporter(run, plan, screen, "" if cluster.is_external else cluster.address, on_row)
         self._summary: Summary | None = None
-        told = (each["version"] for each in read_rows_back(run.folder / EVENTS) if each["event"] == "commit")
-        self._told = next(told, 0)
-        self.kept: dict[str, KeptProcess] = {}
-        self._nodes: set[str] = set()
-        """That were ever given a member: a machine that comes back is another node."""
+        commits = (row["version"] for row in read_rows_back(run.folder / EVENTS) if row["event"] == "commit")
+        self._last_announced = next(commits, 0)
+        self.processes: dict[str, SupervisedProcess] = {}
+        self._known_nodes: set[str] = set()
+        """Nodes that ever had a member: a machine that returns is another node."""
         self._joined: frozenset[str] = frozenset()
         """Members that have had an incarnation."""
-        self._traces = Traces(run.folder, self.telling.event)
-        self._stopping = 0.0
+        self._traces = TraceCollector(run.folder, self.reporter.event)
+        self._stopping_since = 0.0
         self._clock = Clock(time.monotonic)
 
     @property
     def status(self) -> SwarmStatus | None:
-        """As it was written last."""
-        return self.telling.status
+        """The status that was written last."""
+        return self.reporter.status
 
     @property
-    def view(self) -> View | None:
-        """Of the newest commit; None before the first."""
-        return self._followed.view
+    def view(self) -> LedgerView | None:
+        """The ledger up to its newest commit; None before the first."""
+        return self._ledger.view
 
-    def go(self) -> Ended:
-        """Until the run is finished or stopped; raises RunFailed and InputError for what it cannot mend."""
-        self._desire()
+    def run_to_end(self) -> RunEnd:
+        """Supervise until the run is finished or stopped. Raise RunFailed or InputError for lasting failures."""
+        self._define_processes()
         with StopSignals() as stop:
             while True:
                 self.run.check()
-                self._keep()
-                self._follow()
-                self._look()
-                self._traces.keep(self.kept)
-                self._tell()
+                self._keep_alive()
+                self._follow_ledger()
+                self._collect_reports()
+                self._traces.update(self.processes)
+                self._write_status()
                 self._watch(self)
-                head = self.kept[HEAD]
-                if head.left and self._gone():
-                    self._follow()
-                    self._tell(FINISHED)
-                    return Ended("finished", f"finished: {self.plan.settings['steps']} steps", None)
+                if self.processes[COORDINATOR].left and self._members_done():
+                    self._follow_ledger()
+                    self._write_status(FINISHED)
+                    return RunEnd("finished", f"finished: {self.plan.settings['steps']} steps", None)
                 if stop.asked is not None:
-                    if not self._stopping:
-                        self._say_goodbye()
-                    if self._gone(settled=True) or time.monotonic() - self._stopping > GOODBYE:
-                        self._follow()
-                        # Who takes its machine away sends SIGTERM: then another head goes on.
-                        self._tell(STOPPED if stop.asked == SIGINT else "stopped")
+                    if not self._stopping_since:
+                        self._give_notice()
+                    if self._stop_is_complete() or time.monotonic() - self._stopping_since > NOTICE_S:
+                        self._follow_ledger()
+                        # SIGTERM takes the machine away: another head will continue the run.
+                        self._write_status(STOPPED if stop.asked == SIGINT else "stopped")
                         why = "its terminal closed: " if stop.asked == SIGHUP else ""
-                        return Ended("stopped", f"{why}{self._stopped_at()}", int(stop.asked))
-                time.sleep(LOOK)
+                        return RunEnd("stopped", f"{why}{self._stopped_at()}", int(stop.asked))
+                time.sleep(POLL_INTERVAL_S)
 
-    def _desire(self) -> None:
-        """What is to be alive: a coordinator, shards, and the members that the run was started with."""
+    def _define_processes(self) -> None:
+        """Define the coordinator, the aggregators, and the members that the run was started with."""
         plan, folder = self.plan, self.run.folder.resolve()
         count = plan.swarm.aggregators
         shards = tuple(f"aggregator-{number}" for number in range(count))
         data = str(folder / "data")
-        hosts = "tpuswarm.swarm.supervision.entry"
+        entry = "tpuswarm.swarm.supervision.entry"
         given = {"plan": plan, "store": str(folder), "shards": shards, "alone": True}
-        self._add(KeptProcess(HEAD, f"{hosts}:coordinator", given))
+        self._add(SupervisedProcess(COORDINATOR, f"{entry}:coordinator", given))
         for number, name in enumerate(shards):
             given = {"store": str(folder), "data": data, "index": number, "shards": count}
-            self._add(KeptProcess(name, f"{hosts}:shard", given))
-        self._member = {"plan": plan, "shards": shards, "data": data, "evaluates": False}
+            self._add(SupervisedProcess(name, f"{entry}:shard", given))
+        self._member_arguments = {"plan": plan, "shards": shards, "data": data, "evaluates": False}
         for number in range(plan.swarm.members):
             name = member_name(number)
-            given = {**self._member, "name": name, "steps": self._steps(name), "evaluates": number == 0}
-            if self._cluster.found:
-                self._add(KeptProcess(name, f"{hosts}:member", {**given, "data": None}, node=ANYWHERE))
+            given = {**self._member_arguments, "name": name, "steps": self._steps(name), "evaluates": number == 0}
+            if self._cluster.is_external:
+                self._add(SupervisedProcess(name, f"{entry}:member", {**given, "data": None}, node=ANYWHERE))
             else:
-                self._add(KeptProcess(name, f"{hosts}:member", given, self._environment(number)))
+                self._add(SupervisedProcess(name, f"{entry}:member", given, self._environment(number)))
 
-    def _add(self, kept: KeptProcess) -> None:
-        self.kept[kept.name] = kept
+    def _add(self, process: SupervisedProcess) -> None:
+        self.processes[process.name] = process
 
     def _steps(self, name: str) -> int:
         rows = read_rows_back(self.run.folder / "members" / name / METRICS)
         return next((row["step"] for row in rows if "loss" in row), 0)
 
-    def _keep(self) -> None:
+    def _keep_alive(self) -> None:
         now = time.monotonic()
-        self._keep_joined()
-        for kept in list(self.kept.values()):
-            if kept.left and kept.name == HEAD and kept.process and kept.process.gone and not self._gone():
-                kept.left, kept.process = False, None  # members have not heard yet that the run has ended
-            if kept.left:
+        self._assign_joined_machines()
+        for process in list(self.processes.values()):
+            is_coordinator = process.name == COORDINATOR
+            if process.left and is_coordinator and process.actor and process.actor.gone and not self._members_done():
+                process.left, process.actor = False, None  # members must still learn from it that the run has ended
+            if process.left:
                 continue
-            if kept.process is None:
-                if now >= kept.wake and not self._stopping:
-                    self._start(kept)
+            if process.actor is None:
+                if now >= process.restart_at and not self._stopping_since:
+                    self._start(process)
                 continue
-            outcome = kept.process.outcome()
+            outcome = process.actor.outcome()
             if outcome is not None:
-                self._ended(kept, outcome, now)
+                self._handle_end(process, outcome, now)
 
-    def _keep_joined(self) -> None:
-        """A machine that joined gets a member, the one that it had before; one that is gone has none."""
+    def _assign_joined_machines(self) -> None:
+        """Give each joined machine a member, if possible the one that it had before, and release those of lost ones."""
         nodes = self._cluster.joined()
-        for kept in self.kept.values():
-            if kept.guest and kept.node not in nodes and kept.process is None:
-                kept.left = True
+        for process in self.processes.values():
+            if process.is_guest and process.node not in nodes and process.actor is None:
+                process.left = True
         for node, host in nodes.items():
-            if node in self._nodes:
+            if node in self._known_nodes:
                 continue
-            guests = [each for each in self.kept.values() if each.guest and not each.left and each.node in nodes]
-            name = guest_name(host, [each.name for each in guests if each.answered])
-            if name in (each.name for each in guests):
-                continue  # until that one answers, or Ray says that its node is gone: it may be this machine's former
-            self._nodes.add(node)
-            if name in self.kept:
-                self.kept[name].moved(node)
+            guests = [
+                process
+                for process in self.processes.values()
+                if process.is_guest and not process.left and process.node in nodes
+            ]
+            name = guest_name(host, [guest.name for guest in guests if guest.has_answered])
+            if name in (guest.name for guest in guests):
+                continue  # until it answers or its node is gone: it may be this machine's former process
+            self._known_nodes.add(node)
+            if name in self.processes:
+                self.processes[name].move(node)
             else:
-                given = {**self._member, "name": name, "steps": self._steps(name), "data": None}
-                self._add(
-                    KeptProcess(name, "tpuswarm.swarm.supervision.entry:member", given, self._environment(None), node)
-                )
-            self.telling.event("note", member=name, message=f"new machine: {name}")
+                given = {**self._member_arguments, "name": name, "steps": self._steps(name), "data": None}
+                entry = "tpuswarm.swarm.supervision.entry:member"
+                self._add(SupervisedProcess(name, entry, given, self._environment(None), node))
+            self.reporter.event("note", member=name, message=f"new machine: {name}")
 
-    def _start(self, kept: KeptProcess) -> None:
-        arguments = kept.arguments
-        if kept.name == HEAD and kept.born:
+    def _start(self, process: SupervisedProcess) -> None:
+        arguments = process.arguments
+        if process.name == COORDINATOR and process.started_at:
             arguments = {**arguments, "alone": False}
-        if kept.member:
-            now = {"steps": self._steps(kept.name), "evaluates": self._evaluates(kept)}
-            kept.arguments = arguments = {**arguments, **now}
-        log = self.run.folder / "logs" / f"{kept.name}.log"
-        process = self._cluster.start(kept.name, kept.maker, arguments, kept.environment, log.resolve(), kept.node)
-        if process is not None:
-            kept.began(process, self._clock())
+        if process.is_member:
+            now = {"steps": self._steps(process.name), "evaluates": self._should_evaluate(process)}
+            process.arguments = arguments = {**arguments, **now}
+        log = (self.run.folder / "logs" / f"{process.name}.log").resolve()
+        actor = self._cluster.start(process.name, process.maker, arguments, process.environment, log, process.node)
+        if actor is not None:
+            process.set_started(actor, self._clock())
 
-    def _evaluates(self, kept: KeptProcess) -> bool:
-        """One member does: the first; in its place, where its machine has left, the next one that starts."""
-        others = [each for each in self.kept.values() if each.member and each is not kept and not each.left]
-        return not any(each.arguments["evaluates"] for each in others)
+    def _should_evaluate(self, process: SupervisedProcess) -> bool:
+        """Whether no other member evaluates. The first does; after its machine has left, the next one that starts."""
+        others = [other for other in self.processes.values() if other.is_member and other is not process]
+        return not any(other.arguments["evaluates"] for other in others if not other.left)
 
-    def _ended(self, kept: KeptProcess, outcome: Outcome, now: float) -> None:
-        if kept.member and outcome.how != "dead":
-            self._look_anew(kept)
-        cannot = kept.member and outcome.how in ("wrong", "over")
-        if outcome.how == "ended" or ((outcome.how == "left" or cannot) and (self._stopping or kept.guest)):
-            kept.left = True  # and its actor stays: members have to hear from the coordinator that the run has ended
+    def _handle_end(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
+        if process.is_member and outcome.how != "dead":
+            self._request_report(process)
+        refused = process.is_member and outcome.how in ("wrong", "over")
+        may_leave = outcome.how == "left" or refused
+        if outcome.how == "ended" or (may_leave and (self._stopping_since or process.is_guest)):
+            process.left = True  # its actor stays: members must learn from the coordinator that the run has ended
             if outcome.how == "left":
-                self.telling.event("left", member=kept.name, incarnation=kept.incarnation, pid=kept.pid)
-            elif cannot:
-                self.telling.event("note", member=kept.name, message=outcome.reason)
-                if kept.guest and kept.node:
-                    self._cluster.dismiss(kept.node, outcome)
-            if kept.guest and kept.process:
-                kept.process.kill()  # its machine waits for that
+                self.reporter.event("left", member=process.name, incarnation=process.incarnation, pid=process.pid)
+            elif refused:
+                self.reporter.event("note", member=process.name, message=outcome.reason)
+                if process.is_guest and process.node:
+                    self._cluster.dismiss(process.node, outcome)
+            if process.is_guest and process.actor:
+                process.actor.kill()  # its machine waits for that
             return
-        if kept.process and outcome.how != "dead":
-            kept.process.kill()  # what it held on the devices, and its name, are for the next one
-        kept.process = None
-        if cannot:
+        if process.actor and outcome.how != "dead":
+            process.actor.kill()  # frees its devices and its name for the next one
+        process.actor = None
+        if refused:
             why = InputError(outcome.reason) if outcome.how == "wrong" else RunFailed(outcome.reason)
-            self._set_aside(kept, why, now)
+            self._set_aside(process, why, now)
             return
         if outcome.how == "wrong":
             raise InputError(outcome.reason)
         if outcome.how == "over":
-            raise RunFailed(f"{kept.name}: {outcome.reason}")
-        kept.deaths += 1
-        kept.wake = now + min(BACKOFF * 2 ** max(0, kept.deaths - 1), BACKOFF_MAX)
-        if kept.member:
-            facts = {"member": kept.name, "incarnation": kept.incarnation, "pid": kept.pid}
+            raise RunFailed(f"{process.name}: {outcome.reason}")
+        self._schedule_restart(process, outcome, now)
+
+    def _schedule_restart(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
+        process.deaths += 1
+        process.restart_at = now + min(MIN_BACKOFF_S * 2 ** max(0, process.deaths - 1), MAX_BACKOFF_S)
+        if process.is_member:
+            facts = {"member": process.name, "incarnation": process.incarnation, "pid": process.pid}
             if outcome.how == "left":
-                kept.wake = now + BACKOFF_MAX
-                self.telling.event("left", **facts)
-            elif kept.pid or outcome.how != "dead" or not kept.guest:  # else Ray notices late that its machine is gone
+                process.restart_at = now + MAX_BACKOFF_S
+                self.reporter.event("left", **facts)
+            elif process.pid or outcome.how != "dead" or not process.is_guest:  # else Ray lists a lost machine's node
                 reason = "killed" if outcome.how == "dead" else outcome.reason
-                at_risk = (kept.seen or {}).get("at_risk", 0)
-                what = {"tokens": at_risk, "unit": self._unit}
-                self.telling.event("lost", message=reason, own_machine=kept.guest, **what, **facts)
+                lost = {"tokens": (process.report or {}).get("at_risk", 0), "unit": self._unit}
+                self.reporter.event("lost", message=reason, own_machine=process.is_guest, **lost, **facts)
         else:
             reason = "it died" if outcome.how == "dead" else outcome.reason
-            kind = "coordinator" if kept.name == HEAD else "shard"
-            self.telling.event(kind, name=kept.name, message=f"{reason}; restarting it")
-        if kept.deaths >= (FAILURES if outcome.how == "failed" else DEATHS):
-            sentence = f"{kept.name} failed {kept.deaths} times without getting anywhere: {outcome.reason}"
-            if kept.member and not kept.guest:
-                self._set_aside(kept, RunFailed(sentence), now)
-                return
-            if not kept.guest:
-                raise RunFailed(sentence)
-            kept.left = True
-            self.telling.event("note", member=kept.name, message=f"{sentence}; giving up on its machine")
-            if kept.node:
-                self._cluster.dismiss(kept.node, Outcome("failed", sentence))
+            kind = "coordinator" if process.name == COORDINATOR else "shard"
+            self.reporter.event(kind, name=process.name, message=f"{reason}; restarting it")
+        if process.deaths >= (MAX_FAILURES if outcome.how == "failed" else MAX_DEATHS):
+            self._give_up(process, outcome, now)
 
-    def _set_aside(self, kept: KeptProcess, why: TpuswarmError, now: float) -> None:
-        """A member of this machine cannot train: raises why, unless another one may, or the run has ended."""
-        others = [each for each in self.kept.values() if each.member and each is not kept]
-        if not self.kept[HEAD].left and all(each.left or each.given_up for each in others):
+    def _give_up(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
+        sentence = f"{process.name} failed {process.deaths} times without any progress: {outcome.reason}"
+        if process.is_guest:
+            process.left = True
+            self.reporter.event("note", member=process.name, message=f"{sentence}; giving up on its machine")
+            if process.node:
+                self._cluster.dismiss(process.node, Outcome("failed", sentence))
+        elif process.is_member:
+            self._set_aside(process, RunFailed(sentence), now)
+        else:
+            raise RunFailed(sentence)
+
+    def _set_aside(self, process: SupervisedProcess, why: TpuswarmError, now: float) -> None:
+        """Set a member of this machine aside. Raise `why` if no other one may train and the run has not ended."""
+        others = [other for other in self.processes.values() if other.is_member and other is not process]
+        if not self.processes[COORDINATOR].left and all(other.left or other.set_aside_reason for other in others):
             raise why
-        kept.given_up, kept.wake = str(why), now + ANOTHER_TRY
+        process.set_aside_reason, process.restart_at = str(why), now + SET_ASIDE_RETRY_S
 
-    def _look(self) -> None:
-        for kept in self.kept.values():
-            if kept.process:
-                self._see(kept, kept.process.look(kept.rows))
-            if kept.process and kept.silent(now := self._clock()):
-                message = f"{kept.name} has not answered for {now - kept.heard:.0f} s: killing it, to start it again"
-                self.telling.event("note", message=message)
-                kept.heard = now  # until Ray has noticed
-                kept.process.kill()
+    def _collect_reports(self) -> None:
+        for process in self.processes.values():
+            if process.actor:
+                self._handle_report(process, process.actor.report(process.rows))
+            if process.actor and process.is_hung(now := self._clock()):
+                message = f"{process.name} has not answered for {now - process.last_answer:.0f} s: restarting it"
+                self.reporter.event("note", message=message)
+                process.last_answer = now  # until Ray has noticed
+                process.actor.kill()
 
-    def _look_anew(self, kept: KeptProcess, seconds: float = 2 * LAST_LOOK) -> None:
-        """Wait, for so long at most, for a look that begins now: first for one under way, which knows less."""
+    def _request_report(self, process: SupervisedProcess, seconds: float = 2 * LAST_REPORT_TIMEOUT_S) -> None:
+        """Wait at most this long for a report that starts now, after a pending one, which knows less."""
         for _ in range(2):
-            if kept.process:
-                self._see(kept, kept.process.look(kept.rows, max(0.0, min(LAST_LOOK, seconds / 2))))
+            if process.actor:
+                timeout_s = max(0.0, min(LAST_REPORT_TIMEOUT_S, seconds / 2))
+                self._handle_report(process, process.actor.report(process.rows, timeout_s))
 
-    def _see(self, kept: KeptProcess, answer: tuple[int, Any] | None) -> None:
-        """Take in a look; of a member also its rows of metrics."""
+    def _handle_report(self, process: SupervisedProcess, answer: tuple[int, Any] | None) -> None:
+        """Store a report, and write a member's metrics rows."""
         if answer is None:
             return
-        kept.pid, seen = answer
-        kept.heard = self._clock()
-        if kept.name == HEAD:
-            self._summary = seen or self._summary
-        if not kept.member or seen is None:
+        process.pid, report = answer
+        process.last_answer = self._clock()
+        if process.name == COORDINATOR:
+            self._summary = report or self._summary
+        if not process.is_member or report is None:
             return
-        if seen["incarnation"] and seen["incarnation"] != kept.incarnation:
-            again, self._joined = kept.name in self._joined, self._joined | {kept.name}
-            self.telling.event("joined", member=kept.name, incarnation=seen["incarnation"], pid=kept.pid, again=again)
-        if part := seen.pop("trace", None):
-            self._traces.took(kept, part)
-        kept.seen, rows = seen, seen["rows"]
+        if report["incarnation"] and report["incarnation"] != process.incarnation:
+            again, self._joined = process.name in self._joined, self._joined | {process.name}
+            facts = {"incarnation": report["incarnation"], "pid": process.pid, "again": again}
+            self.reporter.event("joined", member=process.name, **facts)
+        if part := report.pop("trace", None):
+            self._traces.add_part(process, part)
+        process.report, rows = report, report["rows"]
         if not rows:
             return
-        kept.rows += len(rows)
-        kept.deaths, kept.given_up = 0, ""
+        process.rows += len(rows)
+        process.deaths, process.set_aside_reason = 0, ""
         for row in rows:
             if "loss" in row:
-                kept.row = row
+                process.row = row
                 if not row.get("uncounted"):
-                    kept.steps.append(Step(row["version"], row["loss"], row.get("grad_norm")))
-        self.telling.rows(kept.name, rows)
+                    process.steps.append(Step(row["version"], row["loss"], row.get("grad_norm")))
+        self.reporter.rows(process.name, rows)
 
-    def _follow(self) -> None:
-        """The commits that were made since the last look."""
-        first = self.view is None
-        for record in self._followed.news(self._is_news()):
-            self._commit(record)
-            if not first:
-                self.telling.progress_at = time.monotonic()
-        if said := self._followed.clean():
-            self.telling.event("note", message=said)
+    def _follow_ledger(self) -> None:
+        """Announce new commits, and remove old files now and then."""
+        is_first = self.view is None
+        for record in self._ledger.new_records(self._may_have_news()):
+            self._announce(record)
+            if not is_first:
+                self.reporter.last_progress = time.monotonic()
+        if message := self._ledger.clean():
+            self.reporter.event("note", message=message)
 
-    def _tell(self, last: str = "") -> None:
-        self.telling.tell(self._summary, self.kept.values(), self._followed, self._clock(), last)
+    def _write_status(self, phase: str = "") -> None:
+        self.reporter.write_status(self._summary, self.processes.values(), self._ledger, self._clock(), phase)
 
-    def _is_news(self) -> bool:
-        """Whether to look for records: in a bucket each look is a request, and the coordinator says what there is."""
+    def _may_have_news(self) -> bool:
+        """Whether to look for records: in a bucket that costs a request, and the coordinator reports new ones."""
         view = self.view
-        if not self.run.in_bucket or self.kept[HEAD].left or self._stopping:
+        if not self.run.in_bucket or self.processes[COORDINATOR].left or self._stopping_since:
             return True
         return self._summary is not None and (view is None or self._summary.version > view.version)
 
-    def _commit(self, record: Record) -> None:
-        for kept in self.kept.values():
-            if not kept.member:
-                kept.deaths = 0
-        if record.version > self._told:
-            self._told = record.version
-            self.telling.event("commit", **commit_event(record), unit=self._unit)
+    def _announce(self, record: Record) -> None:
+        for process in self.processes.values():
+            if not process.is_member:
+                process.deaths = 0
+        if record.version > self._last_announced:
+            self._last_announced = record.version
+            self.reporter.event("commit", **commit_event(record), unit=self._unit)
 
-    def _say_goodbye(self) -> None:
-        self._stopping = time.monotonic()
-        trained = any(kept.incarnation for kept in self.kept.values())
+    def _give_notice(self) -> None:
+        """Ask all members to push their work and leave."""
+        self._stopping_since = time.monotonic()
+        trained = any(process.incarnation for process in self.processes.values())
         self.screen.note(f"stopping{': the members push their last work' * trained}")
-        for kept in self.kept.values():
-            if kept.member and kept.process:
-                kept.process.leave()
+        for process in self.processes.values():
+            if process.is_member and process.actor:
+                process.actor.leave()
 
-    def _gone(self, settled: bool = False) -> bool:
-        """Whether no member has anything to hand in and, if asked, everything accepted is decided."""
-        if any(kept.busy and (kept.incarnation or not settled) for kept in self.kept.values()):
-            return False  # of a run that stops, who has not begun owes nothing, not even an evaluation
-        return not settled or self._settled()
+    def _members_done(self) -> bool:
+        """Whether no member can still push or evaluate."""
+        return not any(process.is_busy for process in self.processes.values())
 
-    def _settled(self) -> bool:
-        """Whether everything accepted is decided, by a look at the coordinator that began when all members had gone."""
-        self._look_anew(self.kept[HEAD], self._stopping + GOODBYE - time.monotonic())
+    def _stop_is_complete(self) -> bool:
+        """Whether no member that has started can still push, and every accepted push has its verdict."""
+        if any(process.is_busy and process.incarnation for process in self.processes.values()):
+            return False
+        # Only a report that starts now, after all members have left, knows their last pushes.
+        self._request_report(self.processes[COORDINATOR], self._stopping_since + NOTICE_S - time.monotonic())
         return self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:

@@ -1,4 +1,4 @@
-"""Traces of members: asked for in the run's folder, taken where the member is, written here."""
+"""Collect traces of members: requested in the run's folder, recorded by the member, written here."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,88 +6,87 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from tpuswarm.swarm.engines.ray import Started
-from tpuswarm.swarm.member.trace import Traced
-from tpuswarm.swarm.supervision.kept import KeptProcess
+from tpuswarm.swarm.engines.ray import ActorHandle
+from tpuswarm.swarm.member.trace import TracePart
+from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
 from tpuswarm.train.look.profile import BOARD, LOOK, TRACE, Request, take_request
 
 
 @dataclass(frozen=True)
-class Awaited:
-    """A trace that has not come yet."""
+class PendingTrace:
+    """A trace that has not arrived yet."""
 
-    process: Started
-    """That was asked."""
+    actor: ActorHandle
     request: str
     files: dict[str, bytearray] = field(default_factory=dict)
-    """What has come of them, by their names."""
+    """Received data by file name."""
 
 
-class Traces:
-    """What was asked for and has not come yet; `keep` is called at each round of the supervisor."""
+class TraceCollector:
+    """Pending traces of a run's members. The supervisor calls `update` in each round."""
 
     def __init__(self, run: Path, event: Callable[..., None]):
-        """event: writes one down."""
+        """event: writes an event."""
         self._run, self._event = run, event
-        self._awaited: dict[str, Awaited] = {}
-        """By their members."""
-        self._looked_at = 0.0
+        self._pending: dict[str, PendingTrace] = {}
+        """By member."""
+        self._last_poll = 0.0
 
-    def took(self, member: KeptProcess, part: Traced) -> None:
-        """A look has brought a part of a trace."""
-        awaited = self._awaited.get(member.name)
-        if awaited is None:
+    def add_part(self, member: SupervisedProcess, part: TracePart) -> None:
+        """Add a part that a report contained."""
+        pending = self._pending.get(member.name)
+        if pending is None:
             return
         if part.file:
-            awaited.files.setdefault(part.file, bytearray()).extend(part.data)
+            pending.files.setdefault(part.file, bytearray()).extend(part.data)
         if part.last:
-            self._end(member.name, self._written(member.name, part.steps, part.problem, awaited.files))
+            self._end(member.name, self._write(member.name, part.steps, part.problem, pending.files))
 
-    def keep(self, kept: Mapping[str, KeptProcess]) -> None:
-        """Pass on what is asked, and say what will not come."""
-        for name, awaited in list(self._awaited.items()):
-            if kept[name].left or kept[name].process is not awaited.process:
+    def update(self, processes: Mapping[str, SupervisedProcess]) -> None:
+        """Pass requests on, and end traces whose member has ended."""
+        for name, pending in list(self._pending.items()):
+            if processes[name].left or processes[name].actor is not pending.actor:
                 self._end(name, f"{name} ended before its trace was taken; ask again once it trains")
         now = time.monotonic()
-        if now - self._looked_at < LOOK:
+        if now - self._last_poll < LOOK:
             return
-        self._looked_at = now
-        if asked := take_request(self._run):
-            self._ask(kept.get(asked.member or ""), asked)
+        self._last_poll = now
+        if request := take_request(self._run):
+            self._start(processes.get(request.member or ""), request)
 
-    def _ask(self, member: KeptProcess | None, asked: Request) -> None:
-        if member is None or not member.member or member.process is None or member.incarnation is None:
-            message = f"{asked.member} does not train; `tpuswarm status {self._run}` shows who does"
-            self._tell(asked.member, asked.id, message)
-        elif member.name in self._awaited:
-            self._tell(member.name, asked.id, f"{member.name} is traced already; ask again once that trace is there")
+    def _start(self, member: SupervisedProcess | None, request: Request) -> None:
+        if member is None or not member.is_member or member.actor is None or member.incarnation is None:
+            message = f"{request.member} does not train; `tpuswarm status {self._run}` shows who does"
+            self._answer(request.member, request.id, message)
+        elif member.name in self._pending:
+            self._answer(member.name, request.id, f"{member.name} is traced already; ask again when that trace is done")
         else:
-            self._awaited[member.name] = Awaited(member.process, asked.id)
-            member.process.trace(asked.steps)
+            self._pending[member.name] = PendingTrace(member.actor, request.id)
+            member.actor.trace(request.steps)
 
     def _end(self, name: str, message: str) -> None:
-        self._tell(name, self._awaited.pop(name).request, message)
+        self._answer(name, self._pending.pop(name).request, message)
 
-    def _tell(self, name: str | None, request: str, message: str) -> None:
+    def _answer(self, name: str | None, request: str, message: str) -> None:
         self._event(TRACE, member=name, request=request, message=message)
 
-    def _written(self, name: str, steps: int, problem: str, files: Mapping[str, bytearray]) -> str:
-        """What came of a trace, in words, once its files are in TensorBoard's folder."""
+    def _write(self, name: str, steps: int, problem: str, files: Mapping[str, bytearray]) -> str:
+        """Write a trace to TensorBoard's folder; return the message about it."""
         folder, written = self._run / BOARD / name, []
         try:
-            for path, data in files.items():
-                below = PurePosixPath(path)
-                if below.is_absolute() or ".." in below.parts:
-                    continue  # a machine that joined writes nowhere else
-                place = folder / below
-                place.parent.mkdir(parents=True, exist_ok=True)
-                written.append(place)
-                place.write_bytes(data)
+            for file_name, data in files.items():
+                relative = PurePosixPath(file_name)
+                if relative.is_absolute() or ".." in relative.parts:
+                    continue  # a joined machine may write nowhere else
+                path = folder / relative
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written.append(path)
+                path.write_bytes(data)
         except OSError as error:
             problem = f"could not be written: {error.strerror}"
-            for place in written:  # part of a trace cannot be opened
+            for path in written:  # a partial trace cannot be opened
                 with suppress(OSError):
-                    place.unlink()
+                    path.unlink()
         if not written and not problem:
             problem = "came without a file"
         if problem:

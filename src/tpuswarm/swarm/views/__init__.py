@@ -1,1 +1,1 @@
-"""What a person looks at: the live view, the state of a run, its events, its commits, its report."""
+"""Show a swarm's run: its status, commits, logs and report."""

@@ -1,4 +1,4 @@
-"""A swarm as a picture: how far it is, its members or those among them that need a look, its alarms."""
+"""Draw a swarm: its progress, its members or those that need attention, and its alarms."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -14,33 +14,32 @@ from tpuswarm.swarm.views.status import FINISHED, MemberStatus, SwarmStatus
 from tpuswarm.train.look.display import speed_text
 from tpuswarm.train.look.live import Column, bar, sparkline, table
 
-BEHIND = 2
-"""A member may be this many commits behind: its push is in flight."""
-SLOW = 0.5
-"""Of the median speed: a slower member needs a look."""
-HEAD = 8
-"""Rows of a picture besides members and alarms, the heading of the members among them."""
-REST = 2
-"""Rows for the members that are only counted."""
-ALARMS = 3
-"""Rows that alarms may take of a screen."""
+MAX_LAG = 2
+"""A member may be this many commits behind while its push is in flight."""
+MIN_SPEED_SHARE = 0.5
+"""A member below this share of the median speed is slow."""
+HEAD_ROW_COUNT = 8
+"""Rows besides members and alarms, with the heading of the members."""
+SUMMARY_ROW_COUNT = 2
+"""Rows for members that are only counted."""
+MAX_ALARM_ROWS = 3
 
 
 @dataclass(frozen=True)
 class About:
-    """What does not change while a swarm runs."""
+    """Facts about a swarm that do not change."""
 
     title: str
     run: str
     tokens_per_step: int
     unit: str
-    """What these tokens are: tokens, or rows where a row counts for one."""
+    """`tokens`, or `rows` if each row counts as one."""
     ended: bool = False
-    """Nothing goes on, so there is no speed and no time left."""
+    """Whether the run has ended, so that it has no speed and no time left."""
 
 
 Members = Callable[[int | None], list[RenderableType]]
-"""What stands for the members, in so many rows; None: in all that it takes."""
+"""Draws the members in this many rows; None for no limit."""
 
 
 def draw(
@@ -51,15 +50,15 @@ def draw(
     height: int | None = None,
     instead: Members | None = None,
 ) -> RenderableType:
-    """All of it; with a height only as many members and alarms as have room, those that need a look first.
+    """Draw everything; with a height, only as many members and alarms as fit, the most urgent first.
 
-    instead: of the table of members, for who knows more about them.
+    instead: draws the members in another way.
     """
     count = len(status.members)
-    alarms, room = [Text(f"alarm: {each}", style="red") for each in status.alarms], None
+    alarms, room = [Text(f"alarm: {alarm}", style="red") for alarm in status.alarms], None
     if height is not None:
-        alarms = _fitting(alarms, width)
-        room = max(1, height - HEAD - sum(_rows(each, width) for each in alarms))
+        alarms = _fitting_alarms(alarms, width)
+        room = max(1, height - HEAD_ROW_COUNT - sum(_row_count(alarm, width) for alarm in alarms))
     return Group(
         Text(f"{about.title}, {count} member{'' if count == 1 else 's'}: {about.run}", overflow="fold"),
         bar(min(status.tokens.applied, status.horizon), status.horizon, f"{about.unit} counted", width),
@@ -71,7 +70,7 @@ def draw(
 
 
 def facts(about: About, status: SwarmStatus) -> list[Text]:
-    """Time and speed, losses, tokens, the round."""
+    """Return lines for time and speed, losses, tokens, and the round."""
     tokens = status.tokens
     version = "–" if status.version is None else f"{status.version}"
     held_out = format_figure(status.eval_loss)
@@ -94,22 +93,22 @@ def facts(about: About, status: SwarmStatus) -> list[Text]:
 
 
 def members(status: SwarmStatus, unit: str, width: int, room: int | None) -> list[RenderableType]:
-    """A row for each member; where there is not room for so many, for those that need a look, and the rest in words."""
+    """Draw a row for each member, or only those that need attention and a summary of the rest."""
     if room is None or len(status.members) <= room:
         return [members_table(status.members, status.horizon, unit, width)]
-    found = needing_a_look(status)
-    shown = found[: max(0, room - REST)]
-    rest = _rest(status, {each.id for each, _ in shown}, len(found) - len(shown), unit)
+    urgent = find_urgent_members(status)
+    shown = urgent[: max(0, room - SUMMARY_ROW_COUNT)]
+    rest = _summarize_rest(status, {member.id for member, _ in shown}, len(urgent) - len(shown), unit)
     if not shown:
         return [Text(rest)]
-    why = [words for _, words in shown]
-    return [members_table([each for each, _ in shown], status.horizon, unit, width, why), Text(rest)]
+    reasons = [reason for _, reason in shown]
+    return [members_table([member for member, _ in shown], status.horizon, unit, width, reasons), Text(rest)]
 
 
 def members_table(
-    shown: Sequence[MemberStatus], horizon: int, unit: str, width: int, why: Sequence[str] = ()
+    shown: Sequence[MemberStatus], horizon: int, unit: str, width: int, reasons: Sequence[str] = ()
 ) -> RenderableType:
-    """One row for each; why: what is to be looked at, for each of them, or nothing."""
+    """Draw one row for each member; reasons: why each needs attention, if any."""
     columns = [
         Column("member"),
         Column("state", width=len("evaluating")),
@@ -123,66 +122,68 @@ def members_table(
     ]
     rows = [
         (
-            each.id,
-            each.state,
-            "–" if each.pid is None else f"{each.pid}",
-            (each.incarnation or "–")[:8],
-            "–" if each.base is None else f"{each.base}",
-            f"{each.tokens:,}",
-            "–" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}",
-            format_figure(each.loss),
-            why[number] if why else "",
+            member.id,
+            member.state,
+            "–" if member.pid is None else f"{member.pid}",
+            (member.incarnation or "–")[:8],
+            "–" if member.base is None else f"{member.base}",
+            f"{member.tokens:,}",
+            "–" if member.tokens_per_s is None else f"{member.tokens_per_s:,.0f}",
+            format_figure(member.loss),
+            reasons[number] if reasons else "",
         )
-        for number, each in enumerate(shown)
+        for number, member in enumerate(shown)
     ]
     return table(columns, rows, width)
 
 
-def needing_a_look(status: SwarmStatus) -> list[tuple[MemberStatus, str]]:
-    """Members that need a look and, where their state does not say it, why; the most pressing first."""
-    speeds = [each.tokens_per_s for each in status.members if each.state == "alive" and each.tokens_per_s]
-    slow = SLOW * median(speeds) if speeds else 0.0
+def find_urgent_members(status: SwarmStatus) -> list[tuple[MemberStatus, str]]:
+    """Return members that need attention, most urgent first, with the reason unless their state says it."""
+    speeds = [member.tokens_per_s for member in status.members if member.state == "alive" and member.tokens_per_s]
+    slow = MIN_SPEED_SHARE * median(speeds) if speeds else 0.0
     found: list[tuple[int, MemberStatus, str]] = []
-    for each in status.members:
-        alive = each.state == "alive"
+    for member in status.members:
+        alive = member.state == "alive"
         reasons = (
-            (any(alarm.startswith(f"{each.id} ") for alarm in status.alarms), "alarm"),
-            (each.state == "lost", ""),
-            (alive and (each.lag or 0) > BEHIND, f"{each.lag} commits behind"),
-            (alive and each.tokens_per_s is not None and each.tokens_per_s < slow, "slow"),
-            (each.state == "joining", ""),
+            (any(alarm.startswith(f"{member.id} ") for alarm in status.alarms), "alarm"),
+            (member.state == "lost", ""),
+            (alive and (member.lag or 0) > MAX_LAG, f"{member.lag} commits behind"),
+            (alive and member.tokens_per_s is not None and member.tokens_per_s < slow, "slow"),
+            (member.state == "joining", ""),
         )
-        first = next(((rank, why) for rank, (holds, why) in enumerate(reasons) if holds), None)
+        first = next(((rank, reason) for rank, (holds, reason) in enumerate(reasons) if holds), None)
         if first:
-            found.append((first[0], each, first[1]))
-    return [(each, why) for _, each, why in sorted(found, key=lambda one: one[0])]
+            found.append((first[0], member, first[1]))
+    return [(member, reason) for _, member, reason in sorted(found, key=lambda entry: entry[0])]
 
 
-def _rest(status: SwarmStatus, shown: Collection[str], more: int, unit: str) -> str:
-    """The members without a row, in words; more: so many of them need a look."""
-    rest = [each for each in status.members if each.id not in shown]
-    count = Counter(each.state for each in rest)
-    said = [f"{count[state]:,} {state}" for state in ("alive", "evaluating", "joining", "lost", "left") if count[state]]
-    alive = [each for each in rest if each.state == "alive"]
-    if speeds := [each.tokens_per_s for each in alive if each.tokens_per_s is not None]:
-        said.append(f"{min(speeds):,.0f} to {max(speeds):,.0f} {unit}/s each")
-    if losses := [each.loss for each in alive if each.loss is not None]:
-        said.append(f"loss {format_figure(min(losses))} to {format_figure(max(losses))}")
-    if more:
-        said.append(f"{more:,} of them need{'s' * (more == 1)} a look")
-    return f"{len(rest):,} {'more' if shown else 'members'}: {', '.join(said)}"
+def _summarize_rest(status: SwarmStatus, shown: Collection[str], urgent: int, unit: str) -> str:
+    """Summarize the members without a row, of which this many need attention."""
+    rest = [member for member in status.members if member.id not in shown]
+    count = Counter(member.state for member in rest)
+    parts = [
+        f"{count[state]:,} {state}" for state in ("alive", "evaluating", "joining", "lost", "left") if count[state]
+    ]
+    alive = [member for member in rest if member.state == "alive"]
+    if speeds := [member.tokens_per_s for member in alive if member.tokens_per_s is not None]:
+        parts.append(f"{min(speeds):,.0f} to {max(speeds):,.0f} {unit}/s each")
+    if losses := [member.loss for member in alive if member.loss is not None]:
+        parts.append(f"loss {format_figure(min(losses))} to {format_figure(max(losses))}")
+    if urgent:
+        parts.append(f"{urgent:,} of them need{'s' * (urgent == 1)} a look")
+    return f"{len(rest):,} {'more' if shown else 'members'}: {', '.join(parts)}"
 
 
-def _fitting(alarms: list[Text], width: int) -> list[Text]:
-    """As many as have room, and how many more there are."""
+def _fitting_alarms(alarms: list[Text], width: int) -> list[Text]:
+    """Return the alarms that fit, and the number of the others."""
     shown: list[Text] = []
-    for each in alarms:
-        if sum(_rows(one, width) for one in [*shown, each]) > ALARMS and shown:
+    for alarm in alarms:
+        if sum(_row_count(text, width) for text in [*shown, alarm]) > MAX_ALARM_ROWS and shown:
             rest = len(alarms) - len(shown)
             return [*shown, Text(f"and {rest} more alarm{'s' * (rest > 1)}", style="red")]
-        shown.append(each)
+        shown.append(alarm)
     return shown
 
 
-def _rows(text: Text, width: int) -> int:
+def _row_count(text: Text, width: int) -> int:
     return -(-cell_len(text.plain) // width)

@@ -1,40 +1,40 @@
-"""What happened in a run, in words."""
+"""Describe the events of a run in words."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpuswarm.swarm.core.values import Record
 
-NAMED = 12
-"""Members of a commit who are named; more are too many to read."""
+MAX_NAMED_MEMBERS = 12
+"""Members of a commit that are named; the others are counted."""
 
 
 def commit_event(record: Record) -> dict[str, Any]:
-    """The facts of a commit for events.jsonl."""
+    """Return the facts of a commit for events.jsonl."""
     parts = [
         {
-            "member": each.identity.incarnation.member,
-            "incarnation": each.identity.incarnation.name,
-            "tokens": each.tokens,
-            "weight": each.weight,
-            "fate": each.fate,
-            "reason": each.reason,
+            "member": decision.identity.incarnation.member,
+            "incarnation": decision.identity.incarnation.name,
+            "tokens": decision.tokens,
+            "weight": decision.weight,
+            "fate": decision.fate,
+            "reason": decision.reason,
         }
-        for each in record.decisions
+        for decision in record.decisions
     ]
     return {
         "version": record.version,
         "epoch": record.epoch,
         "tokens": record.tokens,
-        "contributors": [each for each in parts if each["fate"] == "applied"],
-        "others": [each for each in parts if each["fate"] != "applied"],
+        "contributors": [part for part in parts if part["fate"] == "applied"],
+        "others": [part for part in parts if part["fate"] != "applied"],
         "rule": record.rule,
         "rate": record.rate,
     }
 
 
 def sentence(event: Mapping[str, Any]) -> str:
-    """An event of events.jsonl as a line for a person."""
+    """Describe an event of events.jsonl in one line."""
     try:
         return _sentence(event)
     except (KeyError, TypeError, ValueError):
@@ -63,21 +63,20 @@ def _sentence(event: Mapping[str, Any]) -> str:
 
 
 def _unit(event: Mapping[str, Any]) -> str:
-    """What its tokens are."""
     return str(event.get("unit", "tokens"))
 
 
 def commit_sentence(version: int, tokens: int, unit: str, parts: Sequence[Mapping[str, Any]]) -> str:
-    """A commit in words: who is in it, and with what weight; of many members how many, and the least and the most.
+    """Describe a commit: its members with their weights, or of many members their number and range of weights.
 
-    unit: what its tokens are, tokens or rows.
+    unit: `tokens` or `rows`.
     """
-    applied = [each for each in parts if each["fate"] == "applied"]
-    others = [each for each in parts if each["fate"] != "applied"]
-    who = ", ".join(f"{each['member']} {each['weight']:.0%}" for each in applied) or "nobody"
-    if len(applied) > NAMED:
-        least, most = min(each["weight"] for each in applied), max(each["weight"] for each in applied)
+    applied = [part for part in parts if part["fate"] == "applied"]
+    others = [part for part in parts if part["fate"] != "applied"]
+    who = ", ".join(f"{part['member']} {part['weight']:.0%}" for part in applied) or "nobody"
+    if len(applied) > MAX_NAMED_MEMBERS:
+        least, most = min(part["weight"] for part in applied), max(part["weight"] for part in applied)
         who = f"{len(applied)} members, {least:.1%} to {most:.1%} each"
-    not_in = "".join(f"; {each['member']} {each['fate']}: {each['reason']}" for each in others[:NAMED])
-    more = f"; {len(others) - NAMED} more were not counted" if len(others) > NAMED else ""
+    not_in = "".join(f"; {part['member']} {part['fate']}: {part['reason']}" for part in others[:MAX_NAMED_MEMBERS])
+    more = f"; {len(others) - MAX_NAMED_MEMBERS} more were not counted" if len(others) > MAX_NAMED_MEMBERS else ""
     return f"commit {version}: {who}; {tokens:,} {unit} counted{not_in}{more}"

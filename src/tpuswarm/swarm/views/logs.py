@@ -1,4 +1,4 @@
-"""What a run and its processes said, in the order of time: events in words, and the lines of its logs."""
+"""Merge a run's events and the lines of its logs in the order of time."""
 
 import time
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from tpuswarm.train.run.schema import parse_row
 
 RUN = "run"
 """The source of events."""
-SLACK = timedelta(seconds=1)
-"""A file's clock is coarser than the one that is written into it."""
+CLOCK_SLACK = timedelta(seconds=1)
+"""A file's time is coarser than the times written into it."""
 
 
 class Line(NamedTuple):
-    """One thing that was said."""
+    """One line of a log, or one event."""
 
     time: float
     """Seconds since 1970."""
@@ -30,12 +30,11 @@ class Line(NamedTuple):
 
     @property
     def day(self) -> str:
-        """Its date."""
         return time.strftime("%Y-%m-%d", time.localtime(self.time))
 
     @property
     def within_a_day(self) -> str:
-        """The line under its date."""
+        """The line without its date."""
         return f"{time.strftime('%H:%M:%S', time.localtime(self.time))}  {self.source:<13} {self.text}"
 
     def __str__(self) -> str:
@@ -43,23 +42,23 @@ class Line(NamedTuple):
 
 
 class Logs:
-    """The files of a run, each read once."""
+    """The files of a run, read incrementally."""
 
     def __init__(self, folder: Path, name: str | None = None):
-        """name: one process, with the events that are about it. Raises InputError where there is none of that name."""
+        """name: a process, to read only its log and the events about it. Raise InputError if it does not exist."""
         self._folder, self._name = folder, name
-        self._read: dict[Path, int] = {}
-        here = {path.stem for path in self._files()}
-        told = {str(each.get("member") or each.get("name") or "") for each in read_rows(folder / EVENTS)} - {""}
-        names = sorted(here | told)
+        self._offsets: dict[Path, int] = {}
+        local = {path.stem for path in self._files()}
+        mentioned = {str(row.get("member") or row.get("name") or "") for row in read_rows(folder / EVENTS)} - {""}
+        names = sorted(local | mentioned)
         if name is not None and name not in names:
-            known = did_you_mean(name, names) if names else "none of its processes has said anything"
+            known = did_you_mean(name, names) if names else "none of its processes has logged anything"
             raise InputError(f"{folder} has no process {name!r}; {known}")
-        self.elsewhere = name in told - here
-        """Whether that process is on a machine that joined, where its own words lie."""
+        self.elsewhere = name in mentioned - local
+        """Whether that process is on a joined machine, which has its log."""
 
     def new(self) -> list[Line]:
-        """What was said since the last call, whole lines only."""
+        """Return whole lines that were added since the last call."""
         found = self._events()
         for path in self._files():
             if self._name in (None, path.stem):
@@ -82,17 +81,17 @@ class Logs:
         if not path.exists():
             return []
         with reading(path), path.open("rb") as file:
-            file.seek(self._read.get(path, 0))
+            file.seek(self._offsets.get(path, 0))
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._read[path] = self._read.get(path, 0) + len(whole)
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
         return whole.splitlines(keepends=True)
 
 
 def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
-    """Lines of a process with their times. Those that begin with HH:MM:SS.mmm have no date: it follows from the end.
+    """Date the lines of a process. Those that start with HH:MM:SS.mmm have no date, which follows from the end.
 
-    Lines without a time, like those of a traceback, have the time of the one before; ended: when the last was written.
+    Lines without a time, as in a traceback, get that of the line before; ended: when the last line was written.
     """
     found: list[Line] = []
     at = datetime.fromtimestamp(ended)
@@ -103,10 +102,10 @@ def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
             undated.append(line)
             continue
         hour, minute, second, milli = (int(part or 0) for part in stamp.groups())
-        said = at.replace(hour=hour, minute=minute, second=second, microsecond=1000 * milli)
-        at = said if said <= at + SLACK else said - timedelta(days=1)
-        found += [Line(at.timestamp(), source, each) for each in undated]
+        written = at.replace(hour=hour, minute=minute, second=second, microsecond=1000 * milli)
+        at = written if written <= at + CLOCK_SLACK else written - timedelta(days=1)
+        found += [Line(at.timestamp(), source, text) for text in undated]
         found.append(Line(at.timestamp(), source, line[stamp.end() :]))
         undated = []
-    found += [Line(at.timestamp(), source, each) for each in undated]
+    found += [Line(at.timestamp(), source, text) for text in undated]
     return found[::-1]

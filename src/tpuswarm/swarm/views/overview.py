@@ -1,4 +1,4 @@
-"""What a report says of all commits of a run, in the memory of a few: they are taken in one after the other."""
+"""Summarize all commits of a run for its report, in the memory of a few."""
 
 from collections import Counter, defaultdict, deque
 from typing import NamedTuple
@@ -8,16 +8,16 @@ import numpy as np
 from tpuswarm.swarm.core.values import Fate
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.views.tables import Commit, commit_of
+from tpuswarm.swarm.views.tables import Commit, to_commit
 
-COMMITS = 20
-"""Newest ones that are shown as they are."""
-COLUMNS = 400
-"""Of the picture of all commits: more are averaged."""
+NEWEST_COUNT = 20
+"""Newest commits that are shown in full."""
+MAX_COLUMNS = 400
+"""Width of the picture of all commits; with more commits, neighbors are averaged."""
 
 
 class MemberTotals(NamedTuple):
-    """What became of a member's contributions: their number, and tokens by fate."""
+    """A member's contributions: their number, and tokens by fate."""
 
     member: str
     contributions: int
@@ -28,32 +28,32 @@ class MemberTotals(NamedTuple):
 
 
 class Overview:
-    """Of so many commits, of which `add` takes the next."""
+    """A summary of this many commits, which `add` receives in order."""
 
     def __init__(self, commits: int):
         self.commits = commits
-        self.newest: deque[Commit] = deque(maxlen=COMMITS)
+        self.newest: deque[Commit] = deque(maxlen=NEWEST_COUNT)
         self.others: dict[Fate, list[tuple[int, str]]] = {}
         """Version and member of each contribution that was not counted, by fate."""
         self._counts: dict[str, Counter[str]] = {}
-        self._edges = np.linspace(0, commits, max(1, min(COLUMNS, commits)) + 1).round()
-        """Of the columns, in commits."""
+        self._edges = np.linspace(0, commits, max(1, min(MAX_COLUMNS, commits)) + 1).round()
+        """Column boundaries, in commits."""
         self._weights: dict[str, np.ndarray] = {}
-        """Of each member float64[2, columns]: the sum of its weights, and in how many commits it has one."""
+        """float64[2, columns] for each member: the sum of its weights, and the number of commits with one."""
         self._added = 0
 
     def add(self, commit: Commit) -> None:
-        """The next one."""
+        """Add the next commit."""
         column = int(np.searchsorted(self._edges, self._added, side="right")) - 1
         weights = defaultdict[str, float](float)
-        for each in commit.verdicts:
-            counts = self._counts.setdefault(each.member, Counter())
+        for verdict in commit.verdicts:
+            counts = self._counts.setdefault(verdict.member, Counter())
             counts["contributions"] += 1
-            counts[each.fate] += each.tokens
-            if each.fate == "applied":
-                weights[each.member] += each.weight
+            counts[verdict.fate] += verdict.tokens
+            if verdict.fate == "applied":
+                weights[verdict.member] += verdict.weight
             else:
-                self.others.setdefault(each.fate, []).append((commit.version, each.member))
+                self.others.setdefault(verdict.fate, []).append((commit.version, verdict.member))
         for member, weight in weights.items():
             own = self._weights.setdefault(member, np.zeros((2, len(self._edges) - 1)))
             own[:, column] += weight, 1
@@ -62,24 +62,24 @@ class Overview:
 
     @property
     def totals(self) -> list[MemberTotals]:
-        """What each member contributed, by name."""
+        """Totals of each member, by name."""
         fields = MemberTotals._fields[1:]
         return [MemberTotals(member, *map(own.__getitem__, fields)) for member, own in sorted(self._counts.items())]
 
     @property
     def weights(self) -> np.ndarray:
-        """float64[members, columns], members by name: mean weight in the commits that count it, NaN where none does."""
+        """Mean weight in the commits that count the member, float64[members by name, columns]; NaN if none does."""
         nothing = np.zeros((2, len(self._edges) - 1))
-        found = np.array([self._weights.get(each.member, nothing) for each in self.totals] or [nothing])
-        total, there = found[:, 0], found[:, 1]
-        return np.divide(total, there, out=np.full_like(total, np.nan), where=there > 0)
+        found = np.array([self._weights.get(total.member, nothing) for total in self.totals] or [nothing])
+        total, count = found[:, 0], found[:, 1]
+        return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
 def overview(store: Store) -> Overview:
-    """Of all commits. Raises RunFailed where a record is damaged or missing."""
+    """Summarize all commits. Raise RunFailed if a record is damaged or missing."""
     ledger = Ledger(store)
-    versions = ledger.unbroken()
+    versions = ledger.contiguous_versions()
     made = Overview(len(versions))
     for record in ledger.records(versions):
-        made.add(commit_of(record))
+        made.add(to_commit(record))
     return made

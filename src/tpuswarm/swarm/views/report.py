@@ -1,4 +1,4 @@
-"""The report of a swarm's run, made of the same pieces as a plain run's; and its ledger as lines for the screen."""
+"""The report of a swarm's run, built from the parts of a plain run's report; and its ledger as lines of text."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.swarm.views.events import sentence
 from tpuswarm.swarm.views.overview import MemberTotals, Overview, overview
-from tpuswarm.swarm.views.status import Look, look
+from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, Commit, commit_row
 from tpuswarm.train.look.report import (
     configuration,
@@ -35,16 +35,16 @@ from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
 from tpuswarm.train.run.life import LAST
 
-HAPPENED = 200
+MAX_EVENTS = 200
 """Newest events in the table."""
-NAMED = 10
-"""Members that have a line of a colour of their own."""
-LOST = {"dropped": "tab:red", "returned": "tab:orange", "void": "black"}
-MARK, TEXT = "tab:red", 8
+MAX_COLORED_MEMBERS = 10
+"""With more members, all lines have one color."""
+FATE_COLORS = {"dropped": "tab:red", "returned": "tab:orange", "void": "black"}
+MARK_COLOR, TEXT_SIZE = "tab:red", 8
 
 
 class Span(NamedTuple):
-    """A member's incarnation, in seconds since the run began."""
+    """A member's incarnation, in seconds since the start of the run."""
 
     member: str
     incarnation: str
@@ -53,24 +53,25 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A process that was lost, in seconds since the run began."""
+    """The loss of a process."""
 
     name: str
-    at: float
+    time: float
+    """In seconds since the start of the run."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write loss.png and report.html of the swarm's run in `folder` from its own files; the page's path.
+    """Write loss.png and report.html of a swarm's run from its own files; return the page's path.
 
-    Raises RunFailed where a record is damaged or missing.
+    Raise RunFailed if a record is damaged or missing.
     """
-    commits, events, seen = overview(Store(folder)), list(read_rows(folder / EVENTS)), look(folder)
-    picture = loss_picture(read_rows(folder / METRICS), seen.unit)
+    commits, events, run = overview(Store(folder)), list(read_rows(folder / EVENTS)), read_run(folder)
+    picture = loss_picture(read_rows(folder / METRICS), run.unit)
     (folder / "loss.png").write_bytes(picture)
     config = read_config(folder)
-    spans, marks, seconds = lives(events)
+    spans, marks, seconds = incarnation_spans(events)
     sections = [
-        ("", facts_table(history(events) + _facts(config, seen, commits, seconds))),
+        ("", facts_table(history(events) + _facts(config, run, commits, seconds))),
         (
             "Loss",
             image("training loss of each member against its tokens, held-out loss against all", picture),
@@ -79,42 +80,47 @@ def write_report(folder: Path) -> Path:
         *samples(events),
         ("Members", image("which members were alive when, and what was lost", members_picture(spans, marks, seconds))),
         ("Commits", image("weight of each member in each commit", commits_picture(commits)) + _commits(commits.newest)),
-        (seen.unit.capitalize(), facts_table(_tokens(seen)) + _totals(commits.totals)),
-        ("What happened", _happened(events)),
+        (run.unit.capitalize(), facts_table(_tokens(run)) + _totals(commits.totals)),
+        ("What happened", _events(events)),
         configuration(config),
     ]
-    made = folder / "report.html"
-    write_atomically(made, page(f"{seen.recipe} · {folder.name}", sections))
-    return made
+    path = folder / "report.html"
+    write_atomically(path, page(f"{run.recipe} · {folder.name}", sections))
+    return path
 
 
 def replay_lines(store: Store) -> Iterator[str]:
-    """The whole ledger, checked, as lines for the screen: a line for each version, then what was proved."""
+    """Verify the whole ledger; yield a line for each version, then the result."""
     report = verify(store, lambda text: None)
     ledger = Ledger(store)
-    again = set(report.recomputed)
+    recomputed = set(report.recomputed)
     for record in ledger.records(range(report.newest + 1)) if report.newest is not None else ():
         parts = [
-            f"{each.identity.incarnation.member} "
-            + (f"{each.weight:.0%} ({each.tokens:,})" if each.fate == "applied" else f"{each.fate}: {each.reason}")
-            for each in record.decisions
+            f"{decision.identity.incarnation.member} "
+            + (
+                f"{decision.weight:.0%} ({decision.tokens:,})"
+                if decision.fate == "applied"
+                else f"{decision.fate}: {decision.reason}"
+            )
+            for decision in record.decisions
         ]
         rule = record.rule + ("" if record.rule == "average" else f" at {record.rate:g}")
-        check = ", recomputed, bit-identical" if record.version in again else ""
-        said = f"{', '.join(parts)}; {rule}" if record.version else "the initial state"
-        yield f"commit {record.version}: {said}; sha256 {ledger.digest(record)[:8]}{check}"
+        check = ", recomputed, bit-identical" if record.version in recomputed else ""
+        content = f"{', '.join(parts)}; {rule}" if record.version else "the initial state"
+        yield f"commit {record.version}: {content}; sha256 {ledger.digest(record)[:8]}{check}"
     yield from report.problems
     if report.newest is not None:
         yield (
-            f"{report.newest} commits, hash chain intact, {len(again)} recomputed; {report.applied:,} tokens counted, "
+            f"{report.newest} commits, hash chain intact, {len(recomputed)} recomputed; "
+            f"{report.applied:,} tokens counted, "
             "none twice"
         )
 
 
-def loss_picture(rows: Iterable[Mapping[str, Any]], what: str) -> bytes:
-    """PNG: the losses of each member over its own tokens, and beside them the held-out losses over those counted.
+def loss_picture(rows: Iterable[Mapping[str, Any]], unit: str) -> bytes:
+    """Draw a PNG of each member's losses over its own tokens, and of held-out losses over counted tokens.
 
-    what: tokens, or rows where a row counts for one.
+    unit: `tokens`, or `rows` if each row counts as one.
     """
     evaluations: list[tuple[int, float]] = []
     members: dict[str, tuple[array[int], array[float]]] = {}
@@ -129,23 +135,23 @@ def loss_picture(rows: Iterable[Mapping[str, Any]], what: str) -> bytes:
     left, right = (
         figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if evaluations else (figure.add_subplot(), None)
     )
-    few = len(members) <= NAMED
+    few = len(members) <= MAX_COLORED_MEMBERS
     for number, (member, (tokens, losses)) in enumerate(sorted(members.items())):
         label, color = (member, f"C{number}") if few else (f"each of {len(members)}" if not number else "", "tab:blue")
         draw_losses(left, tokens, losses, label, color, raw=few)
-    left.set(xlabel=f"{what} of the member", ylabel="loss", title="training loss of each member")
+    left.set(xlabel=f"{unit} of the member", ylabel="loss", title="training loss of each member")
     show_thousands(left)
     if members:
         left.legend(ncols=2)
     if right is not None:
         right.plot(*zip(*sorted(evaluations), strict=True), "o-", color="black", ms=4)
-        right.set(xlabel=f"{what} counted", title="held-out loss of the model", xlim=(0, None))
+        right.set(xlabel=f"{unit} counted", title="held-out loss of the model", xlim=(0, None))
         show_thousands(right)
     return png(figure)
 
 
-def lives(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Mark], float]:
-    """Who was alive when, what was lost when, and the seconds of the run, pauses between its lives left out."""
+def incarnation_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Mark], float]:
+    """Return the spans of incarnations, the losses of processes, and the run's seconds without pauses."""
     spans: list[Span] = []
     marks: list[Mark] = []
     alive: dict[str, tuple[str, float]] = {}
@@ -158,7 +164,7 @@ def lives(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Mark], 
 
     for event in events:
         kind = event["event"]
-        if running and kind != "started":  # between a kill of everything and the next start nothing ran
+        if running and kind != "started":  # nothing ran between a kill of everything and the next start
             now += max(0.0, event["time"] - before)
         before = event["time"]
         if kind == "started" or kind in LAST:
@@ -179,18 +185,18 @@ def lives(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Mark], 
 
 
 def members_picture(spans: Sequence[Span], marks: Sequence[Mark], seconds: float) -> bytes:
-    """PNG: a bar for each incarnation, a cross for each process that was lost."""
-    names = sorted({each.member for each in spans} | {each.name for each in marks}, reverse=True)
+    """Draw a PNG with a bar for each incarnation and a cross for each lost process."""
+    names = sorted({span.member for span in spans} | {mark.name for mark in marks}, reverse=True)
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(names)), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     row = {name: number for number, name in enumerate(names)}
     for span in spans:
         axes.barh(row[span.member], span.end - span.start, left=span.start, height=0.6, color="tab:blue", ec="white")
         if span.end - span.start > seconds / 10:
-            axes.text(span.start, row[span.member], f" {span.incarnation[:8]}", va="center", fontsize=TEXT)
+            axes.text(span.start, row[span.member], f" {span.incarnation[:8]}", va="center", fontsize=TEXT_SIZE)
     if marks:
-        at = [each.at for each in marks], [row[each.name] for each in marks]
-        axes.plot(*at, "x", color=MARK, ms=9, mew=2, label="lost")
+        points = [mark.time for mark in marks], [row[mark.name] for mark in marks]
+        axes.plot(*points, "x", color=MARK_COLOR, ms=9, mew=2, label="lost")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="seconds of the run", xlim=(0, max(seconds, 1e-9)), ylim=(-0.6, max(len(names), 1) - 0.4))
@@ -199,8 +205,8 @@ def members_picture(spans: Sequence[Span], marks: Sequence[Mark], seconds: float
 
 
 def commits_picture(commits: Overview) -> bytes:
-    """PNG: members by versions, the colour is the weight; a dot is a contribution that was not counted."""
-    names = [each.member for each in commits.totals]
+    """Draw a PNG of members by versions, colored by weight, with a dot for each contribution that was not counted."""
+    names = [total.member for total in commits.totals]
     row = {name: number for number, name in enumerate(names)}
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(names)), dpi=110, layout="constrained")
     axes: Axes = figure.add_subplot()
@@ -211,15 +217,15 @@ def commits_picture(commits: Overview) -> bytes:
     figure.colorbar(shown, label="weight")
     for fate, points in sorted(commits.others.items()):
         versions, members = zip(*points, strict=True)
-        axes.plot(versions, [row[each] for each in members], "o", ms=4, color=LOST[fate], label=fate)
+        axes.plot(versions, [row[member] for member in members], "o", ms=4, color=FATE_COLORS[fate], label=fate)
     if commits.others:
-        axes.legend(loc="upper left", fontsize=TEXT)
+        axes.legend(loc="upper left", fontsize=TEXT_SIZE)
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="commit")
     return png(figure)
 
 
-def _facts(config: Mapping[str, Any], seen: Look, commits: Overview, seconds: float) -> list[tuple[str, str]]:
+def _facts(config: Mapping[str, Any], run: RunView, commits: Overview, seconds: float) -> list[tuple[str, str]]:
     swarm, chosen = config["swarm"], config["chosen"]
     form, contributed = "" if swarm["quantize"] == "plain" else f", {swarm['quantize']}", len(commits.totals)
     facts = [
@@ -233,20 +239,20 @@ def _facts(config: Mapping[str, Any], seen: Look, commits: Overview, seconds: fl
         newest = commits.newest[-1]
         facts += [
             ("commits", f"{newest.version:,}, by {newest.epoch} coordinator{'s' * (newest.epoch > 1)}"),
-            ("steps", f"{newest.tokens // seen.tokens_per_step:,} of {seen.steps:,}"),
-            (seen.unit, f"{newest.tokens:,} of {seen.status.horizon:,}"),
+            ("steps", f"{newest.tokens // run.tokens_per_step:,} of {run.steps:,}"),
+            (run.unit, f"{newest.tokens:,} of {run.status.horizon:,}"),
             ("time", f"{seconds:.1f} s, including start and end"),
-            (f"{seen.unit}/s", f"{newest.tokens / max(seconds, 1e-9):,.0f} counted"),
+            (f"{run.unit}/s", f"{newest.tokens / max(seconds, 1e-9):,.0f} counted"),
         ]
-    facts += (
-        [("training loss, last 20 steps of each member", format_figure(seen.loss))] if seen.loss is not None else []
-    )
-    facts += [("held-out loss", format_figure(seen.eval_loss))] if seen.eval_loss is not None else []
+    if run.loss is not None:
+        facts.append(("training loss, last 20 steps of each member", format_figure(run.loss)))
+    if run.eval_loss is not None:
+        facts.append(("held-out loss", format_figure(run.eval_loss)))
     return facts
 
 
-def _tokens(seen: Look) -> list[tuple[str, str]]:
-    tokens, goodput = seen.status.tokens, seen.status.goodput
+def _tokens(run: RunView) -> list[tuple[str, str]]:
+    tokens, goodput = run.status.tokens, run.status.goodput
     return [
         ("processed", f"{tokens.processed:,}"),
         ("applied", f"{tokens.applied:,}"),
@@ -261,7 +267,7 @@ def _totals(totals: Sequence[MemberTotals]) -> str:
     counts = ("contributions", "applied", "returned", "dropped", "void")
     return table(
         ("member", "pushes", *counts[1:]),
-        ([str(each.member), *(f"{getattr(each, name):,}" for name in counts)] for each in totals),
+        ([str(total.member), *(f"{getattr(total, name):,}" for name in counts)] for total in totals),
     )
 
 
@@ -269,8 +275,8 @@ def _commits(newest: Sequence[Commit]) -> str:
     return table(COMMIT_COLUMNS, map(commit_row, reversed(newest)))
 
 
-def _happened(events: Iterable[Mapping[str, Any]]) -> str:
-    """All events but commits, alarms among them."""
-    shown = [each for each in events if each["event"] != "commit"][-HAPPENED:]
-    stamps = (time.strftime("%m-%d %H:%M:%S", time.localtime(each["time"])) for each in shown)
-    return table(("time", "what"), zip(stamps, map(sentence, shown), strict=True))
+def _events(events: Iterable[Mapping[str, Any]]) -> str:
+    """Make a table of all events except commits."""
+    newest = [event for event in events if event["event"] != "commit"][-MAX_EVENTS:]
+    times = (time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])) for event in newest)
+    return table(("time", "what"), zip(times, map(sentence, newest), strict=True))

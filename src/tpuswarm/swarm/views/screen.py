@@ -1,4 +1,4 @@
-"""A swarm's progress for a person: a live view on a terminal, a few lines elsewhere. All of it on stderr."""
+"""Show a swarm's progress on stderr: a live view on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Sequence
@@ -17,51 +17,50 @@ from tpuswarm.train.process.stamped import logged
 from tpuswarm.train.process.terminal import say_on
 from tpuswarm.train.process.waiting import stderr_console
 
-QUIET = 5.0
-"""Seconds between two lines of progress."""
+PROGRESS_INTERVAL_S = 5.0
 
 
 class Screen:
-    """Lines on stderr: every event, and now and then how the run stands."""
+    """Prints a line for every event, and a line of progress now and then."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(stderr=True, highlight=False, width=PLAIN_WIDTH)
-        self.began, self._said = time.time(), 0.0
+        self.began, self._last_progress = time.time(), 0.0
         self._about: About | None = None
 
     def open(self, about: About, sentences: Sequence[str]) -> None:
-        """Say what is about to be trained."""
+        """Print what will be trained."""
         self._about = about
         say_on(self.console, f"{about.title}, in {about.run}")
-        for each in sentences:
-            self.note(each)
+        for sentence in sentences:
+            self.note(sentence)
 
     def note(self, text: str) -> None:
-        """Say what happened."""
+        """Print a line with the time since the start."""
         stamp = f"{time.time() - self.began:6.1f} s  "
         say_on(self.console, f"{stamp}{text}", hang=len(stamp))
 
     def event(self, text: str) -> None:
-        """Say what happened to the run, which its events say as well."""
+        """Print an event of the run."""
         self.note(text)
 
     def loss(self, value: float) -> None:
-        """Take in the loss of a step of one of the members, in the order of their steps."""
+        """Receive the loss of a member's step."""
 
     def status(self, status: SwarmStatus) -> None:
-        """Take in how the run stands."""
+        """Receive the run's status."""
         now = time.monotonic()
-        if now - self._said >= QUIET and status.loss is not None and self._about:
-            self._said = now
+        if now - self._last_progress >= PROGRESS_INTERVAL_S and status.loss is not None and self._about:
+            self._last_progress = now
             self.note(status_sentence(self._about, status))
 
     def close(self) -> None:
-        """Leave the screen; may be called twice."""
+        """Stop drawing; may be called twice."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What the live view draws."""
+    """The content of the live view."""
 
     about: About
     status: SwarmStatus | None = None
@@ -69,7 +68,7 @@ class Picture:
 
 
 class LiveScreen(Screen):
-    """A view that is drawn anew twice a second, under what happened."""
+    """A live view, redrawn twice a second, below the lines of events."""
 
     def __init__(self, console: Console | None = None):
         super().__init__(console)
@@ -78,22 +77,20 @@ class LiveScreen(Screen):
         self._curve = Curve()
 
     def open(self, about: About, sentences: Sequence[str]) -> None:
-        """Say what is about to be trained, then draw the view."""
+        """Print what will be trained, then draw the view."""
         super().open(about, sentences)
         self._picture = Picture(about)
         self._live = region(self.console, self._draw)
 
     def loss(self, value: float) -> None:
-        """Take in the loss of a step of one of the members, in the order of their steps."""
         self._curve.add(value)
 
     def status(self, status: SwarmStatus) -> None:
-        """Take in how the run stands."""
         assert self._picture is not None
         self._picture = Picture(self._picture.about, status, self._curve.means)
 
     def close(self) -> None:
-        """Draw once more and leave the view on the screen."""
+        """Draw a last time and leave the view on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -107,18 +104,17 @@ class LiveScreen(Screen):
 
 
 class LogScreen(Screen):
-    """Lines in a log of the run, which are read together with its events, and have their times."""
+    """Prints to a log of the run, which is read together with the run's events and adds the times."""
 
     def note(self, text: str) -> None:
-        """Say what happened."""
         say_on(self.console, text)
 
     def event(self, text: str) -> None:
-        """It is read already."""
+        """Print nothing: the reader has the run's events."""
 
 
 def auto_screen() -> Screen:
-    """The live view on a terminal or in a notebook, else lines."""
+    """Return the live view on a terminal or in a notebook, otherwise lines."""
     if logged():
         return LogScreen()
     console = stderr_console()
@@ -126,8 +122,8 @@ def auto_screen() -> Screen:
 
 
 def status_sentence(about: About, status: SwarmStatus) -> str:
-    """How a run stands, in one line."""
-    alive = sum(each.lives for each in status.members)
+    """Summarize the status in one line."""
+    alive = sum(member.is_alive for member in status.members)
     share = status.tokens.applied / max(status.horizon, 1)
     return (
         f"commit {status.version}, {share:.0%} of the {about.unit} counted, "

@@ -1,4 +1,4 @@
-"""What can be seen of a swarm from outside: status.json, written by its supervisor every second."""
+"""The status of a swarm: status.json, which its supervisor writes every second."""
 
 import time as clock
 from collections.abc import Sequence
@@ -23,41 +23,39 @@ FILE = "status.json"
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """One member."""
-
     id: str
     state: Literal["alive", "evaluating", "joining", "lost", "left"]
-    """evaluating: alive, and not training meanwhile."""
+    """evaluating: alive, but not training."""
     pid: int | None
     incarnation: str | None
     base: int | None
-    """The version it has adopted."""
+    """The version that it has adopted."""
     tokens: int
-    """Trained by it, in all its incarnations."""
+    """Trained in all its incarnations."""
     tokens_per_s: float | None
     """None unless it is alive or joining."""
     loss: float | None
-    """Mean over its last 20 steps."""
+    """Mean of its last 20 steps."""
     grad_norm: float | None
     lag: int | None
     """Versions behind the newest."""
     carried: int = 0
-    """Bytes between it and what serves it so far: a payload there and a version back for each contribution."""
+    """Bytes transferred: a payload there and a version back for each contribution."""
 
     @property
-    def lives(self) -> bool:
-        """Whether it takes part."""
+    def is_alive(self) -> bool:
+        return self.state in ("alive", "evaluating")
         return self.state in ("alive", "evaluating")
 
 
 @dataclass(frozen=True)
 class SwarmStatus:
-    """All of it."""
+    """The whole swarm."""
 
     time: Stamp
     """Seconds since 1970."""
     began: Stamp
-    """When its command was given; seconds since 1970."""
+    """When its command was started, in seconds since 1970."""
     version: int | None
     epoch: int | None
     phase: str
@@ -65,49 +63,49 @@ class SwarmStatus:
     """Tokens of the whole run."""
     tokens: Tokens
     goodput: float | None
-    """Applied tokens as a share of processed ones that are not outstanding: 1 where none is lost or dropped."""
+    """Applied tokens as a share of the processed ones that are not outstanding; 1 if none is lost or dropped."""
     tokens_per_s: float
-    """Of all members that are alive, at their last steps."""
+    """Sum over live members, at their last steps."""
     lag: int | None
-    """Versions that the furthest behind of them is behind the newest."""
+    """Lag of the slowest live member."""
     left: float | None
-    """Seconds until all tokens are counted, at the pace of the last two minutes; None while nothing is."""
+    """Seconds until all tokens are counted, at the rate of the last two minutes; None if the rate is 0."""
     loss: float | None
-    """Mean of the losses of the members that are not lost."""
+    """Mean over members that are not lost."""
     eval_loss: float | None
-    """The newest on held-out rows."""
+    """Newest held-out loss."""
     eval_version: int | None
-    """The version that has it."""
+    """Version of `eval_loss`."""
     members: tuple[MemberStatus, ...]
     alarms: tuple[str, ...]
     address: str
-    """Where others join."""
+    """Where other machines join."""
     processes: dict[str, int]
     """Pids of coordinator and aggregators, by name."""
     carried: int = 0
-    """Bytes between members and what serves them so far: a payload there and a version back for each contribution."""
+    """Bytes transferred with all members: a payload there and a version back for each contribution."""
 
     @property
     def elapsed(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return self.time - self.began
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a supervisor knows of a run besides its members."""
+    """A supervisor's knowledge of a run besides its members."""
 
     began: float
     counted_per_s: float | None = None
-    """Tokens, of late."""
+    """Recent rate of counted tokens."""
     eval_loss: float | None = None
     eval_version: int | None = None
     carried: int = 0
-    """Bytes, of the whole run."""
+    """Bytes transferred in the whole run."""
 
 
 FINISHED, STOPPED = "the run is finished", "the run was stopped"
-"""The phases after the last: who looks for a head by the run's folder alone looks no further."""
+"""Final phases, after which machines stop looking for a head in the run's folder."""
 
 _STATUS: TypeAdapter[SwarmStatus] = TypeAdapter(SwarmStatus)
 
@@ -122,11 +120,11 @@ def compose(
     time: float,
     progress: Progress,
 ) -> SwarmStatus:
-    """One picture of what the coordinator and the supervisor know."""
+    """Compose the status from the knowledge of coordinator and supervisor."""
     tokens = summary.tokens if summary else Tokens(0, 0, 0, 0, 0)
     settled = tokens.processed - tokens.outstanding
-    alive = [each for each in members if each.lives]
-    losses = [each.loss for each in members if each.loss is not None and each.state != "lost"]
+    alive = [member for member in members if member.is_alive]
+    losses = [member.loss for member in members if member.loss is not None and member.state != "lost"]
     speed = progress.counted_per_s
     return SwarmStatus(
         time=time,
@@ -137,8 +135,8 @@ def compose(
         horizon=horizon,
         tokens=tokens,
         goodput=tokens.applied / settled if settled > 0 else None,
-        tokens_per_s=sum(each.tokens_per_s or 0.0 for each in alive),
-        lag=max((each.lag for each in alive if each.lag is not None), default=None),
+        tokens_per_s=sum(member.tokens_per_s or 0.0 for member in alive),
+        lag=max((member.lag for member in alive if member.lag is not None), default=None),
         left=max(0, horizon - tokens.applied) / speed if speed else None,
         loss=fmean(losses) if losses else None,
         eval_loss=progress.eval_loss,
@@ -152,13 +150,13 @@ def compose(
 
 
 def write_status(folder: Path, status: SwarmStatus) -> None:
-    """Write status.json, whole or not at all; RunFailed where it cannot be."""
+    """Write status.json atomically. Raise RunFailed if that is impossible."""
     with writing(folder / FILE):
         write_atomically(folder / FILE, _STATUS.dump_json(status).decode())
 
 
 def read_status(folder: Path) -> SwarmStatus | None:
-    """The last status that was written; None before the first."""
+    """Return the last status; None before the first."""
     if not (folder / FILE).exists():
         return None
     with reading(folder / FILE):
@@ -170,18 +168,18 @@ def read_status(folder: Path) -> SwarmStatus | None:
         where = ".".join(map(str, first["loc"]))
         raise InputError(
             f"{folder / FILE} is not a swarm status ({where + ': ' if where else ''}{first['msg']}); remove it: "
-            "a run writes it again every second"
+            "a run rewrites it every second"
         ) from error
 
 
 def parse_status(data: bytes) -> SwarmStatus:
-    """What `write_status` has written; raises ValidationError."""
+    """Parse the output of `write_status`. Raise ValidationError."""
     return _STATUS.validate_json(data)
 
 
 @dataclass(frozen=True)
-class Look:
-    """A swarm's run as its directory shows it."""
+class RunView:
+    """A swarm's run as its folder shows it."""
 
     run: str
     recipe: str
@@ -189,46 +187,43 @@ class Look:
     """As in train/run/directory.py."""
     pid: int | None
     message: str
-    """Why it stopped or failed, where it did."""
+    """Why it stopped or failed."""
     steps: int
     tokens_per_step: int
     unit: str
-    """What these tokens are: tokens, or rows where a row counts for one."""
+    """`tokens`, or `rows` if each row counts as one."""
     status: SwarmStatus
 
     @property
     def step(self) -> int:
-        """Whole steps counted, of `steps`."""
+        """Whole steps counted."""
         return self.tokens // self.tokens_per_step
 
     @property
     def tokens(self) -> int:
-        """Counted."""
+        """Tokens counted."""
         return self.status.tokens.applied
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all members together."""
         return self.status.tokens_per_s
 
     @property
     def loss(self) -> float | None:
-        """Of the members' training."""
         return self.status.loss
 
     @property
     def eval_loss(self) -> float | None:
-        """The newest on held-out rows."""
         return self.status.eval_loss
 
     def json(self) -> dict[str, Any]:
-        """As one object, with the keys of a plain run's status but for `tokens`, which says where they are."""
+        """Return one object, with the keys of a plain run's status, but with `tokens` by their fate."""
         own = {name: getattr(self, name) for name in ("run", "recipe", "state", "pid", "message", "step", "steps")}
         return own | asdict(self.status)
 
 
-def look(folder: Path) -> Look:
-    """A swarm's run from outside, whether it lives or not. Raises InputError if the folder is no swarm's run."""
+def read_run(folder: Path) -> RunView:
+    """Read a swarm's run, whether it is running or not. Raise InputError if the folder holds no swarm's run."""
     config = read_config(folder)
     if "swarm" not in config:
         raise InputError(f"{folder} is a plain run: it has no members and no ledger")
@@ -239,13 +234,13 @@ def look(folder: Path) -> Look:
         now = clock.time()
         status = compose(None, (), config["train"]["steps"] * tokens_per_step, (), "", {}, now, Progress(now))
     if life.pid is None:
-        members = tuple(after_the_end(each, life.state) for each in status.members)
+        members = tuple(after_the_end(member, life.state) for member in status.members)
         phase = f"ended; last status from {clock.strftime('%Y-%m-%d %H:%M:%S', clock.localtime(status.time))}"
         status = replace(
             status, members=members, phase=phase, tokens_per_s=0.0, lag=None, left=None, alarms=(), processes={},
             address="",
         )  # fmt: skip
-    return Look(
+    return RunView(
         run=shown(folder),
         recipe=config["recipe"]["name"],
         state=life.state,
@@ -259,6 +254,6 @@ def look(folder: Path) -> Look:
 
 
 def after_the_end(member: MemberStatus, ended: str) -> MemberStatus:
-    """A member of a run of which no process is left; ended: how, as in train/run/directory.py."""
+    """Return a member's status after all processes have ended; ended: the run's state, as in train/run/directory.py."""
     left = member.state == "left" or ended == "finished"
     return replace(member, state="left" if left else "lost", pid=None, tokens_per_s=None)

@@ -1,4 +1,4 @@
-"""Commits as rows of text: for the screen and for the report."""
+"""Commits as rows of text for the screen and the report."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ COMMIT_COLUMNS = ("commit", "time", "epoch", "contributors", "not counted", "tok
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a commit says of one contribution."""
+    """A commit's verdict on one contribution."""
 
     member: str
     incarnation: str
@@ -21,7 +21,7 @@ class Verdict:
     fate: Fate
     reason: str
     rows: int
-    """How many."""
+    """Number of rows."""
     base: int
     tokens: int
     weight: float
@@ -30,10 +30,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Commit:
-    """One record, as it is shown."""
+    """A record in the form that is shown."""
 
     verdicts: list[Verdict]
-    """In the order of identities."""
+    """Sorted by identity."""
     version: int
     epoch: int
     time: float
@@ -42,38 +42,38 @@ class Commit:
     rate: float
     momentum: float
     tokens: int
-    """Counted in the whole run up to it."""
+    """Tokens counted in the whole run so far."""
 
 
 def read_commits(store: Store, last: int) -> list[Commit]:
-    """The last so many commits, oldest first; only their records are read.
+    """Return the last commits, oldest first; read only their records.
 
-    Raises RunFailed for a record that is damaged or missing.
+    Raise RunFailed if a record is damaged or missing.
     """
     ledger = Ledger(store)
-    return [commit_of(record) for record in ledger.records(ledger.unbroken()[-last:])]
+    return [to_commit(record) for record in ledger.records(ledger.contiguous_versions()[-last:])]
 
 
 def commit_row(commit: Commit) -> Sequence[str]:
-    """A commit under COMMIT_COLUMNS."""
-    applied = [each for each in commit.verdicts if each.fate == "applied"]
-    others = [each for each in commit.verdicts if each.fate != "applied"]
+    """Return a commit's cells for COMMIT_COLUMNS."""
+    applied = [verdict for verdict in commit.verdicts if verdict.fate == "applied"]
+    others = [verdict for verdict in commit.verdicts if verdict.fate != "applied"]
     rule = commit.rule + (f" at {commit.rate:g}" if commit.rule != "average" else "")
     return (
         str(commit.version),
         time.strftime("%m-%d %H:%M:%S", time.localtime(commit.time)),
         str(commit.epoch),
-        ", ".join(f"{each.member} {each.weight:.0%} ({each.tokens:,})" for each in applied) or "–",
-        "; ".join(f"{each.member} {each.fate}: {each.reason} ({each.tokens:,})" for each in others),
-        f"{sum(each.tokens for each in applied):,}",
+        ", ".join(f"{part.member} {part.weight:.0%} ({part.tokens:,})" for part in applied) or "–",
+        "; ".join(f"{part.member} {part.fate}: {part.reason} ({part.tokens:,})" for part in others),
+        f"{sum(verdict.tokens for verdict in applied):,}",
         f"{commit.tokens:,}",
         rule if applied else "–",
     )
 
 
-def commit_of(record: Record) -> Commit:
-    """A record as it is shown."""
-    verdicts = [_verdict(each) for each in record.decisions]
+def to_commit(record: Record) -> Commit:
+    """Convert a record."""
+    verdicts = [_verdict(decision) for decision in record.decisions]
     return Commit(
         verdicts, record.version, record.epoch, record.time, record.rule, record.rate, record.momentum, record.tokens
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.fleet.hosts.routes import Routes
-from tpuswarm.swarm.views.status import Look, look
+from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.look.pictures import FOLDER, MADE
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import Status, status
@@ -52,7 +52,7 @@ class Live:
         self.hosts = Hosts(subject.routes)
         self._history: History | None = None
         self._born: tuple[int, int] | None = None
-        self._look: Look | Status | None = None
+        self._look: RunView | Status | None = None
         self._machines: Machines | None = None
         self._problems: dict[str, str] = {}
         """Why something cannot be seen now, by what it is."""
@@ -72,7 +72,7 @@ class Live:
         return folder_of(self._subject.run) if is_url(self._subject.run) else Path(self._subject.run)
 
     def open(self) -> None:
-        """Look for the first time. Raises InputError for what is not there; a run of a fleet may not have begun."""
+        """RunView for the first time. Raises InputError for what is not there; a run of a fleet may not have begun."""
         if self._subject.read is not None:
             self._machines = Machines(*self._subject.read())
         if self._subject.run:
@@ -122,7 +122,7 @@ class Live:
         return self.state()
 
     async def watch(self) -> None:
-        """Look while somebody is there, until it is cancelled."""
+        """RunView while somebody is there, until it is cancelled."""
         async with self.hosts:
             tasks = [asyncio.create_task(each) for each in (self._watch_run(), self._watch_fleet())]
             try:
@@ -207,7 +207,7 @@ class Live:
                 return {}
             if again or (news := past.news()) is None:
                 assert self.folder is not None
-                self._history = History(self.folder, isinstance(self._look, Look))
+                self._history = History(self.folder, isinstance(self._look, RunView))
                 return None
         except (TpuswarmError, OSError) as error:
             self._problems["run"] = str(error)
@@ -221,12 +221,12 @@ class Live:
             bring(self._subject.run)
 
     def _see(self) -> bool:
-        """Look at the run; whether it is another one than before. Raises InputError."""
+        """RunView at the run; whether it is another one than before. Raises InputError."""
         folder = self.folder
         assert folder is not None
         self._looked = time.time()
         swarm = "swarm" in read_config(folder)
-        self._look = look(folder) if swarm else status(folder)
+        self._look = read_run(folder) if swarm else status(folder)
         about = (folder / CONFIG).stat()
         before, self._born = self._born, (about.st_ino, about.st_mtime_ns)
         if self._history is None:

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tpuswarm.fleet.view import machine_rows, running_rate, total_spending
-from tpuswarm.swarm.views.status import Look
+from tpuswarm.swarm.views.status import RunView
 from tpuswarm.train.run.listing import Status
 from tpuswarm.watch.state import Machines, State
 from tpuswarm.watch.top import Row
@@ -35,7 +35,7 @@ class _Of(Collector):
         yield _gauge("looked_timestamp_seconds", "When this was looked at.", state.at)
         if state.url or state.look is not None:
             yield from _run(state)
-        if isinstance(state.look, Look):
+        if isinstance(state.look, RunView):
             yield from _swarm(state.look)
         if state.machines is not None:
             yield from _fleet(state.machines, state.at)
@@ -66,7 +66,7 @@ def _run(state: State) -> Iterator[Metric]:
     yield from _known("remaining_seconds", "Until the last step, at the present pace.", getattr(status, "left", None))
 
 
-def _swarm(look: Look) -> Iterator[Metric]:
+def _swarm(look: RunView) -> Iterator[Metric]:
     status = look.status
     yield from _known("version", "The newest commit.", status.version)
     yield from _known("coordinator_epoch", "Lives of the coordinator so far.", status.epoch)
@@ -89,7 +89,7 @@ def _swarm(look: Look) -> Iterator[Metric]:
     loss = GaugeMetricFamily("tpuswarm_member_loss", "Mean of its last 20 steps.", labels=["member"])
     lag = GaugeMetricFamily("tpuswarm_member_lag_versions", "Versions that it is behind.", labels=["member"])
     for each in status.members:
-        up.add_metric([each.id], float(each.lives))
+        up.add_metric([each.id], float(each.is_alive))
         tokens.add_metric([each.id], each.tokens)
         for family, value in ((speed, each.tokens_per_s), (loss, each.loss), (lag, each.lag)):
             if value is not None:

@@ -6,8 +6,8 @@ from typing import Any
 from tpuswarm.config.formatting import format_age
 from tpuswarm.fleet.decide.money import format_dollars
 from tpuswarm.fleet.view import ACTIVITY_COLORS, STATE_COLORS, machine_rows, running_rate, total_spending
-from tpuswarm.swarm.views.drawing import needing_a_look
-from tpuswarm.swarm.views.status import Look
+from tpuswarm.swarm.views.drawing import find_urgent_members
+from tpuswarm.swarm.views.status import RunView
 from tpuswarm.watch.state import State
 from tpuswarm.watch.top import Row as Host
 
@@ -50,7 +50,7 @@ def _facts(state: State) -> dict[str, Any]:
             "unit": look.unit, "step": look.step, "steps": look.steps, "tokens": look.tokens, "loss": look.loss,
             "eval_loss": look.eval_loss, "tokens_per_s": look.tokens_per_s,
         }  # fmt: skip
-    if isinstance(look, Look):
+    if isinstance(look, RunView):
         status = look.status
         found |= {
             "horizon": status.horizon, "goodput": status.goodput, "version": status.version, "phase": status.phase,
@@ -72,9 +72,9 @@ def _facts(state: State) -> dict[str, Any]:
     return found
 
 
-def _members(look: Look) -> Table:
+def _members(look: RunView) -> Table:
     """state, place among those that need a look, why it does, tokens/s, loss, commit, lag, tokens, pid, incarnation."""
-    found = needing_a_look(look.status) if look.state == "running" else []
+    found = find_urgent_members(look.status) if look.state == "running" else []
     needs = {each.id: (place, why) for place, (each, why) in enumerate(found)}
     return {
         each.id: [

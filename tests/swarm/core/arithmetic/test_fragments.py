@@ -15,7 +15,7 @@ trees = st.dictionaries(st.text("ab/é", min_size=1, max_size=4), shapes, min_si
 
 
 def layout(tree: dict[str, tuple[int, ...]], fragments: int) -> Layout:
-    return Layout.of({path: (shape, np.dtype("float32")) for path, shape in tree.items()}, fragments)
+    return Layout.pack({path: (shape, np.dtype("float32")) for path, shape in tree.items()}, fragments)
 
 
 @given(trees, st.integers(1, 15), st.integers(0, 9))
@@ -54,7 +54,7 @@ def test_digest_is_of_names_shapes_dtype_and_packing():
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "float64", ">f4"])
 def test_only_float32_is_exchanged(dtype):
     with pytest.raises(ValueError, match=f"a swarm shares float32 only, but step is {dtype}"):
-        Layout.of({"w": ((2,), "float32"), "step": ((), dtype)}, 1)
+        Layout.pack({"w": ((2,), "float32"), "step": ((), dtype)}, 1)
 
 
 def test_arrays_that_do_not_fit_the_layout_are_refused():

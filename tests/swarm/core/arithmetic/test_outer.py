@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from tpuswarm.swarm.core.arithmetic import merge
 from tpuswarm.swarm.core.arithmetic import outer as module
 from tpuswarm.swarm.core.arithmetic.merge import Contribution, average, update
-from tpuswarm.swarm.core.arithmetic.outer import Average, Outer, advance, commit, first_state, state_rows
-from tpuswarm.swarm.core.arithmetic.quantize import BLOCK, Quantized, decode, empty, encode
+from tpuswarm.swarm.core.arithmetic.outer import (
+    MovingAverage,
+    OuterRule,
+    advance_quorum,
+    commit_fragment,
+    initial_state,
+    state_rows,
+)
+from tpuswarm.swarm.core.arithmetic.quantize import BLOCK_SIZE, Quantized, decode, empty, encode
 
 f32 = np.float32
 seeds = st.integers(0, 2**32 - 1)
@@ -24,7 +31,7 @@ def stepped(theta, outer_state, u, outer, rate, share, momentum_step):
     """outer_state: the momentum and its buffer, which is 0 where it may be left out."""
     out_theta, (momentum, buffer) = np.full_like(theta, np.nan), np.full_like(outer_state, np.nan)
     before, after = outer_state[1] if outer_state[1].any() else None, None if momentum_step else buffer
-    module.step(theta, outer_state[0], before, u, outer, rate, share, out_theta, momentum, after)
+    module.nesterov_step(theta, outer_state[0], before, u, outer, rate, share, out_theta, momentum, after)
     return out_theta, np.stack([momentum, np.zeros_like(theta) if momentum_step else buffer])
 
 
@@ -33,23 +40,23 @@ def stepped(theta, outer_state, u, outer, rate, share, momentum_step):
     [(1, 0.4), (1.49, 0.4), (1.5, 0.6), (2, 0.6), (4.4, 0.6), (5, 0.7), (7.4, 0.7), (7.5, 0.8), (8, 0.8), (300, 0.8)],
 )
 def test_rate_follows_the_effective_contributors(contributors, rate):
-    assert Outer("nesterov").rate_for(contributors) == rate
-    assert Outer("nesterov", rate=0.5).rate_for(contributors) == 0.5
-    assert Outer("average").rate_for(contributors) == 1.0
+    assert OuterRule("nesterov").rate_for(contributors) == rate
+    assert OuterRule("nesterov", rate=0.5).rate_for(contributors) == 0.5
+    assert OuterRule("average").rate_for(contributors) == 1.0
 
 
 def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match=r"average takes no rate, but 0\.7 was given"):
-        Outer("average", rate=0.7)
-    with pytest.raises(ValueError, match="1 arrays are averaged, which a downlink in int8 is not for"):
-        Outer("nesterov", downlink="int8", averaged=((0, 1, 2),))
+        OuterRule("average", rate=0.7)
+    with pytest.raises(ValueError, match=r"averaged arrays \(1\) need a plain downlink, not int8"):
+        OuterRule("nesterov", downlink="int8", averaged=((0, 1, 2),))
 
 
 def test_quorum_of_single_arrivals_makes_one_momentum_step():
     for quorum in range(1, 60):
         gathered, steps = 0.0, []
         for _ in range(3 * quorum):
-            share, gathered = advance(Outer("nesterov"), gathered, 1, quorum)
+            share, gathered = advance_quorum(OuterRule("nesterov"), gathered, 1, quorum)
             assert share == 1 / quorum and 0 <= gathered < 1
             steps.append(gathered == 0)
         assert steps == ([False] * (quorum - 1) + [True]) * 3
@@ -58,8 +65,8 @@ def test_quorum_of_single_arrivals_makes_one_momentum_step():
 def test_share_of_a_commit_is_what_it_adds_to_a_quorum_of_four():
     cases = [(0.0, 4, 1.0, 0.0), (0.0, 7, 1.0, 0.0), (0.5, 1, 0.25, 0.75), (0.75, 3, 0.75, 0.0), (0.75, 0, 0.0, 0.75)]
     for gathered, arrivals, share, after in cases:
-        assert advance(Outer("nesterov"), gathered, arrivals, 4) == (share, after)
-    assert advance(Outer("average"), 0.0, 1, 4) == (1.0, 0.0)
+        assert advance_quorum(OuterRule("nesterov"), gathered, arrivals, 4) == (share, after)
+    assert advance_quorum(OuterRule("average"), 0.0, 1, 4) == (1.0, 0.0)
 
 
 @given(seed=seeds, rate=st.floats(0.1, 1.0), momentum=st.sampled_from([0.0, 0.5, 0.9]))
@@ -72,7 +79,7 @@ def test_whole_quorum_is_the_step_of_optax_bit_for_bit(seed, rate, momentum):
     state = optimizer.init(parameters)
     for _ in range(4):
         u = normal(random, 300)
-        theta, outer_state = stepped(theta, outer_state, u, Outer("nesterov", momentum), rate, 1.0, True)
+        theta, outer_state = stepped(theta, outer_state, u, OuterRule("nesterov", momentum), rate, 1.0, True)
         updates, state = optimizer.update(u, state)  # not jitted: one operation at a time
         parameters = optax.apply_updates(parameters, updates)
         assert np.array_equal(theta, parameters)
@@ -82,12 +89,12 @@ def test_whole_quorum_is_the_step_of_optax_bit_for_bit(seed, rate, momentum):
 @given(seed=seeds, quorum=st.integers(1, 6), momentum=st.sampled_from([0.0, 0.9]))
 @settings(max_examples=25)
 def test_partial_commits_move_as_far_as_one_step_on_their_mean(seed, quorum, momentum):
-    random, outer = np.random.default_rng(seed), Outer("nesterov", momentum)
+    random, outer = np.random.default_rng(seed), OuterRule("nesterov", momentum)
     start, before = normal(random, 300), np.stack([normal(random, 300), np.zeros(300, f32)])
     updates = normal(random, quorum, 300)
     theta, outer_state, gathered = start, before, 0.0
     for u in updates:
-        share, gathered = advance(outer, gathered, 1, quorum)
+        share, gathered = advance_quorum(outer, gathered, 1, quorum)
         theta, outer_state = stepped(theta, outer_state, u, outer, 0.6, share, gathered == 0)
     assert gathered == 0
     mean = updates.mean(axis=0, dtype=np.float64)
@@ -98,13 +105,13 @@ def test_partial_commits_move_as_far_as_one_step_on_their_mean(seed, quorum, mom
 
 @pytest.mark.parametrize(("members", "at_once"), [(2, 1), (8, 4), (8, 1), (3, 2)])
 def test_members_that_push_apart_move_theta_as_far_as_together(members, at_once):
-    outer, u = Outer("nesterov"), np.ones(1, f32)
+    outer, u = OuterRule("nesterov"), np.ones(1, f32)
 
     def moved(parts: list[int]) -> float:
         theta, outer_state, gathered = np.zeros(1, f32), np.zeros((2, 1), f32), 0.0
         for _ in range(40):
             for part in parts:
-                share, gathered = advance(outer, gathered, part, members)
+                share, gathered = advance_quorum(outer, gathered, part, members)
                 rate = outer.rate_for(part, share)
                 theta, outer_state = stepped(theta, outer_state, u, outer, rate, share, gathered == 0)
         return float(theta[0])
@@ -114,12 +121,12 @@ def test_members_that_push_apart_move_theta_as_far_as_together(members, at_once)
 
 
 @pytest.mark.parametrize("rule", ["average", "nesterov"])
-@pytest.mark.parametrize("size", [300, 3 * merge.CHUNK + 5])
+@pytest.mark.parametrize("size", [300, 3 * merge.CHUNK_SIZE + 5])
 def test_averaged_ranges_lie_between_the_snapshots(rule, size):
     """All others are as without them. One contribution's base is old; the next state overwrites theta."""
-    random, outer = np.random.default_rng(0), Outer(rule)
+    random, outer = np.random.default_rng(0), OuterRule(rule)
     theta, old = np.abs(normal(random, 2, size))
-    rows = first_state(outer, theta)
+    rows = initial_state(outer, theta)
     given = [
         Contribution(0.25, 1.0, theta, np.abs(normal(random, size))),
         Contribution(0.75, 0.5, old, np.abs(normal(random, size))),
@@ -128,7 +135,7 @@ def test_averaged_ranges_lie_between_the_snapshots(rule, size):
     results = []
     for averaged in ([], means):
         new, new_rows = theta.copy(), None if rows is None else np.zeros((1, size), f32)
-        commit(new, rows, given, outer, 1.0, 1.0, new, new_rows, averaged=averaged)
+        commit_fragment(new, rows, given, outer, 1.0, 1.0, new, new_rows, averaged=averaged)
         results.append(new)
     without, found = results
     clipped = old + f32(0.5) * (given[1].payload - old)
@@ -143,17 +150,17 @@ def test_averaged_ranges_lie_between_the_snapshots(rule, size):
 
 @pytest.mark.parametrize("rule", ["average", "nesterov"])
 @pytest.mark.parametrize("downlink", ["plain", "int8"])
-@pytest.mark.parametrize("size", [300, 2 * merge.CHUNK + 5])
+@pytest.mark.parametrize("size", [300, 2 * merge.CHUNK_SIZE + 5])
 def test_moving_average_is_of_the_published_states_and_changes_none(rule, downlink, size):
     """Against the recurrence in float64. Members push one by one, so that the momentum's buffer comes and goes."""
-    random, average = np.random.default_rng(0), Average(half_life=64, share=0.5)
+    random, average = np.random.default_rng(0), MovingAverage(half_life=64, share=0.5)
     start = normal(random, size)
-    with_it, without = Outer(rule, downlink=downlink, average=average), Outer(rule, downlink=downlink)
+    with_it, without = OuterRule(rule, downlink=downlink, average=average), OuterRule(rule, downlink=downlink)
     states, kept = {outer: [start] for outer in (with_it, without)}, []
-    last = {outer: first_state(outer, start) for outer in states}
+    last = {outer: initial_state(outer, start) for outer in states}
     gathered = 0.0
     for number in range(5):
-        share, gathered = advance(with_it, gathered, 1, 2)
+        share, gathered = advance_quorum(with_it, gathered, 1, 2)
         kept.append(average.kept(32, 32 * (number + 1)))
         delta = normal(random, size)
         for outer, made in states.items():
@@ -161,7 +168,7 @@ def test_moving_average_is_of_the_published_states_and_changes_none(rule, downli
             new, after = np.empty_like(theta), np.empty((rows, size), f32) if rows else None
             sent = None if downlink == "plain" else empty(size, 8)
             given = [Contribution(1.0, 1.0, theta, theta - delta)]
-            commit(theta, last[outer], given, outer, 0.5, share, new, after, sent, kept=kept[-1])
+            commit_fragment(theta, last[outer], given, outer, 0.5, share, new, after, sent, kept=kept[-1])
             made.append(new)
             last[outer] = after
     for one, other in zip(*states.values(), strict=True):
@@ -178,15 +185,15 @@ def committed(theta, outer_state, contributions, outer, share=1.0, gathered=0.0)
     out_theta = np.full_like(theta, np.nan)
     rows = state_rows(outer, gathered)
     out_outer = np.full((rows, theta.size), np.nan, f32) if rows else None
-    commit(theta, outer_state, contributions, outer, rate, share, out_theta, out_outer)
+    commit_fragment(theta, outer_state, contributions, outer, rate, share, out_theta, out_outer)
     return out_theta, out_outer
 
 
 @pytest.mark.parametrize("momentum_step", [True, False])
-@given(seed=seeds, chunk=st.sampled_from([BLOCK, 3 * BLOCK, 2**16]))
+@given(seed=seeds, chunk=st.sampled_from([BLOCK_SIZE, 3 * BLOCK_SIZE, 2**16]))
 @settings(max_examples=20)
 def test_commit_is_the_merge_and_then_the_step_at_any_chunk_size(momentum_step, seed, chunk):
-    random, outer = np.random.default_rng(seed), Outer("nesterov")
+    random, outer = np.random.default_rng(seed), OuterRule("nesterov")
     theta, outer_state = normal(random, 1000), normal(random, 2, 1000)
     contributions = [Contribution(0.5, 1.0, theta, normal(random, 1000))]
     contributions += [Contribution(0.5, 0.3, normal(random, 1000), Quantized(*encode(normal(random, 1000), 4), 4))]
@@ -196,11 +203,13 @@ def test_commit_is_the_merge_and_then_the_step_at_any_chunk_size(momentum_step, 
     want_theta, want_outer = stepped(theta, outer_state, u, outer, 0.6, 0.5, momentum_step)
     want_outer = want_outer[: state_rows(outer, 0.0)] if momentum_step else want_outer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge, "CHUNK", chunk)
+        patch.setattr(merge, "CHUNK_SIZE", chunk)
         gathered = 0.0 if momentum_step else 0.5
         got_theta, got_outer = committed(theta, outer_state, contributions, outer, 0.5, gathered)
-        assert committed(theta, None, contributions, Outer("average"))[0].tobytes() == mean.tobytes()
-        commit(theta, outer_state, contributions, outer, 0.6, 0.5, theta, outer_state[: len(want_outer)])  # in place
+        assert committed(theta, None, contributions, OuterRule("average"))[0].tobytes() == mean.tobytes()
+        commit_fragment(
+            theta, outer_state, contributions, outer, 0.6, 0.5, theta, outer_state[: len(want_outer)]
+        )  # in place
     assert got_theta.tobytes() == want_theta.tobytes() == theta.tobytes()
     assert got_outer.tobytes() == want_outer.tobytes() == outer_state[: len(want_outer)].tobytes()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpuswarm.swarm.core.arithmetic.quantize import BLOCK, LEAST, decode, encode, feedback
+from tpuswarm.swarm.core.arithmetic.quantize import BLOCK_SIZE, MIN_SCALE, decode, encode, feedback
 
 all_bits = pytest.mark.parametrize("bits", [2, 4, 8])
 seeds = st.integers(0, 2**32 - 1)
@@ -20,7 +20,7 @@ def varied(seed: int, size: int) -> np.ndarray:
     """Numbers of many magnitudes, block by block too, with zeros of both signs and subnormal numbers."""
     random = np.random.default_rng(seed)
     x = random.standard_normal(size) * 10.0 ** random.uniform(-12, 6, size)
-    x *= np.repeat(10.0 ** random.uniform(-30, 6, size // BLOCK + 1), BLOCK)[:size]
+    x *= np.repeat(10.0 ** random.uniform(-30, 6, size // BLOCK_SIZE + 1), BLOCK_SIZE)[:size]
     return np.where(random.random(size) < 0.1, random.choice([0.0, -0.0, 1e-40, 2.0], size), x).astype(np.float32)
 
 
@@ -46,13 +46,13 @@ def same_bits(a, b) -> bool:
 def test_codes_are_the_nearest_of_a_16_bit_scale(bits, seed, size):
     x = varied(seed, size)
     codes, scales = encode(x, bits)
-    top, width = 2 ** (bits - 1) - 1, BLOCK * bits // 8
-    assert codes.shape == (-(-size // BLOCK), width) and codes.dtype == np.uint8 and scales.dtype == np.float32
+    top, width = 2 ** (bits - 1) - 1, BLOCK_SIZE * bits // 8
+    assert codes.shape == (-(-size // BLOCK_SIZE), width) and codes.dtype == np.uint8 and scales.dtype == np.float32
     decoded = decode(codes, scales, size, bits)
     for block, scale in enumerate(scales.tolist()):
-        here = [Fraction(float(value)) for value in x[block * BLOCK : (block + 1) * BLOCK]]
+        here = [Fraction(float(value)) for value in x[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]]
         largest = max(map(abs, here))
-        if largest < top * Fraction(float(LEAST)):
+        if largest < top * Fraction(float(MIN_SCALE)):
             assert scale == 0
             continue
         assert (np.float32(scale).view(np.uint32) & 0xFF) == 0
@@ -64,7 +64,7 @@ def test_codes_are_the_nearest_of_a_16_bit_scale(bits, seed, size):
             # A quotient is rounded to float32 before it is rounded to a code.
             rounding = abs(code) * Fraction(1, 2**23) + Fraction(1, 2**8)
             assert abs(value / Fraction(scale) - code) <= Fraction(1, 2) + rounding
-            assert Fraction(float(decoded[block * BLOCK + at])) == code * Fraction(scale)
+            assert Fraction(float(decoded[block * BLOCK_SIZE + at])) == code * Fraction(scale)
 
 
 @all_bits

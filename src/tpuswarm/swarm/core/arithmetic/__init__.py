@@ -1,1 +1,1 @@
-"""What becomes of arrays, in float32: fragments, quantization, the merge, the outer step, adoption."""
+"""Arithmetic on float32 arrays: fragments, quantization, the merge, the outer step, adoption."""

@@ -1,4 +1,4 @@
-"""Adoption: how a member takes a commit over into the state that it has gone on training meanwhile."""
+"""Adopt a commit: combine it with what the member has trained in the meantime."""
 
 from functools import partial
 from typing import Any
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 @partial(jax.jit, donate_argnums=0)
 def add(now: Any, new: Any, anchor: Any) -> Any:
-    """now + (new - anchor) for every leaf of three float32 trees of one structure; `now` is donated.
+    """Return now + (new - anchor) for every leaf of three float32 trees of one structure; `now` is donated.
 
-    For a version without what this member has trained since its anchor: all of that stays. Float addition is not exact,
-    so two cases are taken as they are: where new and anchor have the same bits the element stays untouched, and where
-    now and anchor have, it becomes new (an idle member ends at the published bits). -0.0 and 0.0 are different bits.
+    For a version without this member's work since its anchor, which is kept. Float addition is not exact, so two cases
+    are copied: an element with the same bits in new and anchor stays unchanged, and one with the same bits in now and
+    anchor becomes new (an idle member ends at the published bits). -0.0 and 0.0 have different bits.
 
-    The result is sharded as `now`; give new and anchor the same sharding, or each device gets them whole.
+    The result is sharded as `now`. Give new and anchor the same sharding, or each device receives them whole.
     """
 
     def added(now: jax.Array, new: jax.Array, anchor: jax.Array) -> jax.Array:
@@ -25,25 +25,25 @@ def add(now: Any, new: Any, anchor: Any) -> Any:
 
 
 @partial(jax.jit, donate_argnums=0)
-def mix(now: Any, new: Any, snapshot: Any, keep: float | jax.Array) -> Any:
-    """keep * now + (1 - keep) * new, the share `keep` of every leaf; trees, donation and sharding as in `add`.
+def mix(now: Any, new: Any, snapshot: Any, own_share: float | jax.Array) -> Any:
+    """Return own_share * now + (1 - own_share) * new for every leaf; trees, donation and sharding as in `add`.
 
-    For the version that counts the contribution of `snapshot`. Adding what it changed, as `add` does, costs more loss
-    the later it comes; mixing costs little (Douillard et al. 2025, "Streaming DiLoCo", who mix halves). Where new and
-    snapshot have the same bits the element stays untouched (a swarm of one trains as if it were alone), and where now
-    and snapshot have, it becomes new.
+    For the version that counts the contribution of `snapshot`. Adding the change, as `add` does, raises the loss more
+    the later it comes; mixing costs little (Douillard et al. 2025, "Streaming DiLoCo", mix halves). An element with the
+    same bits in new and snapshot stays unchanged (a swarm of one trains as if it were alone), and one with the same
+    bits in now and snapshot becomes new.
     """
 
     def mixed(now: jax.Array, new: jax.Array, snapshot: jax.Array) -> jax.Array:
-        return _adopt(now, new, snapshot, new + keep * (now - new))
+        return _adopt(now, new, snapshot, new + own_share * (now - new))
 
     return jax.tree.map(mixed, now, new, snapshot)
 
 
 def adopt_mean(now: jax.Array, new: jax.Array, reference: jax.Array) -> jax.Array:
-    """As both, of one array of averages: new, but `now` where new and reference have the same bits.
+    """Adopt an array of running statistics: new, but `now` for elements with the same bits in new and reference.
 
-    What training has added to an average meanwhile is no sum: a variance could come below 0.
+    Changes of an average must not be added: a variance could fall below 0.
     """
     return jnp.where(_bits(new) == _bits(reference), now, new)
 

@@ -1,4 +1,4 @@
-"""Fragments: the fixed parts in which the shared state is stored, sent and shared out among aggregators."""
+"""Split the shared parameters into fragments: the unit of storage, of transfer, and of work for an aggregator."""
 
 import hashlib
 import json
@@ -10,22 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpuswarm.swarm.core.values import Averaged
+from tpuswarm.swarm.core.values import AveragedSlice
 
-MEMBERS_PER_SHARD = 16
-"""Whose contributions one aggregator takes in."""
+MEMBERS_PER_AGGREGATOR = 16
 FRAGMENT_BYTES = 2**27
-"""The size of a fragment, about: each is one request of a push."""
+"""Approximate size of a fragment; each is one request of a push."""
 
 
-def shards_for(members: int) -> int:
-    """How many aggregators so many members want."""
-    return max(1, -(-members // MEMBERS_PER_SHARD))
+def aggregators_for(members: int) -> int:
+    """Return how many aggregators serve this many members."""
+    return max(1, -(-members // MEMBERS_PER_AGGREGATOR))
 
 
 def fragments_for(size: int, members: int) -> int:
-    """In how many fragments a state of so many bytes is divided: the same number for each aggregator."""
-    shards = shards_for(members)
+    """Return the number of fragments for a state of `size` bytes: the same number for each aggregator."""
+    shards = aggregators_for(members)
     return -(-max(1, size // FRAGMENT_BYTES) // shards) * shards
 
 
@@ -37,23 +36,22 @@ class Leaf(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which leaves each fragment holds, one after the other; leaves are never divided."""
+    """The leaves of each fragment, one after the other. Leaves are never divided."""
 
     fragments: tuple[tuple[Leaf, ...], ...]
 
     @staticmethod
-    def of(leaves: Mapping[str, tuple[tuple[int, ...], Any]], fragments: int) -> "Layout":
-        """At most `fragments` fragments of about equal size, the same for the same leaves in any order.
+    def pack(leaves: Mapping[str, tuple[tuple[int, ...], Any]], fragments: int) -> "Layout":
+        """Pack the leaves into at most `fragments` fragments of about equal size, whatever their order.
 
         leaves: shape and dtype (or its name) of each path. The largest leaf left goes to the smallest fragment so far;
-        within a fragment leaves are in the order of their paths. Raises ValueError for a leaf that is not float32, for
-        no leaf and for no fragment.
+        within a fragment leaves are sorted by path. Raise ValueError for a leaf that is not float32, for no leaves and
+        for no fragments.
         """
         for path, (_, dtype) in sorted(leaves.items()):
             if str(dtype) != "float32":
@@ -63,14 +61,13 @@ class Layout:
         packed: list[list[Leaf]] = [[] for _ in range(min(fragments, len(leaves)))]
         found = [Leaf(path, tuple(shape)) for path, (shape, _) in leaves.items()]
         for leaf in sorted(found, key=lambda leaf: (-leaf.size, leaf.path)):
-            # The number of leaves counts second: leaves without elements must not leave a fragment without leaves.
-            smallest = min(packed, key=lambda fragment: (sum(each.size for each in fragment), len(fragment)))
+            # Count leaves second: leaves without elements must not leave a fragment without leaves.
+            smallest = min(packed, key=lambda fragment: (sum(leaf.size for leaf in fragment), len(fragment)))
             smallest.append(leaf)
         return Layout(tuple(tuple(sorted(fragment)) for fragment in packed))
 
     @property
     def paths(self) -> tuple[tuple[str, ...], ...]:
-        """Of each fragment."""
         return tuple(tuple(leaf.path for leaf in fragment) for fragment in self.fragments)
 
     @property
@@ -78,14 +75,14 @@ class Layout:
         """Elements of each fragment."""
         return tuple(sum(leaf.size for leaf in fragment) for fragment in self.fragments)
 
-    def places(self, paths: Collection[str]) -> tuple[Averaged, ...]:
-        """Where these leaves lie in the fragments."""
+    def places(self, paths: Collection[str]) -> tuple[AveragedSlice, ...]:
+        """Return the positions of these leaves in the fragments."""
         found = []
         for number, leaves in enumerate(self.fragments):
             start = 0
             for leaf in leaves:
                 if leaf.path in paths and leaf.size:
-                    found.append(Averaged(number, start, start + leaf.size))
+                    found.append(AveragedSlice(number, start, start + leaf.size))
                 start += leaf.size
         return tuple(found)
 
@@ -96,9 +93,9 @@ class Layout:
         return hashlib.sha256(json.dumps(value, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
     def split(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """The fragments of a state, each float32[size], copied.
+        """Copy a state into fragments, each float32[size].
 
-        Raises ValueError where `arrays` has other names, shapes or dtypes than the layout.
+        Raise ValueError if `arrays` has other names, shapes or dtypes than the layout.
         """
         wanted = {leaf.path: leaf.shape for fragment in self.fragments for leaf in fragment}
         if odd := sorted(wanted.keys() ^ arrays.keys()):
@@ -110,9 +107,9 @@ class Layout:
         return [np.concatenate([arrays[path].ravel() for path in paths]) for paths in self.paths]
 
     def join(self, fragments: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """The leaves by path, as views of the fragments.
+        """Return the leaves by path, as views of the fragments.
 
-        Raises ValueError where a fragment's length or dtype, or their number, is not the layout's.
+        Raise ValueError if the number of fragments, or a length or dtype, differs from the layout.
         """
         given = [(*fragment.shape, fragment.dtype.name) for fragment in fragments]
         if given != [(size, "float32") for size in self.sizes]:

@@ -1,7 +1,7 @@
-"""MERGE: contributions become one sum, in NumPy float32, one operation at a time, chunk by chunk.
+"""Merge contributions into one sum, in NumPy float32, one operation at a time, chunk by chunk.
 
 No compiler may touch these sums: fused multiply-adds differ in the last bit between compilers and processors, and a
-commit must have the same bits wherever it is made or replayed. Arrays may be memory maps larger than memory.
+commit must have the same bits wherever it is computed. Arrays may be memory maps larger than memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tpuswarm.swarm.core.arithmetic.quantize import BLOCK, Quantized
+from tpuswarm.swarm.core.arithmetic.quantize import BLOCK_SIZE, Quantized
 
-CHUNK = 2**15
-"""Elements at a time, a multiple of the quantization block: the buffers then stay in a core's own cache. No result
-depends on it."""
+CHUNK_SIZE = 2**15
+"""Elements at a time, a multiple of the quantization block. The buffers fit a core's cache; no result depends on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,16 +20,16 @@ class Contribution:
     """One fragment of a contribution that a commit counts."""
 
     weight: float
-    """Share in the sum; those of a commit add up to 1."""
+    """Share of the sum; the weights of a commit add up to 1."""
     clip: float
-    """Factor on its delta, 1 where it is not clipped."""
+    """Factor applied to its delta; 1 if it is not clipped."""
     base: np.ndarray
-    """The published state that its member trained from, A, float32[n]."""
+    """The published state A that the member started from, float32[n]."""
     payload: np.ndarray | Quantized
     """The snapshot s, float32[n], or the delta A - s, quantized."""
 
     def snapshot(self, part: slice, out: np.ndarray) -> np.ndarray:
-        """s, clipped to A + clip x (s - A); float32, in the buffer `out` or as it is stored."""
+        """Return s clipped to A + clip x (s - A), float32: in the buffer `out`, or a view of the payload."""
         base = self.base[part]
         if isinstance(self.payload, Quantized):
             s = self.payload.decode(part.start, part.stop, out)
@@ -44,9 +43,7 @@ class Contribution:
         return np.add(base, moved, out=moved)
 
     def delta(self, part: slice, out: np.ndarray) -> np.ndarray:
-        """A - s, clipped; float32, in the buffer `out`. A quantized delta is taken as it is, without the rounding of a
-        way over s.
-        """
+        """Return A - s, clipped, float32, in the buffer `out`. A quantized delta is not rounded again."""
         if isinstance(self.payload, Quantized):
             delta = self.payload.decode(part.start, part.stop, out)
         else:
@@ -57,76 +54,77 @@ class Contribution:
 
 
 class Buffers:
-    """Room for the work on one chunk of arrays of `size` elements; not for two threads at once."""
+    """Work space for one chunk of arrays of `size` elements; not for two threads at once."""
 
     def __init__(self, size: int):
-        length = min(CHUNK, -(-size // BLOCK) * BLOCK)
+        length = min(CHUNK_SIZE, -(-size // BLOCK_SIZE) * BLOCK_SIZE)
         self.sum, self.term, self.new = np.empty((3, length), np.float32)
 
 
 def average(theta: np.ndarray, contributions: Sequence[Contribution], out: np.ndarray) -> None:
-    """out = sum of weight x (s + (theta - A)), in the order given; all float32[n], out may be theta.
+    """Write the sum of weight x (s + (theta - A)) to `out`, in the order given; all float32[n], out may be theta.
 
-    Where theta and A have the same bits the term is weight x s: one contribution of weight 1 gives its snapshot back.
-    At least one contribution.
+    If theta and A have the same bits, the term is weight x s, so a single contribution gives back its snapshot.
     """
     buffers = Buffers(out.size)
     for part in chunks(out.size):
-        out[part] = average_of(theta, contributions, part, buffers)
+        out[part] = average_chunk(theta, contributions, part, buffers)
 
 
-def average_of(theta: np.ndarray, contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
-    """One chunk of `average`, in the buffers."""
+def average_chunk(
+    theta: np.ndarray, contributions: Sequence[Contribution], part: slice, buffers: Buffers
+) -> np.ndarray:
+    """Compute one chunk of `average` in the buffers."""
     length = part.stop - part.start
-    for number, each in enumerate(contributions):
+    for number, contribution in enumerate(contributions):
         room = buffers.term if number else buffers.sum
         term = room[:length]
-        moved = _moved(theta, each, part, each.snapshot(part, room))
-        np.multiply(moved, np.float32(each.weight), out=term)
+        moved = _rebase(theta, contribution, part, contribution.snapshot(part, room))
+        np.multiply(moved, np.float32(contribution.weight), out=term)
         if number:
             buffers.sum[:length] += term
     return buffers.sum[:length]
 
 
-def mean_of(contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
-    """One chunk of the sum of weight x s, in the buffers: it lies between the snapshots, whatever their bases."""
+def mean_chunk(contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
+    """Compute one chunk of the sum of weight x s in the buffers. It lies between the snapshots."""
     length = part.stop - part.start
-    for number, each in enumerate(contributions):
+    for number, contribution in enumerate(contributions):
         room = buffers.term if number else buffers.sum
-        np.multiply(each.snapshot(part, room), np.float32(each.weight), out=room[:length])
+        np.multiply(contribution.snapshot(part, room), np.float32(contribution.weight), out=room[:length])
         if number:
             buffers.sum[:length] += room[:length]
     return buffers.sum[:length]
 
 
 def update(contributions: Sequence[Contribution], out: np.ndarray) -> None:
-    """out = sum of weight x (A - s), in the order given; float32[n]. At least one contribution."""
+    """Write the sum of weight x (A - s) to `out`, float32[n], in the order given."""
     buffers = Buffers(out.size)
     for part in chunks(out.size):
-        out[part] = update_of(contributions, part, buffers)
+        out[part] = update_chunk(contributions, part, buffers)
 
 
-def update_of(contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
-    """One chunk of `update`, in the buffers."""
+def update_chunk(contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> np.ndarray:
+    """Compute one chunk of `update` in the buffers."""
     length = part.stop - part.start
-    for number, each in enumerate(contributions):
-        delta = each.delta(part, buffers.term if number else buffers.sum)
-        delta *= np.float32(each.weight)
+    for number, contribution in enumerate(contributions):
+        delta = contribution.delta(part, buffers.term if number else buffers.sum)
+        delta *= np.float32(contribution.weight)
         if number:
             buffers.sum[:length] += delta
     return buffers.sum[:length]
 
 
 def chunks(size: int) -> Iterator[slice]:
-    """Slices of at most CHUNK elements that cover `size` elements."""
-    for start in range(0, size, CHUNK):
-        yield slice(start, min(start + CHUNK, size))
+    """Yield slices of at most CHUNK_SIZE elements that cover `size` elements."""
+    for start in range(0, size, CHUNK_SIZE):
+        yield slice(start, min(start + CHUNK_SIZE, size))
 
 
-def _moved(theta: np.ndarray, each: Contribution, part: slice, s: np.ndarray) -> np.ndarray:
-    """s + (theta - A), and s where theta and A have the same bits."""
-    if each.base is theta:
+def _rebase(theta: np.ndarray, contribution: Contribution, part: slice, s: np.ndarray) -> np.ndarray:
+    """Return s + (theta - A), but s itself for elements of theta and A with the same bits."""
+    if contribution.base is theta:
         return s
-    now, base = theta[part], each.base[part]
+    now, base = theta[part], contribution.base[part]
     same = now.view(np.uint32) == base.view(np.uint32)
     return np.where(same, s, s + (now - base))

@@ -1,7 +1,8 @@
-"""The outer optimizer: what a commit makes of its contributions, how far one below the quorum may go, what is sent.
+"""The outer optimizer, as in DiLoCo: apply the contributions of a round to the shared parameters.
 
-With a quantized downlink a commit moves theta by what can be sent in few bits, and keeps the rest for the next one:
-members add what they were sent, and have the bits of the ledger.
+Each member trains several steps by itself (the inner optimizer); a commit averages the resulting parameters, or takes a
+Nesterov step along the mean of their changes. A quantized downlink sends that change in few bits and keeps the rest for
+the next commit; members that add what they receive have the same bits as the ledger.
 """
 
 import math
@@ -10,105 +11,102 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tpuswarm.swarm.core.arithmetic.merge import Buffers, Contribution, average_of, chunks, mean_of, update_of
-from tpuswarm.swarm.core.arithmetic.quantize import BLOCK, Quantized, encode
-from tpuswarm.swarm.core.values import Averaged, Form, Rule
+from tpuswarm.swarm.core.arithmetic.merge import Buffers, Contribution, average_chunk, chunks, mean_chunk, update_chunk
+from tpuswarm.swarm.core.arithmetic.quantize import BLOCK_SIZE, Quantized, encode
+from tpuswarm.swarm.core.values import AveragedSlice, Form, Rule
 
 RATES = ((1.5, 0.4), (4.5, 0.6), (7.5, 0.7))
 """Nesterov's rate below each number of effective contributors."""
+MAX_RATE = 0.8
 
-RATE_OF_MANY = 0.8
+DEFAULT_MOMENTUM, MIN_MOMENTUM = 0.9, 0.8
+MAX_SMALL_MODEL_SIZE = 2_000_000
+"""Models below this many parameters use MIN_MOMENTUM. The largest model where 0.8 was better has 0.35 M (the ladder in
+docs/benchmarks.md); the smallest with a published 0.9 has 35 M (Charles et al. 2025)."""
 
-MOMENTUM, MOMENTUM_OF_SMALL = 0.9, 0.8
-SMALL = 2_000_000
-"""Parameters below which the momentum is that of small models: above the largest where 0.8 was better (0.35 M,
-docs/benchmarks.md, the ladder), and far below the smallest with a published 0.9 (35 M, Charles et al. 2025)."""
-
-WHOLE = 1 - 1e-9
-"""Shares that add up to it are a quorum: three times a third is one."""
+FULL_QUORUM_SHARE = 1 - 1e-9
+"""Shares with this sum are a quorum: three times a third is one."""
 
 
-def usual_momentum(parameters: int) -> float:
-    """Of Nesterov, where nothing else is asked: what learnt best at equal tokens."""
-    return MOMENTUM_OF_SMALL if parameters < SMALL else MOMENTUM
+def default_momentum(parameters: int) -> float:
+    """Return the Nesterov momentum that learned best at equal tokens."""
+    return MIN_MOMENTUM if parameters < MAX_SMALL_MODEL_SIZE else DEFAULT_MOMENTUM
 
 
 @dataclass(frozen=True)
-class Average:
-    """A moving average of the committed states, kept beside them: of no member's own."""
+class MovingAverage:
+    """A moving average of the committed states, stored beside them; independent of any member."""
 
     half_life: float
-    """Tokens counted."""
+    """In tokens counted."""
     share: float = math.inf
-    """Of the tokens counted so far, that the half-life is at most."""
+    """Upper limit of the half-life, as a share of the tokens counted so far."""
 
     def kept(self, tokens: int, after: int) -> float:
-        """What a commit of so many tokens leaves of the average before it; after: the tokens counted with it."""
+        """Return the share that a commit of `tokens` keeps; after: tokens counted including them."""
         return 0.5 ** (tokens / min(self.half_life, self.share * after))
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterRule:
     """How contributions change the shared state: their weighted mean, or a Nesterov step along their mean delta."""
 
     rule: Rule
-    momentum: float = MOMENTUM
-    """Of Nesterov; 0 is plain steps of size `rate`."""
+    momentum: float = DEFAULT_MOMENTUM
+    """For Nesterov; 0 gives plain steps of size `rate`."""
     rate: float | None = None
-    """Of Nesterov; None: by the number of effective contributors."""
+    """For Nesterov; None chooses by the number of effective contributors."""
     downlink: Form = "plain"
-    """In which members are sent what a commit changes."""
-    averaged: tuple[Averaged, ...] = ()
-    """What is merged by its mean whatever the rule; only with a plain downlink."""
-    average: Average | None = None
+    """Form in which members receive a commit's change."""
+    averaged: tuple[AveragedSlice, ...] = ()
+    """Elements merged by their mean under every rule; needs a plain downlink."""
+    average: MovingAverage | None = None
 
     def __post_init__(self) -> None:
         if self.averaged and self.downlink != "plain":
-            raise ValueError(
-                f"{len(self.averaged)} arrays are averaged, which a downlink in {self.downlink} is not for"
-            )
+            raise ValueError(f"averaged arrays ({len(self.averaged)}) need a plain downlink, not {self.downlink}")
         if self.rule == "average" and self.rate is not None:
             raise ValueError(
                 f"the outer rule average takes no rate, but {self.rate} was given; use nesterov with momentum 0"
             )
 
-    def averaged_in(self, fragment: int) -> list[slice]:
-        """The elements of a fragment that are merged by their mean."""
+    def averaged_slices(self, fragment: int) -> list[slice]:
+        """Return the elements of a fragment that are merged by their mean."""
         return [slice(each.first, each.last) for each in self.averaged if each.fragment == fragment]
 
     def rate_for(self, effective_contributors: float, share: float = 1.0) -> float:
-        """The given rate, else 1 for the mean and for Nesterov 0.4 for 1 contributor, 0.6 for 2 to 4, 0.7 for 5 to 7,
-        0.8 from 8; an effective number between two whole ones counts as the nearest, half as the upper one.
+        """Return the given rate, or the default.
 
-        share: of a quorum, as `advance` gives it. The rate is that of the whole quorum: members that come one by one
-        move the state as far as those that come together.
+        The default is 1 for the mean. For Nesterov it is 0.4 for 1 contributor, 0.6 for 2 to 4, 0.7 for 5 to 7, 0.8
+        from 8; a fractional effective number is rounded. share: the contributors' share of a quorum. The rate is that
+        of the whole quorum: members that come one by one move the state as far as members that come together.
         """
         if self.rate is not None:
             return self.rate
         if self.rule == "average":
             return 1.0
-        return next((rate for below, rate in RATES if effective_contributors / share < below), RATE_OF_MANY)
+        return next((rate for below, rate in RATES if effective_contributors / share < below), MAX_RATE)
 
 
-def state_rows(outer: Outer, gathered: float) -> int:
-    """Of the outer state after a commit that left so many shares gathered.
+def state_rows(outer: OuterRule, gathered: float) -> int:
+    """Return the number of rows of the outer state after a commit that left this sum of shares.
 
-    For Nesterov the momentum, then its buffer unless that is 0, as after every momentum step; then the moving average;
-    last, what a quantized downlink has not sent yet.
+    Rows in order: Nesterov's momentum; its buffer, unless `gathered` is 0; the moving average; the part of the changes
+    that a quantized downlink has not sent yet.
     """
     momentum = (outer.rule == "nesterov") * (1 + (gathered != 0))
     return momentum + (outer.average is not None) + (outer.downlink != "plain")
 
 
 def average_row(downlink: Form) -> int:
-    """Where the moving average lies in an outer state that has one."""
+    """Return the index of the moving average in an outer state that has one."""
     return -1 - (downlink != "plain")
 
 
-def first_state(outer: Outer, theta: np.ndarray) -> np.ndarray | None:
-    """The outer state of a fragment, theta float32[n], that begins: float32[rows, n]; None for nothing to keep.
+def initial_state(outer: OuterRule, theta: np.ndarray) -> np.ndarray | None:
+    """Return a fragment's initial outer state, float32[rows, n], or None if it has no rows.
 
-    The moving average begins with theta, all else with 0.
+    The moving average starts as theta, float32[n], the rest as 0.
     """
     rows = state_rows(outer, 0.0)
     if not rows:
@@ -119,37 +117,37 @@ def first_state(outer: Outer, theta: np.ndarray) -> np.ndarray | None:
     return first
 
 
-def advance(outer: Outer, gathered: float, contributors: int, quorum: int) -> tuple[float, float]:
-    """Share of a quorum that a commit's contributors are, at most 1, and the shares gathered after it.
+def advance_quorum(outer: OuterRule, gathered: float, contributors: int, quorum: int) -> tuple[float, float]:
+    """Return a commit's share of a quorum, at most 1, and the sum of shares gathered after it.
 
-    The shares gathered are 0 after a commit that makes the momentum step, because with it they reach a quorum. The
-    mean has no momentum to delay: every commit is whole.
+    The sum is 0 after a commit that completes a quorum and makes the momentum step. The mean has no momentum to delay:
+    every commit is whole.
     """
     if outer.rule == "average":
         return 1.0, 0.0
     share = min(1.0, contributors / quorum)
     after = gathered + share
-    return share, 0.0 if after >= WHOLE else after
+    return share, 0.0 if after >= FULL_QUORUM_SHARE else after
 
 
-def step(
+def nesterov_step(
     theta: np.ndarray,
     momentum: np.ndarray,
     buffer: np.ndarray | None,
     u: np.ndarray,
-    outer: Outer,
+    outer: OuterRule,
     rate: float,
     share: float,
     out_theta: np.ndarray,
     out_momentum: np.ndarray,
     out_buffer: np.ndarray | None,
 ) -> None:
-    """Delayed Nesterov (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling"), float32[n] each.
+    """Make one step of delayed Nesterov (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling").
 
-    A commit moves theta by its share of the update u at once; the momentum moves it only when a quorum is gathered, by
-    the sum of shares that the buffer has kept till then. A buffer that is None is 0: it is so after a momentum step,
-    which is what a commit without `out_buffer` makes. A commit of a whole quorum is the step of
-    `optax.sgd(rate, momentum, nesterov=True)`. Outputs may be the inputs.
+    Each commit moves theta by its share of the update u at once. Once a quorum is gathered, the momentum moves it by
+    the shares collected in the buffer. A missing buffer is 0; a commit without `out_buffer` makes the momentum step. A
+    commit of a whole quorum equals a step of `optax.sgd(rate, momentum, nesterov=True)`. All arrays are float32[n];
+    outputs may be the inputs.
     """
     for part in chunks(theta.size):
         moved = np.float32(share) * u[part]
@@ -164,10 +162,10 @@ def step(
         np.subtract(theta[part], np.float32(rate) * moved, out=out_theta[part])
 
 
-def publish(
+def quantize_change(
     theta: np.ndarray, new: np.ndarray, left: np.ndarray, out_theta: np.ndarray, out_left: np.ndarray, sent: Quantized
 ) -> None:
-    """What members are sent so that they come from theta towards new, and what is left over; float32[n] each.
+    """Quantize the change from theta to new, apply it, and keep the remainder; float32[n] each.
 
     sent = Q(new - theta + left), out_theta = theta + sent, out_left = new - theta + left - sent; n fits a chunk.
     Outputs may be the inputs.
@@ -175,26 +173,26 @@ def publish(
     wanted = new - theta
     wanted += left
     sent.codes[:], sent.scales[:] = encode(wanted, sent.bits)
-    moved = sent.decode(0, theta.size, np.empty(sent.scales.size * BLOCK, np.float32))
+    moved = sent.decode(0, theta.size, np.empty(sent.scales.size * BLOCK_SIZE, np.float32))
     np.subtract(wanted, moved, out=out_left)  # exact: see quantize.feedback
     np.add(theta, moved, out=out_theta)
 
 
-def follow(theta: np.ndarray, sent: Sequence[Quantized]) -> np.ndarray:
-    """The state, float32[n], some commits later, from what they sent: the bits that they made."""
+def apply_updates(theta: np.ndarray, sent: Sequence[Quantized]) -> np.ndarray:
+    """Apply the updates of several commits to theta, float32[n]; gives the bits of the ledger."""
     new = theta.copy()
     buffers = Buffers(theta.size)
     for part in chunks(theta.size):
-        for each in sent:
-            new[part] += each.decode(part.start, part.stop, buffers.term)
+        for update in sent:
+            new[part] += update.decode(part.start, part.stop, buffers.term)
     return new
 
 
-def commit(
+def commit_fragment(
     theta: np.ndarray,
     outer_state: np.ndarray | None,
     contributions: Sequence[Contribution],
-    outer: Outer,
+    outer: OuterRule,
     rate: float,
     share: float,
     out_theta: np.ndarray,
@@ -203,33 +201,32 @@ def commit(
     averaged: Sequence[slice] = (),
     kept: float = 0.0,
 ) -> None:
-    """The next state of one fragment, float32[n], from at least one contribution; outputs may be the inputs.
+    """Compute the next state of one fragment, float32[n], from at least one contribution.
 
-    outer_state, out_outer: of the rows of `state_rows` before and after it; out_sent: of the downlink's form, None
-    where that is plain. The mean needs no rate and no share. averaged: elements, as `Outer.averaged_in` gives
-    them, that become the weighted mean of the snapshots; their part of the momentum means nothing. kept: what is left
-    of the moving average, where there is one; the rest of it is the next state.
+    outer_state, out_outer: as `state_rows` gives before and after; out_sent: the update in the downlink's form, None if
+    plain. averaged: elements that become the weighted mean of the snapshots (see `OuterRule.averaged_slices`); their
+    momentum is meaningless. kept: the share of the moving average to keep. Outputs may be the inputs.
     """
     buffers = Buffers(theta.size)
     for part in chunks(theta.size):
         here = theta[part]
         new = out_theta[part] if out_sent is None else buffers.new[: here.size]
-        # First: theta, and a contribution's base, may be where the next state is written.
-        means = [(each, mean_of(contributions, each, buffers).copy()) for each in _within(averaged, part)]
+        # First, because theta or a base may be the output array.
+        means = [(span, mean_chunk(contributions, span, buffers).copy()) for span in _within(averaged, part)]
         if outer.rule == "average":
-            new[:] = average_of(theta, contributions, part, buffers)
+            new[:] = average_chunk(theta, contributions, part, buffers)
         else:
             assert outer_state is not None and out_outer is not None
-            u = update_of(contributions, part, buffers)
+            u = update_chunk(contributions, part, buffers)
             before, after = _momentum(outer_state, outer, part), _momentum(out_outer, outer, part)
-            step(here, *before, u, outer, rate, share, new, *after)
-        for each, mean in means:
-            out_theta[each] = mean
+            nesterov_step(here, *before, u, outer, rate, share, new, *after)
+        for span, mean in means:
+            out_theta[span] = mean
         if out_sent is not None:
             assert outer_state is not None and out_outer is not None
-            blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+            blocks = slice(part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE))
             sent = Quantized(out_sent.codes[blocks], out_sent.scales[blocks], out_sent.bits)
-            publish(here, new, outer_state[-1, part], out_theta[part], out_outer[-1, part], sent)
+            quantize_change(here, new, outer_state[-1, part], out_theta[part], out_outer[-1, part], sent)
         if outer.average is not None:
             assert outer_state is not None and out_outer is not None
             row = average_row(outer.downlink)
@@ -239,13 +236,11 @@ def commit(
 
 
 def _within(averaged: Sequence[slice], part: slice) -> Iterator[slice]:
-    """What of these elements is in a part."""
-    for each in averaged:
-        first, last = max(each.start, part.start), min(each.stop, part.stop)
+    for span in averaged:
+        first, last = max(span.start, part.start), min(span.stop, part.stop)
         if first < last:
             yield slice(first, last)
 
 
-def _momentum(state: np.ndarray, outer: Outer, part: slice) -> tuple[np.ndarray, np.ndarray | None]:
-    """A part of the momentum and of its buffer, None where that is left out."""
+def _momentum(state: np.ndarray, outer: OuterRule, part: slice) -> tuple[np.ndarray, np.ndarray | None]:
     return state[0, part], state[1, part] if len(state) == state_rows(outer, gathered=1.0) else None

@@ -7,12 +7,12 @@ from threading import Thread
 import pytest
 
 from tests.train import toy
-from tpuswarm.swarm.member import cycle, incarnations
-from tpuswarm.swarm.member.incarnations import LIVES, Assigned, MemberHost
+from tpuswarm.swarm.member import loop, worker
+from tpuswarm.swarm.member.worker import MAX_FRUITLESS_INCARNATIONS, MemberWorker, WorkerSpec
 from tpuswarm.swarm.processes import coordinator
-from tpuswarm.swarm.processes.effects import Over
-from tpuswarm.swarm.processes.founder import Joining, Wait
-from tpuswarm.swarm.processes.plan import HEAD, Plan, Swarm, code_digest
+from tpuswarm.swarm.processes.coordinator import Joining, Wait
+from tpuswarm.swarm.processes.effects import ProcessEnded
+from tpuswarm.swarm.processes.plan import COORDINATOR, Plan, Swarm, code_digest
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import entry
@@ -27,7 +27,8 @@ SHARD = "aggregator-0"
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch):
-    for module, name in ((incarnations, "AGAIN"), (cycle, "BEAT"), (cycle, "WAIT"), (coordinator, "LOOK")):
+    patched = ((worker, "RETRY_INTERVAL_S"), (loop, "HEARTBEAT_INTERVAL_S"), (loop, "POLL_INTERVAL_S"))
+    for module, name in (*patched, (coordinator, "MAX_SLEEP_S")):
         monkeypatch.setattr(module, name, 0.02)
 
 
@@ -46,8 +47,10 @@ class Run:
         self.answers: list[object] = []
         """The coordinator's answers to the first greetings after the end of the run."""
         self.head = entry.coordinator(plan, str(folder), (SHARD,), True, self.call)
-        self.served = {HEAD: self.head, SHARD: entry.shard(str(folder), str(folder / "data"), 0, 1, self.call)}
-        self.member = MemberHost(Assigned("m0", plan, (SHARD,), folder, None, 0, True, self.call, lambda text: None))
+        self.served = {COORDINATOR: self.head, SHARD: entry.shard(str(folder), str(folder / "data"), 0, 1, self.call)}
+        self.member = MemberWorker(
+            WorkerSpec("m0", plan, (SHARD,), folder, None, 0, True, self.call, lambda text: None)
+        )
 
     def call(self, call):
         answer = self.served[call.address].serve(call.method, call.arguments)
@@ -72,10 +75,12 @@ class Run:
 
 def test_member_that_is_never_finite_gives_up(tmp_path):
     run = Run(tmp_path, rate=1e30)
-    with pytest.raises(Over, match=r"m0 gave up after 5 .* not finite; lower the learning rate, use --clip"):
+    with pytest.raises(ProcessEnded, match=r"m0 gave up after 5 .* not finite; lower the learning rate, use --clip"):
         run.finish()
     records = run.ledger.records(run.ledger.versions()[1:])
-    assert [decision.fate for record in records for decision in record.decisions] == ["dropped"] * LIVES
+    assert [decision.fate for record in records for decision in record.decisions] == [
+        "dropped"
+    ] * MAX_FRUITLESS_INCARNATIONS
 
 
 def test_last_version_is_evaluated_although_the_coordinator_restarts_at_the_end(tmp_path):
@@ -83,5 +88,5 @@ def test_last_version_is_evaluated_although_the_coordinator_restarts_at_the_end(
     run = Run(tmp_path, rate=0.05)
     run.answers = [Wait()]
     assert run.finish() == "ended"
-    (row,) = [row for row in run.member.look(0)["rows"] if "eval_loss" in row]
+    (row,) = [row for row in run.member.report(0)["rows"] if "eval_loss" in row]
     assert row["version"] == run.ledger.versions()[-1]

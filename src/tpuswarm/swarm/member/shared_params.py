@@ -1,7 +1,7 @@
-"""The exchanged part of a state on the devices, as fragments: what a snapshot, a payload and an adoption compute.
+"""The shared parameters on the devices, as fragments: snapshots, payloads and adoptions.
 
-The bytes are those that NumPy makes of the same arrays. Only subnormal numbers are not: devices flush them to 0, so
-that error feedback loses what is below 2^-126.
+Results have the bytes that NumPy computes from the same arrays. Only subnormal numbers differ: devices flush them to 0,
+so that error feedback loses what is below 2^-126.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,26 +11,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpuswarm.swarm.core.arithmetic.adopt import add, adopt_mean, mix
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
-from tpuswarm.swarm.core.arithmetic.quantize import BITS, BLOCK, encode, feedback
+from tpuswarm.swarm.core.arithmetic.quantize import BITS, BLOCK_SIZE, encode, feedback
 from tpuswarm.swarm.core.values import Form
-from tpuswarm.swarm.member.arrays import fragment_to_devices, split_sharding, to_host
-from tpuswarm.train.data.placing import on_every_host, within_host
+from tpuswarm.train.data.placing import on_every_host, to_host, within_host
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Placed
+from tpuswarm.train.program.mesh import AXIS
 from tpuswarm.train.recipe import State
 
 Flat = list[jax.Array]
-"""Of each fragment a float32 vector in equal parts on all devices; with more than one device, zeros at its end."""
+"""A float32 vector for each fragment, in equal parts on all devices, padded with zeros if there are several."""
 
 
 class Coded(NamedTuple):
-    """A contribution on the devices; of each fragment one array. Every host has all of it, apart from `left`."""
+    """A contribution on the devices, one array for each fragment. Every host has all of it except `left`."""
 
     codes: list[jax.Array]
-    """The snapshot itself where nothing is quantized; then there are no scales and nothing is left."""
+    """Quantized codes, or the plain snapshot; then `scales` and `left` are empty."""
     scales: list[jax.Array]
     left: Flat
     """The next error feedback, once the contribution is applied."""
@@ -38,23 +39,27 @@ class Coded(NamedTuple):
     """Sums of the squares of the delta, block by block."""
 
 
-class Exchanged:
-    """Compiled for one program, mesh and layout: what training always waits for at once, the rest at first use.
+def split_sharding(mesh: Mesh) -> NamedSharding:
+    """Divide first axes evenly among all devices."""
+    return NamedSharding(mesh, PartitionSpec(AXIS))
 
-    Every vector costs 4 bytes a parameter divided by the number of devices, whatever the sharding of the state is; with
-    several hosts a contribution has all its bytes on the devices of each host, until it is fetched.
-    While `code` runs it takes 5 more, divided likewise: temporaries and codes. On several devices `snapshot`, `mix` and
-    `add` hold up to 6 bytes for each parameter of a fragment, undivided, for a moment: with one fragment that is all
-    of them.
+
+class SharedParams:
+    """Functions on the shared parameters, compiled for one program, mesh and layout: `snapshot` and `mix` at once.
+
+    Each vector costs 4 bytes a parameter divided by the number of devices, however the state is sharded. With several
+    hosts, the devices of each host hold all bytes of a contribution until it is fetched.
+    While `code` runs it takes 5 more bytes, divided likewise: temporaries and codes. On several devices `snapshot`,
+    `mix` and `add` hold up to 6 bytes a parameter of a fragment, undivided, for a moment.
     """
 
     def __init__(self, placed: Placed, layout: Layout, form: Form):
         self._exchange, self._layout, self._mesh = placed.program.exchange(), layout, placed.mesh
         self._bits = BITS.get(form, 0)
         self._shared = self._exchange.get(placed.state)
-        self._statistics = [each.statistic for each in placed.program.parameters(placed.state)]
+        self._statistics = [leaf.statistic for leaf in placed.program.parameters(placed.state)]
         devices = placed.mesh.size
-        unit = BLOCK * devices if devices > 1 else 1
+        unit = BLOCK_SIZE * devices if devices > 1 else 1
         self._lengths = [-(-size // unit) * unit for size in layout.sizes]
         split = split_sharding(placed.mesh)
         whole = within_host(split)
@@ -64,61 +69,58 @@ class Exchanged:
             .lower(placed.state)
             .compile()
         )
-        """A copy of the exchanged part."""
+        """Copy the shared parameters."""
         self.mix: Callable[[State, Flat, Flat, np.float32], State] = (
             jax.jit(partial(self._adopted, mix), donate_argnums=0, out_shardings=placed.shardings)
             .lower(placed.state, flat, flat, jax.ShapeDtypeStruct((), np.float32))
             .compile()
         )
-        """keep * now + (1 - keep) * new, of (state, new, snapshot, keep); the state is donated.
-
-        See core/arithmetic/adopt.py.
-        """
+        """Mix (state, new, snapshot, own_share) as core/arithmetic/adopt.py defines; donates the state."""
         self.add: Callable[[State, Flat, Flat], State] = jax.jit(
             partial(self._adopted, add), donate_argnums=0, out_shardings=placed.shardings
         )
-        """now + (new - anchor), of (state, new, anchor); the state is donated."""
+        """Return now + (new - anchor) of (state, new, anchor); donates the state."""
         self.blend: Callable[[State, Flat, np.float32], State] = jax.jit(
             self._blended, donate_argnums=0, out_shardings=placed.shardings
         )
-        """before + share * (now - before), of (state, before, share); the state is donated."""
+        """Return before + share * (now - before) of (state, before, share); donates the state."""
         self.tree: Callable[[Flat], Any] = jax.jit(
             self._tree, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self._shared)
         )
-        """Fragments as the shared part of a state."""
+        """Convert fragments to the shared part of a state."""
         self.squares: Callable[[Flat, Flat], list[jax.Array]] = jax.jit(
             lambda snapshot, anchor: [_squares(a - s) for s, a in zip(snapshot, anchor, strict=True)],
             out_shardings=whole,
         )
-        """Of (snapshot, anchor); see Coded."""
+        """Compute the squares of (snapshot, anchor), as in Coded."""
         self.code: Callable[[Flat, Flat, Flat], Coded] = jax.jit(
             self._coded, out_shardings=Coded._make((whole, whole, split, whole))
         )
-        """The quantized anchor - snapshot + left, of (snapshot, anchor, left)."""
+        """Quantize anchor - snapshot + left of (snapshot, anchor, left)."""
 
-    def take(self, state: State, new: Flat) -> State:
-        """The state with other fragments in it."""
+    def replace(self, state: State, new: Flat) -> State:
+        """Replace the shared parameters of a state."""
         return self._exchange.put(state, self.tree(new))
 
     def put_average(self, state: State, average: Flat) -> State:
-        """The state with the moving average of the committed parameters in the place of its own."""
+        """Replace the moving average of a state."""
         assert self._exchange.average is not None
         return self._exchange.average.put(state, self.tree(average))
 
-    def put(self, fragments: Sequence[np.ndarray]) -> Flat:
-        """float32[size] of each fragment, to the devices."""
+    def to_devices(self, fragments: Sequence[np.ndarray]) -> Flat:
+        """Bring fragments, float32[size] each, to the devices."""
         self._layout.join(fragments)  # raises for any other sizes
         return [
-            fragment_to_devices(fragment, length, self._mesh)
+            _fragment_to_devices(fragment, length, self._mesh)
             for fragment, length in zip(fragments, self._lengths, strict=True)
         ]
 
     def plain(self, snapshot: Flat, anchor: Flat) -> Coded:
-        """A contribution that is not quantized."""
+        """Return a plain contribution."""
         return Coded(on_every_host(snapshot), [], [], self.squares(snapshot, anchor))
 
     def zeros(self) -> Flat:
-        """No error feedback."""
+        """Return an empty error feedback."""
         make = jax.jit(
             lambda: [jnp.zeros(length, jnp.float32) for length in self._lengths],
             out_shardings=split_sharding(self._mesh),
@@ -126,14 +128,14 @@ class Exchanged:
         return make()
 
     def fragments(self, flat: Flat) -> list[np.ndarray]:
-        """On the host, float32[size] of each."""
-        return [array[:size] for array, size in zip(to_host(flat), self._layout.sizes, strict=True)]
+        """Bring fragments to the host, float32[size] each."""
+        return [array[:size] for array, size in zip(to_host(list(flat)), self._layout.sizes, strict=True)]
 
     def codes(self, coded: Coded) -> list[dict[str, np.ndarray]]:
-        """On the host, what `encode` of core/arithmetic/quantize.py gives for each fragment."""
+        """Bring a quantized contribution to the host, as `encode` of core/arithmetic/quantize.py gives it."""
         number = len(coded.codes)
         arrays = to_host([*coded.codes, *coded.scales])
-        blocks = [-(-size // BLOCK) for size in self._layout.sizes]
+        blocks = [-(-size // BLOCK_SIZE) for size in self._layout.sizes]
         return [
             {"codes": codes[:count], "scales": scales[:count]}
             for codes, scales, count in zip(arrays[:number], arrays[number:], blocks, strict=True)
@@ -151,11 +153,11 @@ class Exchanged:
         return jax.tree.unflatten(jax.tree.structure(self._shared), [arrays[path] for path in leaf_paths(self._shared)])
 
     def _adopted(
-        self, how: Callable[..., Any], state: State, new: Sequence[Any], reference: Sequence[Any], *keep: Any
+        self, how: Callable[..., Any], state: State, new: Sequence[Any], reference: Sequence[Any], *own_share: Any
     ) -> State:
         trees = self._exchange.get(state), self._tree(new), self._tree(reference)
         leaves = zip(self._statistics, *map(jax.tree.leaves, trees), strict=True)
-        adopted = [adopt_mean(*each) if statistic else how(*each, *keep) for statistic, *each in leaves]
+        adopted = [adopt_mean(*leaf) if statistic else how(*leaf, *own_share) for statistic, *leaf in leaves]
         return self._exchange.put(state, jax.tree.unflatten(jax.tree.structure(self._shared), adopted))
 
     def _blended(self, state: State, before: Sequence[Any], share: Any) -> State:
@@ -177,10 +179,22 @@ class Exchanged:
 
 
 def norm(squares: Sequence[jax.Array]) -> float:
-    """Of the delta; inf or NaN where that is not finite. Summed on the host in float64: long float32 sums lose bits."""
-    return float(np.sqrt(sum(np.sum(each, dtype=np.float64) for each in to_host(squares))))
+    """Return the norm of the delta, possibly inf or NaN. Sum on the host in float64: float32 sums lose bits."""
+    return float(np.sqrt(sum(np.sum(blocks, dtype=np.float64) for blocks in to_host(list(squares)))))
+
+
+def _fragment_to_devices(fragment: np.ndarray, length: int, mesh: Mesh) -> jax.Array:
+    """Pad a fragment to `length` and divide it among the devices; each byte is sent once."""
+
+    def part(index: Any) -> np.ndarray:
+        start, stop, _ = index[0].indices(length)
+        found = fragment[start:stop]
+        missing = stop - start - len(found)
+        return np.pad(found, (0, missing)) if missing else found
+
+    return jax.make_array_from_callback((length,), split_sharding(mesh), part)
 
 
 def _squares(delta: Any) -> Any:
-    blocks = -(-delta.size // BLOCK)
-    return jnp.square(jnp.pad(delta, (0, blocks * BLOCK - delta.size)).reshape(blocks, BLOCK)).sum(axis=1)
+    blocks = -(-delta.size // BLOCK_SIZE)
+    return jnp.square(jnp.pad(delta, (0, blocks * BLOCK_SIZE - delta.size)).reshape(blocks, BLOCK_SIZE)).sum(axis=1)

@@ -10,16 +10,16 @@ import pytest
 from tests.swarm.chains import Run, object_names
 from tpuswarm.swarm.storage import retention
 from tpuswarm.swarm.storage.ledger import commit_name
-from tpuswarm.swarm.storage.retention import SETTLING, is_recent
+from tpuswarm.swarm.storage.retention import MIN_AGE_S, is_recent
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.swarm.supervision.followed import LIMIT, RECENT, Followed
+from tpuswarm.swarm.supervision.ledger_follower import LIMIT, RECENT_COUNT, LedgerFollower
 
 
 def test_running_ledger_is_read_from_its_bookmark_on(tmp_path, monkeypatch, names_read):
     """Of older records clean-up reads only those that it needs."""
-    monkeypatch.setattr(retention, "BACK", RECENT)
+    monkeypatch.setattr(retention, "RESCAN_COUNT", RECENT_COUNT)
     run = Run(Store(str(tmp_path)), random.Random(3), arrays=False)
-    for _ in range(3 * RECENT):
+    for _ in range(3 * RECENT_COUNT):
         run.push(run.members[0])
         run.commit()
     run.ledger.bookmark(run.view)
@@ -30,25 +30,25 @@ def test_running_ledger_is_read_from_its_bookmark_on(tmp_path, monkeypatch, name
         names_read.clear()
         return names
 
-    followed = Followed(tmp_path, 1.0)
+    follower = LedgerFollower(tmp_path, 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(Store, "names", lambda self, prefix: pytest.fail("in a bucket that is a request"))
-        assert followed.news(look=False) == []
-    assert followed.news(look=True) == run.records[-RECENT:] == followed.recent
-    followed._clean(followed.view)
-    assert followed.view == run.view
-    assert commits_read() == {commit_name(n) for n in range(2 * RECENT + 1, 3 * RECENT + 2)}
+        assert follower.new_records(may_exist=False) == []
+    assert follower.new_records(may_exist=True) == run.records[-RECENT_COUNT:] == follower.recent
+    follower._clean(follower.view)
+    assert follower.view == run.view
+    assert commits_read() == {commit_name(n) for n in range(2 * RECENT_COUNT + 1, 3 * RECENT_COUNT + 2)}
     run.push(run.members[1])
     run.commit()
-    assert followed.news(look=True) == run.records[-1:] and followed.view == run.view
-    followed._clean(followed.view)
-    assert commits_read() == {commit_name(3 * RECENT + n) for n in (1, 2)}
+    assert follower.new_records(may_exist=True) == run.records[-1:] and follower.view == run.view
+    follower._clean(follower.view)
+    assert commits_read() == {commit_name(3 * RECENT_COUNT + n) for n in (1, 2)}
 
 
 @pytest.mark.parametrize("is_old", [True, False])
 def test_damaged_record_is_reported_once_and_stops_clean_up_only_if_it_is_recent(tmp_path, monkeypatch, is_old):
     """Nobody knows which files a damaged recent record names: until it is restored, none are removed."""
-    monkeypatch.setattr("tpuswarm.swarm.supervision.followed.CLEAN", -1.0)
+    monkeypatch.setattr("tpuswarm.swarm.supervision.ledger_follower.CLEAN_INTERVAL_S", -1.0)
     run = Run(Store(tmp_path), random.Random(5), arrays=False).grow(45)
     run.ledger.bookmark(run.view)
 
@@ -56,7 +56,7 @@ def test_damaged_record_is_reported_once_and_stops_clean_up_only_if_it_is_recent
         return {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("objects/*")}
 
     (tmp_path / "objects").mkdir()
-    written = time.time() - SETTLING - 60
+    written = time.time() - MIN_AGE_S - 60
     for name in object_names(*run.records):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (written, written))
@@ -70,14 +70,14 @@ def test_damaged_record_is_reported_once_and_stops_clean_up_only_if_it_is_recent
     path = tmp_path / commit_name(version)
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"rate", b"rete"))
-    followed = Followed(tmp_path, 1.0)
-    followed.view = run.view
+    follower = LedgerFollower(tmp_path, 1.0)
+    follower.view = run.view
 
     def clean(times):
         reports = []
         for _ in range(times + 1):  # each reports on the one before
-            reports.append(followed.clean())
-            followed._cleaning.exception()  # waits
+            reports.append(follower.clean())
+            follower._cleaning.exception()  # waits
         return [report for report in reports if report]
 
     (report,) = clean(4)

@@ -16,13 +16,12 @@ from tests.train import toy
 from tpuswarm import Every, supervised
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode, feedback
-from tpuswarm.swarm.core.books import Adopt
-from tpuswarm.swarm.core.rows import NOTHING, Rows
-from tpuswarm.swarm.member.exchanged import Exchanged
-from tpuswarm.swarm.member.holder import RAMP, ProgramHolder, layout_of
-from tpuswarm.swarm.member.pace import Speed
-from tpuswarm.swarm.member.prefetch import Prefetch
-from tpuswarm.swarm.member.program import make_ready
+from tpuswarm.swarm.core.member_state import Adopt
+from tpuswarm.swarm.core.rows import NO_ROWS, Rows
+from tpuswarm.swarm.member.loop import Speed
+from tpuswarm.swarm.member.program import make_program
+from tpuswarm.swarm.member.program_state import RAMP_STEPS, Prefetch, ProgramState, layout_of
+from tpuswarm.swarm.member.shared_params import SharedParams
 from tpuswarm.swarm.processes.plan import Plan, Swarm, code_digest
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import compile_step
@@ -61,17 +60,17 @@ def shared_part(compiled, state, layout) -> list[np.ndarray]:
     return layout.split(dict(zip(leaf_paths(shared), jax.device_get(jax.tree.leaves(shared)), strict=True)))
 
 
-def make_holder(recipe, compiled, *, form="plain", fragments=2, took=lambda number, metrics: None) -> ProgramHolder:
+def make_holder(recipe, compiled, *, form="plain", fragments=2, took=lambda number, metrics: None) -> ProgramState:
     layout = layout_of(compiled, fragments)
     state = compiled.init(jax.random.key(0))
     anchor = shared_part(compiled, state, layout)
     source = recipe.data("train")
-    return ProgramHolder(compiled, source, layout, form, jax.random.key(1), state, anchor, took, None, None)
+    return ProgramState(compiled, source, layout, form, jax.random.key(1), state, anchor, took, None, None)
 
 
 def train(holder, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
-        holder.train(Rows(((step * 8, (step + 1) * 8),)), (step, 1000), NOTHING)
+        holder.train(Rows(((step * 8, (step + 1) * 8),)), (step, 1000), NO_ROWS)
 
 
 def ties(size: int, bits: int) -> np.ndarray:
@@ -92,11 +91,11 @@ def test_codes_of_the_devices_are_numpys_bit_for_bit(devices, shard):
     assert ("data" in str(compiled.state.params["large"].sharding.spec)) == (shard == "fsdp")
     layout = layout_of(compiled, 2)
     for form, width in BITS.items():
-        exchanged = Exchanged(compiled, layout, form)
+        exchanged = SharedParams(compiled, layout, form)
         random = [[varied(seed, size) for size in layout.sizes] for seed in range(3)]
         zeros = [np.zeros(size, np.float32) for size in layout.sizes]
         for snapshot, anchor, left in (random, (zeros, [ties(size, width) for size in layout.sizes], zeros)):
-            coded = exchanged.code(*map(exchanged.put, (snapshot, anchor, left)))
+            coded = exchanged.code(*map(exchanged.to_devices, (snapshot, anchor, left)))
             found, rest = exchanged.codes(coded), exchanged.fragments(coded.left)
             for number, (s, a, e) in enumerate(zip(snapshot, anchor, left, strict=True)):
                 x = (a - s) + e
@@ -113,7 +112,7 @@ def test_snapshots_do_not_change_and_adoptions_are_numpys(devices, shard):
     compiled = compiled_on(devices, shard)
     layout, holder = layout_of(compiled, 2), make_holder(USUAL, compiled)
     anchor = shared_part(compiled, holder.state, layout)
-    for version, how in enumerate(["snapshot", "anchor", "take"]):
+    for version, how in enumerate(["snapshot", "anchor", "replace"]):
         train(holder, 2)
         at_push = shared_part(compiled, holder.state, layout)
         snapshot = holder.snapshot()
@@ -129,7 +128,7 @@ def test_snapshots_do_not_change_and_adoptions_are_numpys(devices, shard):
         holder.adopt(Adopt(how, None, version, ("", "")), holder.place(published), 0.5)
         found = shared_part(compiled, holder.state, layout)
         for got, new, theta, s, a in zip(found, published, now, at_push, anchor, strict=True):
-            before = {"snapshot": s, "anchor": a, "take": theta}[how]
+            before = {"snapshot": s, "anchor": a, "replace": theta}[how]
             moved = new + np.float32(0.5) * (theta - new) if how == "snapshot" else theta + (new - before)
             same, unmoved = (array.view(np.uint32) == before.view(np.uint32) for array in (theta, new))
             expected = np.where(same, new, np.where(unmoved, theta, moved))
@@ -172,7 +171,7 @@ def test_arrays_in_use_are_not_donated_if_a_fragment_is_one_vector(devices):
     recipe = vector_recipe(jnp.ones(512), square, 0.1)
     holder = make_holder(recipe, compiled_on(devices, recipe=recipe), fragments=1)
     snapshot = holder.snapshot()
-    holder.adopt(Adopt("take", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]), 0.0)
+    holder.adopt(Adopt("replace", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]), 0.0)
     train(holder, 1)
     assert np.all(holder.payload(snapshot).fragments[0]["s"] == 1)
     holder.adopt(Adopt("anchor", None, 2, ("",)), holder.place([np.full(512, 0.25, np.float32)]), 0.0)
@@ -198,17 +197,19 @@ def test_ramp_raises_updates_to_their_full_size():
     holder = make_holder(recipe, compiled_on(1, recipe=recipe), fragments=1)
     holder.ramp()
     values = [0.0]
-    for step in range(RAMP + 2):
+    for step in range(RAMP_STEPS + 2):
         train(holder, 1, first=step)
         values.append(float(holder.state.params["w"][0]))
-    np.testing.assert_allclose(-np.diff(values), [min(1, (step + 1) / RAMP) for step in range(RAMP + 2)], atol=1e-5)
+    np.testing.assert_allclose(
+        -np.diff(values), [min(1, (step + 1) / RAMP_STEPS) for step in range(RAMP_STEPS + 2)], atol=1e-5
+    )
 
 
 def member(folder, target="tests.train.toy:toy", own=None, **settings):
     swarm = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=False, fragments=1)
     settings = {"batch": 16, "seed": 0, "eval_batch": None, "init_from": None, **settings}
     plan = Plan(swarm, target, {}, settings, {}, {}, 1, data="", code=code_digest(target), evaluate_every=None)
-    ready = make_ready(plan, folder, jax.devices()[:1], True, lambda n, metrics: None, lambda text: None, own)
+    ready = make_program(plan, folder, jax.devices()[:1], True, lambda n, metrics: None, lambda text: None, own)
     assert ready.digests.config == plan.config
     return ready
 
@@ -220,7 +221,7 @@ def with_nan():
 
 def test_first_version_holds_numbers(tmp_path):
     with pytest.raises(InputError, match="gives NaN or infinity in unused"):
-        member(tmp_path, f"{__file__}:with_nan").begin()
+        member(tmp_path, f"{__file__}:with_nan").initialize()
 
 
 def with_hooks():
@@ -235,7 +236,7 @@ def with_hooks():
 
 def test_hooks_see_the_average_and_one_that_fails_leaves_the_others_alone(tmp_path):
     ready = member(tmp_path, f"{__file__}:with_hooks", ema=0.9)
-    holder, called = ready.holder(ready.begin()), []
+    holder, called = ready.make_state(ready.initialize()), []
     average = jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), ready.compiled.program.exchange().get(holder.state))
     row = {"tokens": 32, "version": 2, "eval_loss": 1.0}
     found = ready._inspect(holder.state, average, row, called.append)
@@ -254,7 +255,7 @@ def test_member_evaluates_in_batches_of_the_requested_size(tmp_path):
 class Reader:
     """Return the requested rows, and record them."""
 
-    def __init__(self, missing=NOTHING):
+    def __init__(self, missing=NO_ROWS):
         self.missing, self.read, self.changed = missing, [], threading.Condition()
 
     def __call__(self, rows):
@@ -271,26 +272,26 @@ class Reader:
 
 
 def test_next_rows_of_a_lease_are_read_ahead():
-    of, reader = Rows.of, Reader()
+    of, reader = Rows.from_ranges, Reader()
     feed = Prefetch(reader)
     assert feed.next(of((0, 4)), of((4, 8), (20, 24), (40, 80))) == of((0, 4))
     reader.wait(of((4, 8)), of((20, 24)))  # over the gap
     assert feed.next(of((4, 8)), of((20, 24), (40, 42))) == of((4, 8))
     # The lease changed: its head came back. What was read ahead is read again when it is due.
     assert feed.next(of((0, 4)), of((4, 8))) == of((0, 4))
-    assert feed.next(of((4, 8)), NOTHING) == of((4, 8))
-    assert feed.next(of((20, 24)), NOTHING) == of((20, 24))
+    assert feed.next(of((4, 8)), NO_ROWS) == of((4, 8))
+    assert feed.next(of((20, 24)), NO_ROWS) == of((20, 24))
     assert [reader.read.count(of(span)) for span in ((0, 4), (4, 8), (20, 24), (40, 42))] == [2, 2, 2, 0]
 
 
 def test_error_of_the_source_is_raised_when_its_rows_are_due():
-    of = Rows.of
+    of = Rows.from_ranges
     feed = Prefetch(reader := Reader(missing=of((4, 8), (12, 16))))
     assert feed.next(of((0, 4)), of((4, 8), (8, 12))) == of((0, 4))
     reader.wait(of((4, 8)))
     assert feed.next(of((8, 12)), of((12, 16))) == of((8, 12))  # the other rows went to another member
     with pytest.raises(InputError, match="no such rows"):
-        feed.next(of((12, 16)), NOTHING)
+        feed.next(of((12, 16)), NO_ROWS)
 
 
 def test_speed_counts_finished_steps_only():
@@ -299,18 +300,18 @@ def test_speed_counts_finished_steps_only():
     for step in range(60):
         if step % 10 == 9:  # no rows: the devices finish, then time passes
             now = max(now, done_at)
-            speed.ends(running, now)
+            speed.steps_done(running, now)
             running, now = 0, now + 1000
         now += 500 * (step == 45)  # the whole machine was stopped
-        speed.begins(8, now)
+        speed.step_starts(8, now)
         before, done_at = done_at, max(now, done_at) + (60.0 if step == 0 else 2.0)
         now = max(now, before)  # train returns when the step before is done
-        speed.ends(running, now)
+        speed.steps_done(running, now)
         running = 8
         assert speed.rows_per_s is None if step < 2 else speed.rows_per_s == pytest.approx(4.0)
     synchronous, now = Speed(), 0.0
     for _ in range(5):
-        synchronous.begins(8, now)
-        synchronous.ends(8, now + 2)
+        synchronous.step_starts(8, now)
+        synchronous.steps_done(8, now + 2)
         now += 1002
     assert synchronous.rows_per_s == pytest.approx(4.0) and not synchronous.running

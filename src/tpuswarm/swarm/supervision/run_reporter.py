@@ -1,0 +1,139 @@
+"""Report a run: events and alarms as they happen, and its status once a second."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tpuswarm.config.formatting import format_figure
+from tpuswarm.swarm.core.alarms import LiveMember, alarms
+from tpuswarm.swarm.core.summary import Summary
+from tpuswarm.swarm.processes.plan import Plan
+from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
+from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
+from tpuswarm.swarm.views.events import sentence
+from tpuswarm.swarm.views.screen import Screen
+from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
+from tpuswarm.train.look.live import Pace
+from tpuswarm.train.look.pictures import PICTURES, TEXTS, write_picture
+from tpuswarm.train.run.directory import METRICS, SAMPLE, Run, append_rows
+from tpuswarm.train.run.listing import newest_evaluation
+
+STATUS_INTERVAL_S = 1.0
+NUMBER = re.compile(r"(?<!\w)[\d.,]+")
+
+
+class RunReporter:
+    """Writes events, metrics and status to the run's files and the screen."""
+
+    def __init__(self, run: Run, plan: Plan, screen: Screen, address: str, on_row: Callable[[dict[str, Any]], None]):
+        """address: of the Ray that was started for the run, or empty; on_row: called with each metrics row."""
+        self._on_row = on_row
+        self._run, self._plan, self._screen, self._address = run, plan, screen, address
+        self.status: SwarmStatus | None = None
+        """The status that was written last."""
+        self.evaluation: Mapping[str, Any] = newest_evaluation(run.folder)
+        """Row of the newest evaluation."""
+        self.last_progress = math.inf
+        """Time of the last commit, or of the first step: before it nothing can be committed."""
+        self._pace = Pace()
+        self._alarms: tuple[str, ...] = ()
+        self._status_at = time.monotonic()
+        self._sent_address = False
+
+    def event(self, event: str, **facts: Any) -> None:
+        """Write and show an event."""
+        self._run.write_event(event, **facts)
+        self._screen.event(sentence({"event": event, **facts}))
+
+    def rows(self, member: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Write and show a member's metrics rows."""
+        for row in rows:
+            if "loss" in row:
+                self.last_progress = min(self.last_progress, time.monotonic())
+                if row["loss"] is not None:
+                    self._screen.loss(row["loss"])
+            else:
+                for suffix, picture in row.pop(PICTURES, {}).items():
+                    write_picture(self._run.folder, f"{row['version']:08d}{suffix}.png", picture)
+                texts = row.pop(TEXTS, [])
+                self.evaluation = row
+                self._screen.note(f"commit {row['version']}: held-out loss {format_figure(row['eval_loss'])}")
+                for text in texts:
+                    about = {
+                        "step": row["step"],
+                        "version": row["version"],
+                        "message": f"a hook at commit {row['version']}",
+                    }
+                    self._run.write_event(SAMPLE, **about, text=text)
+                    self._screen.note(f"commit {row['version']}: {text}")
+        append_rows(self._run.folder / "members" / member / METRICS, rows)
+        append_rows(self._run.folder / METRICS, rows)
+        for row in rows:
+            self._on_row(row)
+
+    def write_status(
+        self,
+        summary: Summary | None,
+        processes: Iterable[SupervisedProcess],
+        ledger: LedgerFollower,
+        now: float,
+        phase: str = "",
+    ) -> None:
+        """Write and show the status, at most once per interval.
+
+        now: by the clock of the processes' answers; phase: the final one, if the run has ended.
+        """
+        clock = time.monotonic()
+        if not phase and clock - self._status_at < STATUS_INTERVAL_S:
+            return
+        self._status_at = clock
+        leased = {incarnation.name for incarnation in summary.leased} if summary else set()
+        version = summary.version if summary else None
+        by_name = {process.name: process for process in processes}
+        carried = ledger.carried()
+        members = [
+            process.status(leased, version, self._plan.tokens_per_row, carried[process.name], now)
+            for process in by_name.values() if process.is_member
+        ]  # fmt: skip
+        alive = [LiveMember(member.id, tuple(by_name[member.id].steps)) for member in members if member.is_alive]
+        cycle = summary.median_cycle if summary else None
+        set_aside = [
+            f"{process.name} does not train: {process.set_aside_reason}"
+            for process in by_name.values()
+            if process.set_aside_reason
+        ]
+        found = (*set_aside, *alarms(ledger.recent, alive, cycle, clock - self.last_progress, time.time()))
+        known = {NUMBER.sub("", text) for text in self._alarms}
+        for text in found:
+            if NUMBER.sub("", text) not in known:  # other numbers do not make another alarm
+                self.event("alarm", message=text)
+        self._alarms = found
+        horizon = self._plan.horizon * self._plan.tokens_per_row
+        pids = {
+            process.name: process.pid
+            for process in by_name.values()
+            if not process.is_member and process.actor and process.pid
+        }
+        if summary and clock >= self.last_progress:
+            self._pace.add(clock, summary.tokens.applied)
+        progress = Progress(
+            self._screen.began,
+            self._pace.per_second,
+            self.evaluation.get("eval_loss"),
+            self.evaluation.get("version"),
+            carried.total(),
+        )
+        self.status = compose(summary, members, horizon, found, self._address, pids, time.time(), progress)
+        if phase:
+            self.status = replace(self.status, phase=phase)
+        if phase == FINISHED:
+            ended = tuple(after_the_end(member, "finished") for member in self.status.members)
+            self.status = replace(self.status, members=ended, tokens_per_s=0.0)
+        write_status(self._run.folder, self.status)
+        if not self._sent_address:
+            self._sent_address = True
+            self._run.send_soon()
+        self._screen.status(self.status)

@@ -22,8 +22,8 @@ from scipy import stats
 
 from benchmarks.quality import PLAIN, Runs, Size, difference
 from benchmarks.report import CONFIDENCE, Settings, Skipped, Table
+from benchmarks.simulated_quality import Arm, held_out_loss, simulate
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
-from tpuswarm.swarm.simulation.quality import Arm, held_out_loss, simulate
 
 DONE = Path(__file__).with_suffix(".jsonl")
 BATCH, CYCLE, SEEDS, HELD_OUT = 16, 30, 3, 2_048

@@ -1,7 +1,7 @@
 """What a swarm's rules cost in quality at equal tokens: validation loss, one factor at a time, over paired seeds.
 
 Every arm sees the same rows: a step of all members together takes the same batch, divided among them, and a seed gives
-all arms the same first parameters. Members are an axis of one computation on one device (swarm/simulation/quality.py).
+all arms the same first parameters. Members are an axis of one computation on one device (simulated_quality.py).
 
 `small` is a GPT-2 of 0.1 M parameters on the characters of a text, for one CPU core. `35m` is one of 35 M on the bytes
 of at least 39 MB of text, members and cycles only, for one GPU.
@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 from benchmarks.report import Settings, Skipped, Table
+from benchmarks.simulated_quality import Arm, held_out_loss, simulate
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.values import Form
-from tpuswarm.swarm.simulation.quality import Arm, held_out_loss, simulate
 from tpuswarm.train.recipe import Options, default_precision
 
 

@@ -10,7 +10,7 @@ from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
 from tpuswarm.swarm.core.values import Form, Rule
-from tpuswarm.swarm.simulation.stand_ins import MERGE
+from tpuswarm.swarm.simulation.stand_ins import MERGED_PARAMETERS_PER_S
 from tpuswarm.swarm.storage.retention import estimate_disk
 from tpuswarm.swarm.supervision.needs import HOST_COPIES, PROCESS_BYTES, serving_bytes
 from tpuswarm.train.recipe import Options, Recipe
@@ -18,7 +18,7 @@ from tpuswarm.train.recipe import Options, Recipe
 ROOM = 2.0
 """Times the average traffic that a head's network carries: pushes come in bursts."""
 MERGING_CORES = 2
-"""Of the machine on which MERGE was measured."""
+"""Of the machine on which MERGED_PARAMETERS_PER_S was measured."""
 RECORD_BYTES = 512.0
 """A contribution takes in the ledger, its header and its line in a record: 410 KB are a record of 980 (`python -m
 benchmarks scale`), a header is about 100 bytes more."""
@@ -64,7 +64,7 @@ def head(members: int, exchanged: Exchanged, member: Traffic, rule: Rule) -> Hea
     """For so many members, each with this traffic."""
     kept = estimate_disk(exchanged.elements, exchanged.form, rule, members, exchanged.averaged)
     versions = DAY / exchanged.cycle_seconds
-    merging = members * exchanged.elements / exchanged.cycle_seconds / (MERGE / MERGING_CORES)
+    merging = members * exchanged.elements / exchanged.cycle_seconds / (MERGED_PARAMETERS_PER_S / MERGING_CORES)
     return Head(
         memory_bytes(members, exchanged.elements, exchanged.form, rule, exchanged.averaged),
         kept.held,

@@ -8,7 +8,7 @@ import pytest
 
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.swarm.member.loop import HEARTBEAT_INTERVAL_S
-from tpuswarm.swarm.simulation.cluster import COPY, SimulatedSwarm
+from tpuswarm.swarm.simulation.cluster import COPY_BYTES_PER_S, SimulatedSwarm
 from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
 
@@ -40,7 +40,7 @@ def test_preemption_costs_half_a_cycle_and_a_push_on_average(seed, members, step
     tokens = int(members * 1200 / step_s) * 20
     cluster, found = simulated(scenario(machines, cycle=cycle, tokens=tokens, seed=seed, exchange={"overlap": overlap}))
     assert found.finished and found.tokens.outstanding == 0 and found.tokens.dropped == 0
-    copies = 4 * PARAMETERS / COPY + PARAMETERS * (8 + 1 / 8) / 1e6 / mbit
+    copies = 4 * PARAMETERS / COPY_BYTES_PER_S + PARAMETERS * (8 + 1 / 8) / 1e6 / mbit
     push = HEARTBEAT_INTERVAL_S + copies + 0.1  # until it is noticed, encoded and sent; latencies
     alive_s = sum(machine.seconds["alive"] for machine in cluster.machines)
     limit = found.preemptions * (cycle * step_s + push) / (2 * alive_s)

@@ -13,7 +13,7 @@ from tpuswarm.cli.console import Json, make_console
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.simulation import result
-from tpuswarm.swarm.simulation.cluster import TOO_LONG, SimulatedSwarm
+from tpuswarm.swarm.simulation.cluster import MAX_SLOWDOWN_FACTOR, SimulatedSwarm
 from tpuswarm.swarm.simulation.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def simulate(
         applied, elapsed = f"{simulated.tokens.applied:,}", _format_time(simulated.seconds)
         raise RunFailed(
             f"only {applied} of {cluster.scenario.tokens:,} tokens were applied in {elapsed}, which is "
-            f"{TOO_LONG:.0f} times what these members need undisturbed"
+            f"{MAX_SLOWDOWN_FACTOR:.0f} times what these members need undisturbed"
         )
 
 
@@ -111,7 +111,7 @@ def _groups_table(simulated: result.Result, width: int) -> "Table":
     return drawn
 
 
-def _group_row(group: result.Part) -> tuple[str, ...]:
+def _group_row(group: result.GroupResult) -> tuple[str, ...]:
     shares = (group.training, group.stall, group.gone, group.applied)
     return (
         group.name,

@@ -1,7 +1,7 @@
-"""A whole swarm under a virtual clock: the product's coordinator and members, with time in the place of arrays.
+"""A whole swarm under a virtual clock: the product's coordinator and members, with durations instead of arrays.
 
-Members train, push, adopt, die and come back as a scenario says; the coordinator and the aggregators stay. Of messages
-only payloads and versions take time in proportion to their bytes; heartbeats take the latency.
+Members train, push, adopt, die and return as a scenario says; the coordinator and the aggregators stay. Only payloads
+and versions take time in proportion to their bytes; other messages take the latency.
 """
 
 from collections import Counter
@@ -18,42 +18,40 @@ from tpuswarm.swarm.engines.inproc import Faults, Inproc
 from tpuswarm.swarm.member.loop import MemberLoop
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Call, Parallel, Process, ProcessEnded, RunBlocking
-from tpuswarm.swarm.simulation.meter import Metered
+from tpuswarm.swarm.simulation.meter import MeteredCoordinator
 from tpuswarm.swarm.simulation.scenario import Scenario
 from tpuswarm.swarm.simulation.stand_ins import NoLedger, TimedShard, genesis, update_bytes
-from tpuswarm.swarm.simulation.timed_member import Machine, TimedHolder
+from tpuswarm.swarm.simulation.timed_member import Machine, TimedDeviceState
 from tpuswarm.swarm.storage.ledger import Ledger
 
-JITTER = 0.1
-"""Steps take their mean, more or less by up to this share."""
-PIECE = 2**25
-"""Bytes of it sent at a time."""
-COPY = 2e9
-"""Bytes a second between a member's devices and its host."""
-STORED = 0.02
-"""Seconds until a header or a record is stored."""
-NEAR = 0.001
-"""Seconds of a message between the coordinator and a shard."""
-TOO_LONG = 20.0
-"""Times what the members would need undisturbed: a run of so many tokens that lasts longer is not waited for."""
-LOOKS = 2_000
-"""Events between two looks at how far it is."""
+JITTER_SHARE = 0.1
+"""A step's duration varies by up to this share of its mean."""
+COPY_BYTES_PER_S = 2e9
+"""Speed between a member's devices and its host."""
+STORE_S = 0.02
+"""Time to store a header or a record."""
+LOCAL_LATENCY_S = 0.001
+"""Time of a message between the coordinator and a shard."""
+MAX_SLOWDOWN_FACTOR = 20.0
+"""A run of some tokens is abandoned after this many times the duration that it would take undisturbed."""
+PROGRESS_EVENT_COUNT = 2_000
+"""Events between two progress reports."""
 
 COORDINATOR = "coordinator"
 DIGESTS = Digests("layout", "config", "data", "code")
 
 
 class SimulatedSwarm(Inproc):
-    """A scenario, and `simulate`, once."""
+    """A scenario; call `simulate` once."""
 
     def __init__(self, scenario: Scenario, ledger: Callable[[Record], Any] = NoLedger):
-        """ledger: made from genesis."""
+        """ledger: makes the ledger from genesis."""
         super().__init__(scenario.seed, faults=Faults(timeout=inf), on_ended=self._ended)
         self.scenario = scenario
         self.machines = [
-            Machine(f"m{group}-{number}", each, scenario.step_s(each))
-            for group, each in enumerate(scenario.members)
-            for number in range(each.count)
+            Machine(f"m{index}-{number}", group, scenario.step_s(group))
+            for index, group in enumerate(scenario.members)
+            for number in range(group.count)
         ]
         self._by_name = {machine.name: machine for machine in self.machines}
         tokens = scenario.tokens or 2 * scenario.tokens_per_s * (scenario.hours or 0) * 3600
@@ -77,19 +75,18 @@ class SimulatedSwarm(Inproc):
             for index in range(scenario.shards)
         }
         self.refusals: Counter[str] = Counter()
-        """Why lives of members ended that the coordinator ended."""
+        """Reasons why the coordinator ended incarnations."""
         self.preemptions = 0
         clock = lambda: self.now  # noqa: E731
-        made = Coordinator(cast(Ledger, ledger(first)), list(self.shards), clock, clock)
-        self.coordinator = Metered(made, clock, self.records)
+        coordinator = Coordinator(cast(Ledger, ledger(first)), list(self.shards), clock, clock)
+        self.coordinator = MeteredCoordinator(coordinator, clock, self.records)
 
     @property
     def state(self) -> CoordinatorState:
-        """Of the coordinator."""
         return self.coordinator.inner.state
 
     def simulate(self, progress: Callable[[float], None] = lambda share: None) -> None:
-        """Until the scenario's length. progress: told from time to time, the share that is done."""
+        """Simulate to the scenario's length. progress: called now and then with the share that is done."""
         self.spawn(COORDINATOR, self.coordinator.inner.open(self.terms, founded=True), lambda result: self._opened())
         if self.scenario.hours:
             end = self.scenario.hours * 3600
@@ -98,42 +95,42 @@ class SimulatedSwarm(Inproc):
         else:
             goal = self.terms.horizon * self.terms.tokens_per_row
             newest: Callable[[], int] = lambda: self.records[len(self.records) - 1].tokens  # noqa: E731
-            limit = TOO_LONG * goal / self.scenario.tokens_per_s + 3600
+            limit = MAX_SLOWDOWN_FACTOR * goal / self.scenario.tokens_per_s + 3600
             self._run(lambda: newest() >= goal and self.state.ended, lambda: newest() / goal, limit, progress)
         for machine in self.machines:
-            machine.comes(machine.where, self.now)
+            machine.set_state(machine.state, self.now)
 
     def _run(
         self, until: Callable[[], bool], done: Callable[[], float], limit: float, progress: Callable[[float], None]
     ) -> None:
         events = 0
 
-        def look() -> bool:
+        def is_done() -> bool:
             nonlocal events
             events += 1
-            if events % LOOKS == 0:
+            if events % PROGRESS_EVENT_COUNT == 0:
                 progress(done())
             return until()
 
-        self.run(look, limit)
+        self.run(is_done, limit)
 
     def effect_seconds(self, node: str, effect: RunBlocking) -> float:
-        """Seconds of an effect."""
+        """Return the duration of an effect."""
         if effect.name == "member trains":
             machine = self._by_name[node]
-            machine.step = machine.step_s * self._random.uniform(1 - JITTER, 1 + JITTER)
+            machine.step = machine.step_s * self._random.uniform(1 - JITTER_SHARE, 1 + JITTER_SHARE)
             return machine.step
         if effect.name in ("member encodes", "member places a version"):
-            return 4 * self.scenario.model.parameters / COPY
-        return STORED if node == COORDINATOR else 0.0
+            return 4 * self.scenario.model.parameters / COPY_BYTES_PER_S
+        return STORE_S if node == COORDINATOR else 0.0
 
     def travel_seconds(self, node: str, call: Call, back: bool) -> float:
-        """Seconds of a message: half the latency, and its bytes over the member's link."""
+        """Return half the latency, plus the time of the message's bytes on the member's link."""
         machine = self._by_name.get(node)
         if machine is None:
-            return NEAR
+            return LOCAL_LATENCY_S
         seconds = machine.group.latency_ms / 2000
-        size = self._answered(call) if back else self._asked(call)
+        size = self._answer_bytes(call) if back else self._request_bytes(call)
         if not size:
             return seconds
         shard, group = self.shards[call.address], machine.group
@@ -147,10 +144,10 @@ class SimulatedSwarm(Inproc):
     def _fragment(self) -> float:
         return self.scenario.model.parameters / self.scenario.fragments
 
-    def _asked(self, call: Call) -> float:
+    def _request_bytes(self, call: Call) -> float:
         return self._fragment * self.scenario.pushed_bytes if call.method == "put" else 0.0
 
-    def _answered(self, call: Call) -> float:
+    def _answer_bytes(self, call: Call) -> float:
         if call.method == "fetch":
             return 4 * self._fragment
         if call.method == "updates":
@@ -167,28 +164,28 @@ class SimulatedSwarm(Inproc):
             self.at(self._random.uniform(0, machine.step_s), lambda machine=machine: self._start(machine))  # type: ignore[misc]
 
     def _start(self, machine: Machine) -> None:
-        """It is there, new or again, until it is preempted."""
+        """Start a new or returned machine, and schedule its preemption."""
         self._join(machine)
         if hours := machine.group.preempted_every_hours:
             self.at(self.now + self._random.expovariate(1 / (3600 * hours)), lambda: self._preempt(machine))
 
     def _join(self, machine: Machine) -> None:
-        machine.comes("joining", self.now)
+        machine.set_state("joining", self.now)
         self.spawn(machine.name, self._joining(machine))
 
     def _preempt(self, machine: Machine) -> None:
         self.preemptions += 1
         self.kill(machine.name)
-        machine.comes("gone", self.now)
-        machine.life, machine.up.free, machine.down.free = None, self.now, self.now
+        machine.set_state("gone", self.now)
+        machine.loop, machine.up.free, machine.down.free = None, self.now, self.now
         self.at(self.now + 60 * machine.group.back_after_minutes, lambda: self._start(machine))
 
-    def _ended(self, node: str, over: ProcessEnded) -> None:
+    def _ended(self, node: str, error: ProcessEnded) -> None:
         machine = self._by_name.get(node)
         if machine is None:
-            raise over
-        self.refusals["".join("N" if each.isdigit() else each for each in str(over))] += 1
-        machine.life = None
+            raise error
+        self.refusals["".join("N" if character.isdigit() else character for character in str(error))] += 1
+        machine.loop = None
         self._join(machine)
 
     def _joining(self, machine: Machine) -> Process:
@@ -209,9 +206,9 @@ class SimulatedSwarm(Inproc):
             base=newest.version,
             tokens=newest.tokens,
         )
-        holder = TimedHolder(machine, self.scenario.fragments)
-        life = MemberLoop(state, holder, COORDINATOR, addresses, lambda: self.now, anchor=newest.state)
-        machine.life = life
-        machine.comes("alive", self.now)
-        for process in (life.train(), life.exchange(), life.heartbeats()):
+        device_state = TimedDeviceState(machine, self.scenario.fragments)
+        loop = MemberLoop(state, device_state, COORDINATOR, addresses, lambda: self.now, anchor=newest.state)
+        machine.loop = loop
+        machine.set_state("alive", self.now)
+        for process in (loop.train(), loop.exchange(), loop.heartbeats()):
             self.spawn(machine.name, process)

@@ -1,4 +1,4 @@
-"""The coordinator with a meter on it."""
+"""A coordinator with a meter."""
 
 import time
 from collections import Counter, defaultdict
@@ -13,37 +13,34 @@ from tpuswarm.swarm.processes.effects import Process
 
 
 @dataclass
-class Metered:
-    """The coordinator as a server: what it is asked, what it decides, and the processor's time that it takes."""
+class MeteredCoordinator:
+    """A coordinator that counts its requests and commits and measures its processor time."""
 
     inner: Coordinator
     clock: Callable[[], float]
     records: dict[int, Record]
-    """Filled with its records as they are made."""
+    """Filled with records as they are created."""
     merges: list[float] = field(default_factory=list)
     """Seconds of the virtual clock from each choice to its record."""
     count: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of the processor, not of the virtual clock."""
+    """Processor time by kind of request."""
 
-    def beat(self, said: Heartbeat) -> Granted | Refused | None:
-        """As the coordinator."""
+    def beat(self, report: Heartbeat) -> Granted | Refused | None:
         start = time.thread_time()
-        answer = self.inner.beat(said)
-        self._took("beat", start)
+        answer = self.inner.beat(report)
+        self.count["beat"] += 1
+        self.seconds["beat"] += time.thread_time() - start
         return answer
 
     def push(self, header: Header) -> Process:
-        """As the coordinator."""
         self.count["push"] += 1
         return self._timed("push", self.inner.push(header))
 
     def leave(self, incarnation: Incarnation) -> None:
-        """As the coordinator."""
         self.inner.leave(incarnation)
 
     def run(self) -> Process:
-        """As the coordinator."""
         rounds, chosen = self._timed("rounds", self.inner.run()), 0.0
         value: Any = None
         while True:
@@ -73,7 +70,3 @@ class Metered:
             finally:
                 self.seconds[name] += time.thread_time() - start
             value = yield effect
-
-    def _took(self, name: str, start: float) -> None:
-        self.count[name] += 1
-        self.seconds[name] += time.thread_time() - start

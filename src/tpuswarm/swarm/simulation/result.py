@@ -1,4 +1,4 @@
-"""What a simulation found, as plain values."""
+"""The result of a simulation, as plain values."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,45 +12,45 @@ from tpuswarm.swarm.simulation.timed_member import Machine
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some numbers."""
+    """Mean, minimum and maximum of some numbers."""
 
     mean: float
     least: float
     most: float
 
     @staticmethod
-    def of(values: Iterable[float]) -> "Spread":
-        """All 0 for none."""
+    def from_values(values: Iterable[float]) -> "Spread":
+        """Return zeros if there are no values."""
         found = list(values) or [0.0]
         return Spread(fmean(found), min(found), max(found))
 
 
 @dataclass(frozen=True)
 class Link:
-    """Traffic of one machine, the mean of those alike."""
+    """Mean traffic of a machine of some group."""
 
     up_bytes: float
     down_bytes: float
     up_mbit: float
-    """Megabits a second, over the whole time."""
+    """Megabits per second over the whole time."""
     down_mbit: float
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some of the members, each on average."""
+class GroupResult:
+    """Averages over a group of members."""
 
     name: str
     count: int
     tokens_per_s: float
-    """Undisturbed."""
+    """Speed without disturbances."""
     training: float
-    """Shares of the time: in steps, waiting for rows or for the swarm, fetching the model, gone."""
+    """Shares of the time: in steps, waiting for rows or the swarm, fetching the model, gone."""
     waiting: float
     joining: float
     gone: float
     stall: float
-    """Of the time in which they were there and had the model, the share in which they did not train."""
+    """Share of the time with a model in which they did not train."""
     applied: float
     """Share of all applied tokens."""
     link: Link
@@ -58,61 +58,63 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything but what took the processor's time."""
+    """Everything except processor times."""
 
     seconds: float
     finished: bool | None
-    """Whether the tokens asked for were counted; None where a time was asked for."""
+    """Whether the requested tokens were counted; None if a time was requested."""
     tokens: Tokens
     goodput: float | None
-    """Applied tokens over those whose fate is known: the outstanding ones are left out. None while there are none."""
+    """Applied tokens as a share of those that are not outstanding; None if there are none."""
     tokens_per_s: float
-    """Applied."""
+    """Applied tokens."""
     share: float
-    """Of what all members would train undisturbed."""
+    """`tokens_per_s` as a share of the undisturbed speed of all members."""
     versions: int
     commits: int
-    """With contributors."""
+    """Commits with contributors."""
     contributors: Spread
-    """Of each of these."""
+    """Per commit with contributors."""
     staleness: Spread
-    """Of each applied contribution."""
+    """Per applied contribution."""
     commit_seconds: Spread
     """From the choice to the record."""
     preemptions: int
     refusals: dict[str, int]
-    """Lives of members that the coordinator ended, by its reason."""
-    members: Part
-    groups: tuple[Part, ...]
+    """Incarnations that the coordinator ended, by reason."""
+    members: GroupResult
+    groups: tuple[GroupResult, ...]
     shards: int
     shard: Link
-    """Down is what it receives, up what it sends."""
+    """`down` is what it receives, `up` what it sends."""
     messages_per_s: float
-    """That the coordinator receives."""
+    """Messages to the coordinator."""
 
 
 def result(cluster: SimulatedSwarm) -> Result:
-    """Of a cluster that has simulated."""
+    """Collect the result of a finished simulation."""
     view, seconds = cluster.state.view, cluster.now
     found = tokens(cluster)
     records = [cluster.records[version] for version in range(1, len(cluster.records))]
-    applied = {record.version: [each for each in record.decisions if each.fate == "applied"] for record in records}
-    counted = [len(each) for each in applied.values() if each]
+    applied = {
+        record.version: [decision for decision in record.decisions if decision.fate == "applied"] for record in records
+    }
+    counted = [len(decisions) for decisions in applied.values() if decisions]
     stale = [
-        cluster.records[version - 1].changes - cluster.records[each.base].changes
+        cluster.records[version - 1].changes - cluster.records[decision.base].changes
         for version, decisions in applied.items()
-        for each in decisions
+        for decision in decisions
     ]
     by_member: dict[str, int] = {}
-    for decision in (each for decisions in applied.values() for each in decisions):
+    for decision in (decision for decisions in applied.values() for decision in decisions):
         member = decision.identity.incarnation.member
         by_member[member] = by_member.get(member, 0) + decision.tokens
     known = found.processed - found.outstanding
     horizon = cluster.terms.horizon * cluster.terms.tokens_per_row
     shards = list(cluster.shards.values())
 
-    def part(name: str, machines: Sequence[Machine]) -> Part:
-        return _part(name, machines, seconds, cluster.scenario.tokens_per_step, by_member, found.applied)
+    def group_result(name: str, machines: Sequence[Machine]) -> GroupResult:
+        return _group_result(name, machines, seconds, cluster.scenario.tokens_per_step, by_member, found.applied)
 
     return Result(
         seconds=seconds,
@@ -123,50 +125,52 @@ def result(cluster: SimulatedSwarm) -> Result:
         share=found.applied / seconds / cluster.scenario.tokens_per_s,
         versions=view.version,
         commits=len(counted),
-        contributors=Spread.of(counted),
-        staleness=Spread.of(stale),
-        commit_seconds=Spread.of(cluster.coordinator.merges),
+        contributors=Spread.from_values(counted),
+        staleness=Spread.from_values(stale),
+        commit_seconds=Spread.from_values(cluster.coordinator.merges),
         preemptions=cluster.preemptions,
         refusals=dict(cluster.refusals),
-        members=part("all", cluster.machines),
+        members=group_result("all", cluster.machines),
         groups=tuple(
-            part(group.name or f"group {number}", [each for each in cluster.machines if each.group is group])
+            group_result(
+                group.name or f"group {number}", [machine for machine in cluster.machines if machine.group is group]
+            )
             for number, group in enumerate(cluster.scenario.members, 1)
         ),
         shards=len(shards),
-        shard=_link([each.sent for each in shards], [each.received for each in shards], seconds),
+        shard=_link([shard.sent for shard in shards], [shard.received for shard in shards], seconds),
         messages_per_s=sum(cluster.coordinator.count.values()) / seconds,
     )
 
 
 def tokens(cluster: SimulatedSwarm) -> Tokens:
-    """Where every trained token is, counted with the members and not from what they reported."""
+    """Count where every trained token is, from the members themselves and not from their reports."""
     view, per_row = cluster.state.view, cluster.terms.tokens_per_row
     accepted = Rows.union(header.rows for header, _ in cluster.state.pending.values())
-    held = Rows.union(machine.life.state.outstanding for machine in cluster.machines if machine.life)
+    held = Rows.union(machine.loop.state.outstanding for machine in cluster.machines if machine.loop)
     processed = sum(machine.rows for machine in cluster.machines) * per_row
     outstanding = len((accepted | held) - view.spent) * per_row
     applied = view.tokens
     return Tokens(processed, applied, view.dropped, outstanding, processed - applied - view.dropped - outstanding)
 
 
-def _part(
+def _group_result(
     name: str, machines: Sequence[Machine], seconds: float, tokens: int, by_member: dict[str, int], applied: int
-) -> Part:
+) -> GroupResult:
     share: Callable[[Iterable[float]], float] = lambda values: sum(values) / seconds / len(machines)  # noqa: E731
-    alive = share(each.seconds["alive"] for each in machines)
-    training = share(each.training for each in machines)
-    return Part(
+    alive = share(machine.seconds["alive"] for machine in machines)
+    training = share(machine.training for machine in machines)
+    return GroupResult(
         name=name,
         count=len(machines),
-        tokens_per_s=fmean(tokens / each.step_s for each in machines),
+        tokens_per_s=fmean(tokens / machine.step_s for machine in machines),
         training=training,
         waiting=alive - training,
-        joining=share(each.seconds["joining"] for each in machines),
-        gone=share(each.seconds["gone"] for each in machines),
+        joining=share(machine.seconds["joining"] for machine in machines),
+        gone=share(machine.seconds["gone"] for machine in machines),
         stall=1 - training / alive if alive else 0.0,
-        applied=sum(by_member.get(each.name, 0) for each in machines) / applied if applied else 0.0,
-        link=_link([each.up.bytes for each in machines], [each.down.bytes for each in machines], seconds),
+        applied=sum(by_member.get(machine.name, 0) for machine in machines) / applied if applied else 0.0,
+        link=_link([machine.up.bytes for machine in machines], [machine.down.bytes for machine in machines], seconds),
     )
 
 

@@ -1,4 +1,4 @@
-"""What `tpuswarm simulate` reads: a model, how it is exchanged, and groups of members."""
+"""The file that `tpuswarm simulate` reads: a model, its exchange, and groups of members."""
 
 from functools import cached_property
 from typing import Annotated, Literal
@@ -10,13 +10,11 @@ from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for, fragments_
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.values import Form
 
-MOST = 10_000
-"""Members. Every message of each is simulated."""
+MAX_MEMBERS = 10_000
+"""Every message of each member is simulated."""
 
 
 class Model(StrictTable):
-    """What is trained."""
-
     parameters: Count
     batch: Count
     """Rows of a member's step."""
@@ -24,32 +22,32 @@ class Model(StrictTable):
 
 
 class Exchange(StrictTable):
-    """How members share it."""
+    """How members exchange the model."""
 
     cycle: PositiveInt = 50
     """Steps of the fastest member between two pushes."""
     overlap: Annotated[Literal["auto", "0"], BeforeValidator(str)] = "auto"
     quantize: Literal["int8", "int4"] | None = None
     fragments: PositiveInt | None = None
-    """None: as `tpuswarm train` chooses them."""
+    """Defaults to the choice of `tpuswarm train`."""
 
 
 class MemberGroup(StrictTable):
-    """Members that are alike."""
+    """Equal members."""
 
     name: str | None = None
     count: PositiveInt
     tokens_per_s: PositiveFloat | None = None
     step_s: PositiveFloat | None = None
     mbit_up: PositiveFloat
-    """Megabits a second that a member sends."""
+    """Megabits per second that a member sends."""
     mbit_down: PositiveFloat
     latency_ms: NonNegativeFloat = 40.0
-    """There and back."""
+    """Round trip."""
     preempted_every_hours: PositiveFloat | None = None
-    """Mean, of one member; None: never."""
+    """Mean for one member; None for never."""
     back_after_minutes: PositiveFloat = 5.0
-    """From a preemption until the member asks for the model again, its compilation included."""
+    """From a preemption until the member requests the model again, including compilation."""
 
     @model_validator(mode="after")
     def _one_speed(self) -> "MemberGroup":
@@ -59,11 +57,11 @@ class MemberGroup(StrictTable):
 
 
 class Scenario(StrictTable):
-    """The file."""
+    """The whole file."""
 
     hours: PositiveFloat | None = None
     tokens: Count | None = None
-    """Length: time, or tokens to count until the run ends."""
+    """Length: hours, or tokens to count until the run ends."""
     seed: int = 0
     model: Model
     exchange: Exchange = Exchange()
@@ -73,48 +71,48 @@ class Scenario(StrictTable):
     def _possible(self) -> "Scenario":
         if (self.hours is None) == (self.tokens is None):
             raise ValueError("give either hours or tokens")
-        if self.count > MOST:
-            raise ValueError(f"{self.count:,} members are too many: at most {MOST:,} can be simulated")
+        if self.count > MAX_MEMBERS:
+            raise ValueError(f"{self.count:,} members are too many: at most {MAX_MEMBERS:,} can be simulated")
         if self.fragments > self.model.parameters:
             raise ValueError(f"{self.model.parameters} parameters cannot be split into {self.fragments} fragments")
         return self
 
     @property
     def count(self) -> int:
-        """Members."""
+        """Number of members."""
         return sum(group.count for group in self.members)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one member."""
+        """Tokens of a member's step."""
         return self.model.batch * self.model.tokens_per_row
 
     def step_s(self, group: MemberGroup) -> float:
-        """Seconds of a member's step."""
+        """Return the duration of a member's step."""
         return group.step_s or self.tokens_per_step / group.tokens_per_s  # type: ignore[operator]  # one of them is set
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Of all members, undisturbed."""
+        """Undisturbed speed of all members."""
         return sum(group.count * self.tokens_per_step / self.step_s(group) for group in self.members)
 
     @cached_property
     def fragments(self) -> int:
-        """In how many parts the model is sent."""
-        usual = fragments_for(4 * self.model.parameters, self.count)
-        return self.exchange.fragments or min(usual, self.model.parameters)
+        """Number of fragments of the model."""
+        default = fragments_for(4 * self.model.parameters, self.count)
+        return self.exchange.fragments or min(default, self.model.parameters)
 
     @property
     def shards(self) -> int:
-        """Aggregators."""
+        """Number of aggregators."""
         return min(self.fragments, aggregators_for(self.count))
 
     @property
     def form(self) -> Form:
-        """Of both links."""
+        """Form in both directions."""
         return self.exchange.quantize or "plain"
 
     @property
     def pushed_bytes(self) -> float:
-        """Bytes of a parameter that a member sends in a push."""
+        """Bytes that a member pushes for each parameter."""
         return bytes_per_element(self.form)

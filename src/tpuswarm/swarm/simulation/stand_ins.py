@@ -1,4 +1,4 @@
-"""What stands in for an aggregator and for the ledger in the simulation: the same answers, nothing kept."""
+"""Stand-ins for the ledger and the aggregators in the simulation: the same answers without storage."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,43 +11,37 @@ from tpuswarm.swarm.core.values import Header, Identity, Record
 from tpuswarm.swarm.processes.effects import Process, Sleep
 from tpuswarm.swarm.storage.downlink import FULL_BYTES_PER_ELEMENT, bytes_per_update
 
-MERGE = 4e8
-"""Parameters of contributions that a shard reads, checks and adds up in a second, about."""
+MERGED_PARAMETERS_PER_S = 4e8
+"""Approximate speed at which an aggregator reads, checks and adds contributions."""
 
 
 class NoLedger:
-    """Keeps nothing: the coordinator of a simulation lives for ever."""
+    """Stores nothing: the coordinator of a simulation never restarts."""
 
     def __init__(self, genesis: Record):
         self._genesis = genesis
 
     def view(self) -> LedgerView:
-        """Genesis."""
         return LedgerView.from_records(self._genesis)
 
     def headers(self, view: LedgerView) -> list[Header]:
-        """None."""
         return []
 
     def bookmark_due(self, view: LedgerView) -> bool:
-        """Never: nobody will read it."""
         return False
 
     def digest(self, record: Record) -> str:
-        """Of its number."""
         return hashlib.sha256(str(record.version).encode()).hexdigest()
 
     def append(self, record: Record) -> str:
-        """Always created."""
         return "created"
 
     def create_header(self, header: Header) -> str:
-        """Always created."""
         return "created"
 
 
 def genesis(terms: Terms, fragments: int) -> Record:
-    """The first record of a run without parameters."""
+    """Return the first record of a run without parameters."""
     return Record(
         run=terms.run, version=0, epoch=1, parent="", state=("0" * 64,) * fragments, outer=(), decisions=(),
         rule=terms.outer.rule, rate=1.0, momentum=terms.outer.momentum, share=1.0, gathered=0.0, tokens=0,
@@ -56,55 +50,50 @@ def genesis(terms: Terms, fragments: int) -> Record:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Updates, if there were any."""
+class TimedUpdates:
+    """Stands for a Chain of updates."""
 
     digest: str
 
     def on(self, anchor: str) -> str:
-        """The later version."""
         return self.digest
 
 
 def update_bytes(records: Mapping[int, Record], base: int, version: int) -> float | None:
-    """Bytes of a parameter that bring it from one version to a later one; None where the whole is fewer."""
-    cost = sum(bytes_per_update(records[each]) for each in range(base + 1, version + 1))
+    """Return the bytes of updates for each parameter; None if the whole version is smaller."""
+    cost = sum(bytes_per_update(records[number]) for number in range(base + 1, version + 1))
     return cost if cost < FULL_BYTES_PER_ELEMENT else None
 
 
 @dataclass
 class TimedShard:
-    """Answers as an aggregator does, and takes the time of a merge."""
+    """Answers like an aggregator, and takes as long to merge."""
 
     records: dict[int, Record]
     own: range
-    """The fragments of this shard."""
+    """Fragments of this shard."""
     fragment: float
-    """Parameters of each."""
+    """Parameters of a fragment."""
     received: float = 0.0
-    """Bytes."""
+    """Bytes received."""
     sent: float = 0.0
 
     def put(self, identity: Identity, number: int, arrays: Any, digest: str) -> Accepted:
-        """Stored."""
         return Accepted()
 
     def fetch(self, number: int, digest: str) -> str:
-        """Sent."""
         return digest
 
-    def updates(self, number: int, base: int, version: int) -> "Sent | None":
-        """What was added since, where that is fewer bytes than the whole."""
+    def updates(self, number: int, base: int, version: int) -> TimedUpdates | None:
         cost = update_bytes(self.records, base, version)
-        return None if cost is None else Sent(self.records[version].state[number])
+        return None if cost is None else TimedUpdates(self.records[version].state[number])
 
     def merge(self, newest: Record, merge: Merge) -> Process:
-        """The next version of its fragments."""
         applied = sum(decision.fate == "applied" for decision in merge.decisions)
         if not applied:
             return ShardResult({number: newest.state[number] for number in self.own}, {}, {})
         plain = merge.outer.downlink == "plain"
-        yield Sleep(applied * self.fragment * len(self.own) / MERGE)
+        yield Sleep(applied * self.fragment * len(self.own) / MERGED_PARAMETERS_PER_S)
         name = hashlib.sha256(f"{merge.version}".encode()).hexdigest()
         made = dict.fromkeys(self.own, name)
         return ShardResult(made, {}, {} if plain else made)

@@ -1,4 +1,4 @@
-"""A member's machine in the simulation: a clock, a link, and no arrays."""
+"""A member's machine in the simulation: durations and a link instead of arrays."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -11,20 +11,20 @@ from tpuswarm.swarm.member.device_state import Payload
 from tpuswarm.swarm.member.loop import MemberLoop
 from tpuswarm.swarm.simulation.scenario import MemberGroup
 
-Where = Literal["gone", "joining", "alive"]
+State = Literal["gone", "joining", "alive"]
 
 
 @dataclass
-class Way:
-    """One direction of a member's link; what is sent at once goes one after the other."""
+class LinkDirection:
+    """One direction of a member's link, which sends one message after the other."""
 
     bytes: float = 0.0
     """Sent so far."""
     free: float = 0.0
-    """When the last of them has left."""
+    """When the last message has left."""
 
     def send(self, size: float, mbit: float, now: float) -> float:
-        """Seconds until so many bytes have left."""
+        """Return the seconds until a message of `size` bytes has left."""
         self.bytes += size
         self.free = max(self.free, now) + size * 8 / (mbit * 1e6)
         return self.free - now
@@ -32,65 +32,60 @@ class Way:
 
 @dataclass
 class Machine:
-    """Where a member lives: its speed, its link, and what became of its time."""
+    """A member's machine: its speed, its link, and its times in each state."""
 
     name: str
     group: MemberGroup
     step_s: float
-    where: Where = "gone"
+    state: State = "gone"
     since: float = 0.0
-    seconds: dict[Where, float] = field(default_factory=lambda: {"gone": 0.0, "joining": 0.0, "alive": 0.0})
+    seconds: dict[State, float] = field(default_factory=lambda: {"gone": 0.0, "joining": 0.0, "alive": 0.0})
     training: float = 0.0
-    """Seconds in steps, of those alive."""
+    """Seconds in steps, while alive."""
     rows: int = 0
-    """Trained."""
-    up: "Way" = field(default_factory=lambda: Way())
-    down: "Way" = field(default_factory=lambda: Way())
+    """Rows trained."""
+    up: LinkDirection = field(default_factory=LinkDirection)
+    down: LinkDirection = field(default_factory=LinkDirection)
     step: float = 0.0
-    """Seconds of the step under way."""
-    life: MemberLoop | None = None
+    """Duration of the current step."""
+    loop: MemberLoop | None = None
 
-    def comes(self, where: Where, now: float) -> None:
-        """It is somewhere else from now on."""
-        self.seconds[self.where] += now - self.since
-        self.where, self.since = where, now
+    def set_state(self, state: State, now: float) -> None:
+        self.seconds[self.state] += now - self.since
+        self.state, self.since = state, now
 
 
 @dataclass
-class TimedHolder:
-    """A member's arrays, if it had any."""
+class TimedDeviceState:
+    """A device state without arrays."""
 
     machine: Machine
     fragments: int
 
     def train(self, rows: Rows, progress: tuple[int, int], ahead: Rows) -> int:
-        """A step is done."""
         self.machine.rows += len(rows)
         self.machine.training += self.machine.step
         return len(rows)
 
     def settle(self) -> int:
-        """Nothing is under way."""
         return 0
 
     def snapshot(self) -> bool:
-        """Taken."""
         return True
 
     def payload(self, snapshot: Any) -> Payload:
-        """Names of fragments that nobody has."""
+        """Return names of fragments that do not exist."""
         name = hashlib.sha256(f"{self.machine.name} {self.machine.rows}".encode()).hexdigest()
         return Payload(({},) * self.fragments, (name,) * self.fragments, 1.0, True)
 
     def place(self, fragments: Sequence[Any]) -> bool:
-        """Brought."""
         return True
 
-    def adopt(self, adopt: Adopt, version: Any, keep: float) -> None:
-        """Done."""
+    def adopt(self, adopt: Adopt, version: Any, own_share: float) -> None:
+        pass
 
-    def evaluate(self, leave: Callable[[], bool], average: object, version: int, tokens: int) -> None:
-        """Not asked for."""
+    def evaluate(self, stop: Callable[..., bool], average: object, version: int, tokens: int) -> None:
+        pass
 
     def ramp(self) -> None:
-        """Small updates take as long as others."""
+        pass

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import jax_twins as twins
 from tpuswarm.swarm.core.arithmetic.adopt import add, mix
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule, advance_quorum
 from tpuswarm.swarm.core.arithmetic.quantize import decode, encode, feedback
 from tpuswarm.swarm.core.choose import clipping, effective
-from tpuswarm.swarm.simulation import twins
 from tpuswarm.train.data.feed import read_rows
 from tpuswarm.train.loop.evaluate import FiniteSource
 from tpuswarm.train.paths import leaf_paths

@@ -1,4 +1,4 @@
-"""Find what a person should check in a swarm that still works."""
+"""Find problems of a swarm that still works, for a person to check."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from tpuswarm.swarm.core.values import Record
 MIN_SOLO_COMMITS = 5
 """Commits in a row with one contributor, while other members train, before an alarm."""
 COMPARED_STEP_COUNT = 20
-"""Newest steps that are compared with those of other members; single batches differ too much."""
+"""Newest steps to compare with other members; single batches differ too much."""
 MAX_REMEMBERED_STEPS = 20 * COMPARED_STEP_COUNT
 OUTLIER_FACTOR = 6.0
 """A value this many median absolute deviations from the median is an outlier."""

@@ -57,7 +57,7 @@ class CoordinatorState:
 
     @property
     def recovering(self) -> bool:
-        """Whether members still announce what they hold; meanwhile nothing is granted or fenced."""
+        """Whether members still announce their rows; meanwhile nothing is granted or fenced."""
         return self.recovering_until > -math.inf
 
     @property

@@ -1,4 +1,4 @@
-"""What follows from the ledger: which rows are spent, how many tokens counted, who got which verdict."""
+"""A view of the ledger: spent rows, counted tokens, and the last verdict on each incarnation."""
 
 from bisect import bisect_right
 from collections.abc import Iterable

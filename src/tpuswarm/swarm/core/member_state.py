@@ -44,7 +44,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class MemberState:
-    """What a member counts during one incarnation."""
+    """A member's counts during one incarnation."""
 
     terms: Terms
     form: Form
@@ -57,7 +57,7 @@ class MemberState:
     joined: bool = False
     todo: Rows = NO_ROWS
     outstanding: Rows = NO_ROWS
-    """Trained rows without a known verdict, including those of the undecided contribution."""
+    """Trained rows without a known verdict, the undecided contribution's included."""
     undecided: Undecided | None = None
     sequence: int = 0
     """Number of the last push."""
@@ -173,7 +173,7 @@ def after_grant(member: MemberState, reply: Granted, adoptions: int) -> MemberSt
 
 
 def find_adoption(member: MemberState, reply: Granted) -> Adopt | None:
-    """Return what a reply lets the member adopt: a verdict, or a newer version while nothing is undecided."""
+    """Return the adoption that a reply allows: of a verdict, or of a newer version while nothing is undecided."""
     how: Literal["snapshot", "anchor", "replace", "fresh"] = "anchor"
     if member.undecided:
         if reply.verdict is None or reply.verdict.identity != member.undecided.identity:

@@ -43,7 +43,7 @@ class Heartbeat:
     todo: Rows
     """Leased rows not yet trained."""
     outstanding: Rows
-    """Trained rows without a known verdict, including those of the undecided contribution."""
+    """Trained rows without a known verdict, the undecided contribution's included."""
     undecided: Identity | None
     rows_per_s: float | None
     processed: int
@@ -124,7 +124,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What a shard computed: the digest of each of its fragments, by number."""
+    """A shard's result: digests of its fragments by number."""
 
     state: dict[int, str]
     outer: dict[int, str]

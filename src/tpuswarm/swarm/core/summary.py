@@ -9,7 +9,7 @@ from tpuswarm.swarm.core.values import Incarnation
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where every trained token is: processed = applied + dropped + outstanding + lost."""
+    """All trained tokens: processed = applied + dropped + outstanding + lost."""
 
     processed: int
     applied: int

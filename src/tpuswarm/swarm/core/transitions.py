@@ -223,7 +223,7 @@ def make_record(
     updates: tuple[str, ...],
     time: float,
 ) -> Record:
-    """Return the record to create from what the shards computed; then report to `record_committed`."""
+    """Return the record to create from the shards' results; then report to `record_committed`."""
     merge, view = state.merging, state.view
     assert merge is not None
     applied = [decision for decision in merge.decisions if decision.fate == "applied"]

@@ -64,7 +64,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Digests:
-    """What all members of an epoch must have in common; SHA-256 each."""
+    """Digests that all members of an epoch must share; SHA-256."""
 
     layout: str
     config: str

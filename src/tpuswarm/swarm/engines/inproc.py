@@ -197,7 +197,6 @@ class Inproc:
         return running is not None and running.epoch == epoch
 
     def _postpone(self, node: str, action: Callable[[], None]) -> bool:
-        """Postpone an action if its node is stopped."""
         if not self.is_stopped(node):
             return False
         self.at(self._stopped[node], action)

@@ -147,7 +147,6 @@ def _run_node(
 
 
 def _should_stay(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignals) -> bool:
-    """Whether the node is alive and not asked to leave. Raise if the swarm dismisses it."""
     if (dismissal := folder / DISMISSED).exists():
         outcome = json.loads(dismissal.read_text())
         raise (InputError if outcome["how"] == "wrong" else RunFailed)(outcome["reason"])
@@ -155,7 +154,6 @@ def _should_stay(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignal
 
 
 def _members(pid: int) -> list[int]:
-    """Return the pids of members below a node's process."""
     return [child for child in _descendants(pid) if _title(child).startswith("ray::Actor")]
 
 
@@ -167,7 +165,7 @@ def _start(
     output: int,
     ports: Ports | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Run `ray start` with its own folder for sockets and logs, named by its pid, which is that of the shell.
+    """Run `ray start` with its own folder for sockets and logs, named by the shell's pid, which it keeps.
 
     Ray's default folder has the name of a pid on the swarm's machine, which says nothing about this one.
     """
@@ -194,7 +192,6 @@ def _start(
 
 
 def _raise_start_error(output: str, address: str, token: Path) -> None:
-    """Raise the reason, if `ray start` could not join the cluster."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if any("InvalidAuthToken" in line or "nauthenticated" in line.lower() for line in lines):
         raise InputError(f"the token in {token} does not match the run at {address}; copy the run's file `token`")

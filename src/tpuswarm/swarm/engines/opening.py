@@ -85,13 +85,11 @@ def _processors(ports: Ports | None) -> int:
 
 
 def _sessions() -> Path:
-    """Return the folder for Ray's sessions, after removing what killed runs left there."""
     _remove_sessions(lambda pid: not Path(f"/proc/{pid}").exists())
     return private_folder() / "ray"
 
 
 def _remove_sessions(should_remove: Callable[[int], bool]) -> None:
-    """Remove the folders of Ray's sessions that were started by the selected pids."""
     for session in (private_folder() / "ray").glob("session_*_*"):
         pid = session.name.rpartition("_")[2]
         if pid.isdigit() and should_remove(int(pid)):

@@ -224,13 +224,11 @@ class Cluster:
 
 
 def _machine_name(node: dict[str, Any]) -> str:
-    """Return the name that a joined machine was given, or its hostname."""
     names = [resource.removeprefix(NAMED) for resource in node["Resources"] if resource.startswith(NAMED)]
     return names[0] if names else str(node["NodeManagerHostname"])
 
 
 def _write_dismissal(how: str, reason: str) -> None:
-    """Write the file that the command on a joined machine reads (engines/node.py)."""
     path = Path(ray.get_runtime_context().get_temp_dir()) / DISMISSED
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"how": how, "reason": reason}))

@@ -47,7 +47,7 @@ def fetch(say: Callable[[str], None]) -> None:
 
 
 def upload(say: Callable[[str], None], times: tuple[float, ...] = UPLOAD_TIMES_S) -> None:
-    """Upload what is compiled here, in a thread."""
+    """Upload new entries in a thread."""
     url, folder = os.environ.get(COMPILED), jax.config.values["jax_compilation_cache_dir"]
     if not url or not folder:
         return

@@ -1,4 +1,4 @@
-"""The run's data files, of which every host of a member needs a copy, from the swarm or from host 0."""
+"""Copy the run's data files to every host of a member, from the swarm or from host 0."""
 
 import hashlib
 import os
@@ -79,7 +79,7 @@ def write(path: Path, parts: Iterable[bytes | bytearray], digest: str) -> None:
 
 
 def send(hosts: Hosts, folder: Path, files: Mapping[str, DataFile]) -> None:
-    """At host 0: send files that any other host lacks to all of them."""
+    """At host 0: send each file that some other host lacks to all hosts."""
     lacking = {name for about, _ in hosts.answers() for name in about["lacks"]}
     names = [name for name in files if name in lacking]
     hosts.send({"files": names})

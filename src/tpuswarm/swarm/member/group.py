@@ -19,7 +19,7 @@ FIRST_STEP_LINE = "the first step is made"
 
 @dataclass(frozen=True)
 class Group:
-    """The hosts of a member, seen from one of them."""
+    """The hosts of a member, as one host sees them."""
 
     at: str
     """HOST:PORT where host 0 listens."""

@@ -129,7 +129,7 @@ class _Follower:
         self._state: ProgramState | None = None
         self._snapshot: Flat = []
         self._squares: list[jax.Array] = []
-        """Of the newest contribution, to know when it is computed."""
+        """The newest contribution's squares, to wait for it."""
         self._placed = _Placed(0, [])
 
     def wait(self) -> None:

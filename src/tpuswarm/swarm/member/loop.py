@@ -205,7 +205,6 @@ class MemberLoop:
 
     @property
     def _awaits_reply(self) -> bool:
-        """Whether a verdict or rows are awaited."""
         return self.state.undecided is not None or not self.state.todo
 
     @property
@@ -256,7 +255,6 @@ class MemberLoop:
                 self.on_evaluation(evaluation)
 
     def _evaluation_due(self, tokens: int) -> bool:
-        """Whether to evaluate the version to adopt, at which `tokens` are counted."""
         every = self.evaluate_every
         return every is not None and tokens // every > self.state.tokens // every
 

@@ -1,4 +1,4 @@
-"""Compile what a member trains; every host of a member does the same."""
+"""Compile a member's program; every host of a member does the same."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ MAX_FRUITLESS_INCARNATIONS = 5
 
 @dataclass
 class WorkerSpec:
-    """What the supervisor gives to a member's process."""
+    """A supervisor's instructions to a member's process."""
 
     name: str
     plan: Plan
@@ -52,7 +52,7 @@ class WorkerSpec:
     data: Path | None
     """The folder of the run's data files; None to fetch them."""
     group: Group | None
-    """The hosts of this member, of which this is host 0; None for one host."""
+    """The hosts of this member, with this one as host 0; None for one host."""
     steps: int
     """Steps that this member made before."""
     evaluates: bool
@@ -313,7 +313,6 @@ class MemberWorker:
         return self.spec.shards[fragment % len(self.spec.shards)]
 
     def _call(self, call: Call) -> Any:
-        """Repeat a call until it is answered."""
         while True:
             try:
                 return self.spec.calls(call)

@@ -225,7 +225,7 @@ class Aggregator:
 
 
 class _Digests(NamedTuple):
-    """Digests of what a shard stored for one fragment of a version; empty for absent objects."""
+    """Digests of the stored objects for one fragment of a version; empty for absent ones."""
 
     state: str
     outer: str

@@ -135,14 +135,13 @@ class Coordinator:
             yield RunBlocking("coordinator leaves a bookmark", partial(self._leave_bookmark, self.state.view))
 
     def _leave_bookmark(self, view: LedgerView) -> None:
-        """Save a bookmark; a failure only makes the next start read more records."""
         try:
             self._ledger.bookmark(view)
         except RunFailed as error:
             say(f"no bookmark at commit {view.version}: {error}", err=True)
 
     def _call_shards(self, method: str, *arguments: Any) -> Process:
-        """Call every aggregator at once, and those that do not answer again; return all answers."""
+        """Call all aggregators at once, repeat unanswered calls, and return all answers."""
         found: dict[str, Any] = {}
         while left := [shard for shard in self._shards if shard not in found]:
             answers = yield Parallel(tuple(Call(shard, method, arguments) for shard in left))

@@ -164,7 +164,6 @@ class SimulatedSwarm(Inproc):
             self.at(self._random.uniform(0, machine.step_s), lambda machine=machine: self._start(machine))  # type: ignore[misc]
 
     def _start(self, machine: Machine) -> None:
-        """Start a new or returned machine, and schedule its preemption."""
         self._join(machine)
         if hours := machine.group.preempted_every_hours:
             self.at(self.now + self._random.expovariate(1 / (3600 * hours)), lambda: self._preempt(machine))

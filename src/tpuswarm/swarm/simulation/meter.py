@@ -19,7 +19,7 @@ class MeteredCoordinator:
     inner: Coordinator
     clock: Callable[[], float]
     records: dict[int, Record]
-    """Filled with records as they are created."""
+    """Filled with each new record."""
     merges: list[float] = field(default_factory=list)
     """Seconds of the virtual clock from each choice to its record."""
     count: Counter[str] = field(default_factory=Counter)

@@ -65,7 +65,7 @@ class Result:
     """Whether the requested tokens were counted; None if a time was requested."""
     tokens: Tokens
     goodput: float | None
-    """Applied tokens as a share of those that are not outstanding; None if there are none."""
+    """Applied tokens as a share of all but the outstanding ones; None without any."""
     tokens_per_s: float
     """Applied tokens."""
     share: float

@@ -1,1 +1,1 @@
-"""What must last, and what proves it: nothing here is ever changed in place."""
+"""Store a run's ledger and arrays, verify them, and delete old ones. Files never change in place."""

@@ -51,7 +51,7 @@ def commit_name(version: int) -> str:
 
 
 def header_name(identity: Identity) -> str:
-    """Return the name of a header's file. Raise InputError for a member's name that cannot be part of it."""
+    """Return the name of a header's file. Raise InputError if the member's name cannot be in a file name."""
     key = identity.incarnation
     return f"headers/{check_member_name(key.member)}-{key.name}-{identity.sequence}.json"
 
@@ -230,13 +230,11 @@ class Ledger:
             raise self._corrupt(newest + 1, error) from error
 
     def _records(self, versions: Sequence[int]) -> Iterator[tuple[Record, str]]:
-        """Yield records with their digests."""
         with ThreadPoolExecutor(READER_COUNT) as pool:
             for first in range(0, len(versions), READ_AHEAD_COUNT):
                 yield from pool.map(self._record, versions[first : first + READ_AHEAD_COUNT])
 
     def _record(self, version: int) -> tuple[Record, str]:
-        """Return a record and its digest."""
         name = commit_name(version)
         found, made = self._read(name, _RECORD)
         if found.version != version:

@@ -84,7 +84,6 @@ def _newest(folder: Path) -> _Newest:
 
 
 def _arrays(objects: Objects, record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the state of a version, and its moving average if it has one."""
     kept = record.outer if record.kept is not None else ()
     row = average_row(record.downlink)
     state = [objects.get_array(digest) for digest in record.state]

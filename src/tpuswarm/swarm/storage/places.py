@@ -90,7 +90,6 @@ class Folder:
                     path.unlink()
 
     def _files(self, prefix: str) -> Iterator[str]:
-        """By strings: a long run has hundreds of thousands."""
         root, below = str(self._root), prefix.rpartition("/")[0]
         for folder, _, files in os.walk(f"{root}/{below}" if below else root, onerror=_unless_absent):
             inside = folder[len(root) + 1 :]

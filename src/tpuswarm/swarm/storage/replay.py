@@ -17,7 +17,7 @@ from tpuswarm.swarm.storage.store import Corrupt, Missing
 Found = TypeVar("Found")
 
 ANY_AVERAGE = MovingAverage(1.0)
-"""Stands for any moving average: the record says how much of it the commit kept."""
+"""Stands for any moving average: the record has the share that the commit kept."""
 
 Arrays = Callable[[str], np.ndarray | None]
 """Returns an object's array by its digest; None if it is missing or damaged."""

@@ -1,4 +1,4 @@
-"""Decide which arrays of a run to delete: the disk holds some tens of versions, the ledger all of them."""
+"""Decide which arrays of a run to delete: the disk holds some tens of versions, the ledger all versions."""
 
 from bisect import bisect_left
 from collections import deque
@@ -28,7 +28,7 @@ class DiskUsage(NamedTuple):
     held: float
     """At any time: the last versions and their payloads."""
     version: float
-    """Of each LANDMARK_INTERVAL-th version, which is kept for ever."""
+    """Each LANDMARK_INTERVAL-th version, which is kept for ever."""
 
 
 def estimate_disk(elements: int, form: Form, rule: Rule, members: int, average: bool = False) -> DiskUsage:
@@ -145,5 +145,4 @@ def _object_names(digests: Iterable[str]) -> set[str]:
 
 
 def _header_of(payload: str) -> str:
-    """Return the name of a payload's header, as `header_name` gives it."""
     return f"headers/{'-'.join(payload.rpartition('-')[0].split('/')[1:])}.json"

@@ -26,7 +26,7 @@ class Missing(RunFailed):
 
 
 class Corrupt(RunFailed):
-    """The stored file differs from what was written."""
+    """The stored file has other bytes than were written."""
 
     def __init__(self, name: str, place: str, why: str):
         super().__init__(

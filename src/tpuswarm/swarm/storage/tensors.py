@@ -93,7 +93,6 @@ def decode(data: bytes | mmap) -> dict[str, np.ndarray]:
 
 
 def _ordered(of: Specs) -> list[str]:
-    """Sort wider elements first, so that all are aligned."""
     return sorted(of, key=lambda name: (-DTYPES[of[name][0]].itemsize, name))
 
 

@@ -1,4 +1,4 @@
-"""`train --members`: decide what the run is, from the options and an existing run; starts nothing."""
+"""`train --members`: derive a run's settings from the options and an existing run; starts nothing."""
 
 import secrets
 import shutil
@@ -60,7 +60,7 @@ class SwarmOptions:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run will be; nothing is written yet."""
+    """A run's settings, before anything is written."""
 
     resolved: Resolved
     swarm: Swarm
@@ -80,7 +80,7 @@ class RunSpec:
 def decide(
     run: Run, recipe: Recipe, swarm: SwarmOptions, asked: dict[str, Any], tokens: int | None, epochs: float | None
 ) -> RunSpec:
-    """Decide what the run is, from the options and the existing run. Raise InputError for impossible options."""
+    """Derive the run's settings from the options and the existing run. Raise InputError for impossible options."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
     check_settings({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})

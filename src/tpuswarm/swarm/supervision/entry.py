@@ -21,7 +21,7 @@ Calls = Callable[[Call], Any]
 
 
 class ServerWork:
-    """A server object in a node of its own; its process ends when the node does."""
+    """A server object in its own node; the process ends with the node."""
 
     def __init__(self, server: Any, calls: Calls, work: Process):
         self.server, self._node = server, NodeThreads(calls)

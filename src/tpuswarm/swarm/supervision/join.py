@@ -73,7 +73,6 @@ def join_run(
 
 
 def _status(bucket: Bucket) -> SwarmStatus | None:
-    """Return the head's last status; None before the first."""
     found = read_file(bucket.read_if_there, STATUS)
     try:
         return None if found is None else parse_status(found)

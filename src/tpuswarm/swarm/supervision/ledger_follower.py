@@ -66,7 +66,6 @@ class LedgerFollower:
         return self._last_message if self._last_message != before else ""
 
     def _outcome(self) -> str:
-        """Return the message of the last clean-up."""
         if self._cleaning is None:
             return ""
         if error := self._cleaning.exception():

@@ -55,7 +55,7 @@ def check_memory(
 
 
 def check_disk(folder: Path, need: float) -> None:
-    """Raise InputError if the disk has no room for a run of this size, of which a part may exist already."""
+    """Raise InputError if the disk has no room for a run of this size; existing files count."""
     there = sum(file.stat().st_size for name in LARGE_FOLDERS for file in (folder / name).rglob("*") if file.is_file())
     free = shutil.disk_usage(folder).free
     if need - there > free:

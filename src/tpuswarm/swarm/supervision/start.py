@@ -223,7 +223,6 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
 
 
 def _average(spec: RunSpec) -> MovingAverage | None:
-    """Convert the moving average of the recipe's program from batches to tokens."""
     if (average := spec.sizes.average) is None:
         return None
     half_life = average.half_life(int(spec.resolved.settings["batch"]))
@@ -231,7 +230,6 @@ def _average(spec: RunSpec) -> MovingAverage | None:
 
 
 def _stored_bytes(spec: RunSpec) -> float:
-    """Estimate the maximum size of a run with the members that it starts itself."""
     swarm, sizes, members = spec.swarm, spec.sizes, max(1, spec.swarm.members)
     kept = estimate_disk(sizes.exchanged // 4, swarm.quantize, swarm.outer, members, sizes.average is not None)
     commits = int(spec.resolved.settings["steps"]) / (swarm.cycle * members)
@@ -257,12 +255,10 @@ def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:
 
 
 def _mark_finished(folder: Path) -> None:
-    """Mark the status as finished for machines that look for a head in the run's folder."""
     write_status(folder, replace(read_run(folder).status, phase=FINISHED))
 
 
 def _sample(run: Run) -> None:
-    """Write a sample of the model for the report."""
     with waiting("writing a sample"):
         loaded = load_swarm(run.folder, jax.devices()[:1])
         text = sampled(loaded.recipe, loaded.state)

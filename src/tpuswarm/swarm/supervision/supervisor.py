@@ -40,7 +40,7 @@ the others). Then the run gives up, or only sets a member aside, if another one 
 SET_ASIDE_RETRY_S = 600.0
 """A member that was set aside is tried again after this time: the user may have fixed the cause."""
 LAST_REPORT_TIMEOUT_S = 5.0
-"""Timeout of each of two reports: of a member that ended, and of the coordinator when all have."""
+"""Timeout of each report: of a member that ended, and of the coordinator after the last member."""
 
 
 class RunEnd(NamedTuple):
@@ -169,7 +169,7 @@ class Supervisor:
                 self._handle_end(process, outcome, now)
 
     def _assign_joined_machines(self) -> None:
-        """Give each joined machine a member, if possible the one that it had before, and release those of lost ones."""
+        """Give each joined machine a member, if possible its former one, and release members of lost machines."""
         nodes = self._cluster.joined()
         for process in self.processes.values():
             if process.is_guest and process.node not in nodes and process.actor is None:
@@ -207,7 +207,6 @@ class Supervisor:
             process.set_started(actor, self._clock())
 
     def _should_evaluate(self, process: SupervisedProcess) -> bool:
-        """Whether no other member evaluates. The first does; after its machine has left, the next one that starts."""
         others = [other for other in self.processes.values() if other.is_member and other is not process]
         return not any(other.arguments["evaluates"] for other in others if not other.left)
 
@@ -289,7 +288,6 @@ class Supervisor:
                 process.actor.kill()
 
     def _request_report(self, process: SupervisedProcess, seconds: float = 2 * LAST_REPORT_TIMEOUT_S) -> None:
-        """Wait at most this long for a report that starts now, after a pending one, which knows less."""
         for _ in range(2):
             if process.actor:
                 timeout_s = max(0.0, min(LAST_REPORT_TIMEOUT_S, seconds / 2))
@@ -361,11 +359,9 @@ class Supervisor:
                 process.actor.leave()
 
     def _members_done(self) -> bool:
-        """Whether no member can still push or evaluate."""
         return not any(process.is_busy for process in self.processes.values())
 
     def _stop_is_complete(self) -> bool:
-        """Whether no member that has started can still push, and every accepted push has its verdict."""
         if any(process.is_busy and process.incarnation for process in self.processes.values()):
             return False
         # Only a report that starts now, after all members have left, knows their last pushes.

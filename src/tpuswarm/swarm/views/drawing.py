@@ -1,4 +1,4 @@
-"""Draw a swarm: its progress, its members or those that need attention, and its alarms."""
+"""Draw a swarm: its progress, its alarms, and its members or the most urgent ones."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -93,7 +93,7 @@ def facts(about: About, status: SwarmStatus) -> list[Text]:
 
 
 def members(status: SwarmStatus, unit: str, width: int, room: int | None) -> list[RenderableType]:
-    """Draw a row for each member, or only those that need attention and a summary of the rest."""
+    """Draw a row for each member, or only for urgent ones with a summary of the rest."""
     if room is None or len(status.members) <= room:
         return [members_table(status.members, status.horizon, unit, width)]
     urgent = find_urgent_members(status)
@@ -158,7 +158,7 @@ def find_urgent_members(status: SwarmStatus) -> list[tuple[MemberStatus, str]]:
 
 
 def _summarize_rest(status: SwarmStatus, shown: Collection[str], urgent: int, unit: str) -> str:
-    """Summarize the members without a row, of which this many need attention."""
+    """Summarize the members without a row; urgent: how many need attention."""
     rest = [member for member in status.members if member.id not in shown]
     count = Counter(member.state for member in rest)
     parts = [

@@ -276,7 +276,6 @@ def _commits(newest: Sequence[Commit]) -> str:
 
 
 def _events(events: Iterable[Mapping[str, Any]]) -> str:
-    """Make a table of all events except commits."""
     newest = [event for event in events if event["event"] != "commit"][-MAX_EVENTS:]
     times = (time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])) for event in newest)
     return table(("time", "what"), zip(times, map(sentence, newest), strict=True))

@@ -79,7 +79,7 @@ class SwarmStatus:
     members: tuple[MemberStatus, ...]
     alarms: tuple[str, ...]
     address: str
-    """Where other machines join."""
+    """Address for other machines to join."""
     processes: dict[str, int]
     """Pids of coordinator and aggregators, by name."""
     carried: int = 0

@@ -1,4 +1,4 @@
-"""Adopt a commit: combine it with what the member has trained in the meantime."""
+"""Adopt a commit: combine it with the member's own recent training."""
 
 from functools import partial
 from typing import Any

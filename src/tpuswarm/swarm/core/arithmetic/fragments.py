@@ -76,7 +76,7 @@ class Layout:
         return tuple(sum(leaf.size for leaf in fragment) for fragment in self.fragments)
 
     def places(self, paths: Collection[str]) -> tuple[AveragedSlice, ...]:
-        """Return the positions of these leaves in the fragments."""
+        """Return the slices of these leaves in the fragments."""
         found = []
         for number, leaves in enumerate(self.fragments):
             start = 0

@@ -48,7 +48,7 @@ class Quantized:
     bits: int
 
     def decode(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Decode elements from `start`, a multiple of BLOCK_SIZE, to `stop` into `out`, and return a view of it.
+        """Decode elements from `start`, a multiple of BLOCK_SIZE, to `stop` into `out`, and return that view.
 
         out: float32, as long as the blocks that hold these elements. Same bits as from the function `decode`.
         """

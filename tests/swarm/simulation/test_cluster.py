@@ -140,7 +140,7 @@ def test_swarm_that_never_finishes_is_a_failed_run(simulate):
     text = FILE.replace("tokens = 12_000", "tokens = 2_000").replace("cycle = 10", "cycle = 400") + gone
     code, out, err = simulate(text.replace("step_s = 1.0", f"step_s = 1.0\n{gone}"))
     assert code == 1 and "goodput" in out
-    assert err.splitlines()[-1].startswith("error: 0 of 2,000 tokens were applied in ")
+    assert err.splitlines()[-1].startswith("error: only 0 of 2,000 tokens were applied in ")
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ class CheckedWorld(World):
         return summary(made.state, self.engine.now)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**9), cycle=st.integers(1, 4), race_at=st.none() | st.floats(1, 30))
 def test_tokens_balance_and_taken_rows_have_an_owner_at_every_step(seed, cycle, race_at):
     faults = Faults(lost=0.1, twice=0.2)

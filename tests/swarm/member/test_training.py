@@ -276,7 +276,7 @@ def test_statistics_of_one_member_are_the_plain_trainers(tmp_path):
 @pytest.mark.parametrize("rule", ["average", "nesterov"])
 def test_statistics_of_three_members_are_averaged_and_the_ledger_proves_it(tmp_path, rule):
     """A momentum applies to parameters alone: with it, statistics would leave their range."""
-    averaged = layout_of(compile_once(OBSERVING), 2).places(["extra/square"])
+    averaged = layout_of(compile_once(OBSERVING), 2).find_slices(["extra/square"])
     assert sum(place.last - place.first for place in averaged) == 5
     outer = OuterRule("average") if rule == "average" else replace(OuterRule("nesterov", rate=1.0), averaged=averaged)
     swarm = Swarm(tmp_path, OBSERVING, members=3, fragments=2, outer=outer, overlap=False)

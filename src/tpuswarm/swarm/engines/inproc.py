@@ -137,11 +137,11 @@ class Inproc:
             self.at(self.now + self.effect_seconds(running.node, effect), lambda: self._act(key, epoch, effect))
         elif isinstance(effect, Call):
 
-            def answered(answer: Any) -> None:
+            def deliver_answer(answer: Any) -> None:
                 lost = isinstance(answer, Unreachable)
                 self._step(key, epoch, None if lost else answer, answer if lost else None)
 
-            self._call(key, epoch, running.node, effect, answered)
+            self._call(key, epoch, running.node, effect, deliver_answer)
         else:
             self._call_all(key, epoch, running.node, effect.calls)
 
@@ -161,13 +161,13 @@ class Inproc:
     def _call_all(self, key: int, epoch: int, node: str, calls: tuple[Call, ...]) -> None:
         answers: dict[int, Any] = {}
 
-        def answered(number: int, answer: Any) -> None:
+        def deliver_answer(number: int, answer: Any) -> None:
             answers.setdefault(number, answer)
             if len(answers) == len(calls):
                 self._step(key, epoch, [answers[index] for index in range(len(calls))], None)
 
         for number, call in enumerate(calls):
-            self._call(key, epoch, node, call, partial(answered, number))
+            self._call(key, epoch, node, call, partial(deliver_answer, number))
         if not calls:
             self.at(self.now, lambda: self._step(key, epoch, [], None))
 
@@ -184,13 +184,13 @@ class Inproc:
                 self.watch(node, f"call {call.method}", "after")
                 deliver(value)
 
-        def answered(value: Any) -> None:
+        def deliver_answer(value: Any) -> None:
             if self._random.random() >= self.faults.lost:
                 self.at(self.now + self.travel_seconds(node, call, True), lambda: answer(value))
 
         for _ in range(2 if self._random.random() < self.faults.twice else 1):
             if self._random.random() >= self.faults.lost:
-                self.at(self.now + self.travel_seconds(node, call, False), lambda: self._deliver(call, answered))
+                self.at(self.now + self.travel_seconds(node, call, False), lambda: self._deliver(call, deliver_answer))
 
     def _is_current(self, key: int, epoch: int) -> bool:
         running = self._running.get(key)
@@ -202,9 +202,9 @@ class Inproc:
         self.at(self._stopped[node], action)
         return True
 
-    def _deliver(self, call: Call, answered: Callable[[Any], None]) -> None:
+    def _deliver(self, call: Call, deliver_answer: Callable[[Any], None]) -> None:
         server = self._servers.get(call.address)
-        if server is None or self._postpone(call.address, lambda: self._deliver(call, answered)):
+        if server is None or self._postpone(call.address, lambda: self._deliver(call, deliver_answer)):
             return
         try:
             result = getattr(server, call.method)(*call.arguments)
@@ -213,6 +213,6 @@ class Inproc:
             self.on_ended(call.address, ended)
             return
         if isgenerator(result):
-            self.spawn(call.address, cast(Process, result), answered)
+            self.spawn(call.address, cast(Process, result), deliver_answer)
         else:
-            answered(result)
+            deliver_answer(result)

@@ -39,7 +39,7 @@ class NodeThreads:
                 result = getattr(server, method)(*arguments)
             return self._drive(cast(Process, result)) if isgenerator(result) else result
         except Exception as error:
-            self._end(error)
+            self._stop(error)
             raise Unreachable(method) from error
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -63,9 +63,9 @@ class NodeThreads:
         try:
             self._drive(process)
         except BaseException as error:  # noqa: BLE001  # `failure` reports it
-            self._end(error)
+            self._stop(error)
 
-    def _end(self, error: BaseException) -> None:
+    def _stop(self, error: BaseException) -> None:
         with self._lock:
             self.failure = self.failure or error
         self._stopped.set()

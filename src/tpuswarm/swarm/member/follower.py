@@ -84,21 +84,21 @@ def main() -> NoReturn:
     try:
         hosts = group.gather()
     except Absent as error:
-        _end(ABSENT, str(error))
+        _exit(ABSENT, str(error))
     except InputError as error:
-        _end(WRONG, str(error))
+        _exit(WRONG, str(error))
     except Exception as error:  # noqa: BLE001  # any other error would repeat at the next try
         traceback.print_exc()
-        _end(FAILED, f"host {group.index} could not start: {_describe(error)}")
+        _exit(FAILED, f"host {group.index} could not start: {_describe(error)}")
     say(f"host {group.index} of {group.count} is connected to host 0")
     try:
         with hosts:
             run_plan(hosts, say)
     except TpuswarmError as error:
-        _end(WRONG if isinstance(error, InputError) else FAILED, str(error))
+        _exit(WRONG if isinstance(error, InputError) else FAILED, str(error))
     except Exception as error:  # noqa: BLE001  # possibly caused by another host's death
         traceback.print_exc()
-        _end(LOST, f"host {group.index} failed: {_describe(error)}")
+        _exit(LOST, f"host {group.index} failed: {_describe(error)}")
     sys.exit(LEFT)
 
 
@@ -106,7 +106,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error) or 'no reason').splitlines()[0]}"
 
 
-def _end(status: int, sentence: str) -> NoReturn:
+def _exit(status: int, sentence: str) -> NoReturn:
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
     os._exit(status)  # JAX would exit with another status after losing its hosts

@@ -51,7 +51,7 @@ class Tracer:
             if not self._left:
                 jax.block_until_ready(metrics)
                 why = profile.stop(Path(self._folder.name))
-                self._end(self._folder, f"could not be written: {why}" if why else "")
+                self._stop(self._folder, f"could not be written: {why}" if why else "")
         elif self._requested:
             jax.block_until_ready(metrics)
             self._steps = self._left = self._requested
@@ -62,9 +62,9 @@ class Tracer:
                 self._parts.append(TracePart(0, f"could not start: {error.strerror}"))
                 return
             if why := profile.start(Path(self._folder.name)):
-                self._end(self._folder, f"could not start: {why}")
+                self._stop(self._folder, f"could not start: {why}")
 
-    def _end(self, folder: tempfile.TemporaryDirectory[str], problem: str) -> None:
+    def _stop(self, folder: tempfile.TemporaryDirectory[str], problem: str) -> None:
         self._folder, root = None, Path(folder.name)
         steps, parts = self._steps - self._left, []
         try:

@@ -119,7 +119,7 @@ class Plan:
             outer=replace(
                 self.outer,
                 momentum=default_momentum(sum(founding.layout.sizes)),
-                averaged=founding.layout.places(self.statistics),
+                averaged=founding.layout.find_slices(self.statistics),
             ),
         )
 

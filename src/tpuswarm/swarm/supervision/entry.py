@@ -65,12 +65,12 @@ def member(
     files = Path(data) if data else None
     batch = int(os.environ[BATCH]) if BATCH in os.environ else None
     spec = WorkerSpec(
-        name, plan, shards, files, Group.from_environment(), steps, evaluates, calls, _say, batch, platform.make_way
+        name, plan, shards, files, Group.from_environment(), steps, evaluates, calls, _log, batch, platform.make_way
     )
     return MemberWorker(spec)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stdout.write(f"{stamp(time.time())}{text}\n")
     sys.stdout.flush()
 

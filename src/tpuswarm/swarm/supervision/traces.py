@@ -40,13 +40,13 @@ class TraceCollector:
         if part.file:
             pending.files.setdefault(part.file, bytearray()).extend(part.data)
         if part.last:
-            self._end(member.name, self._write(member.name, part.steps, part.problem, pending.files))
+            self._finish(member.name, self._write(member.name, part.steps, part.problem, pending.files))
 
     def update(self, processes: Mapping[str, SupervisedProcess]) -> None:
         """Pass requests on, and end traces whose member has ended."""
         for name, pending in list(self._pending.items()):
             if processes[name].left or processes[name].actor is not pending.actor:
-                self._end(name, f"{name} ended before its trace was taken; ask again once it trains")
+                self._finish(name, f"{name} ended before its trace was taken; ask again once it trains")
         now = time.monotonic()
         if now - self._last_poll < LOOK:
             return
@@ -64,7 +64,7 @@ class TraceCollector:
             self._pending[member.name] = PendingTrace(member.actor, request.id)
             member.actor.trace(request.steps)
 
-    def _end(self, name: str, message: str) -> None:
+    def _finish(self, name: str, message: str) -> None:
         self._answer(name, self._pending.pop(name).request, message)
 
     def _answer(self, name: str | None, request: str, message: str) -> None:

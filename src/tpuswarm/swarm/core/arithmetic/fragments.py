@@ -75,7 +75,7 @@ class Layout:
         """Elements of each fragment."""
         return tuple(sum(leaf.size for leaf in fragment) for fragment in self.fragments)
 
-    def places(self, paths: Collection[str]) -> tuple[AveragedSlice, ...]:
+    def find_slices(self, paths: Collection[str]) -> tuple[AveragedSlice, ...]:
         """Return the slices of these leaves in the fragments."""
         found = []
         for number, leaves in enumerate(self.fragments):

@@ -72,7 +72,7 @@ class OuterRule:
 
     def averaged_slices(self, fragment: int) -> list[slice]:
         """Return the elements of a fragment that are merged by their mean."""
-        return [slice(each.first, each.last) for each in self.averaged if each.fragment == fragment]
+        return [slice(span.first, span.last) for span in self.averaged if span.fragment == fragment]
 
     def rate_for(self, effective_contributors: float, share: float = 1.0) -> float:
         """Return the given rate, or the default.

@@ -92,8 +92,8 @@ class MemberState:
     def own_share(self) -> float:
         """Share of its own progress that the member keeps when its contribution is applied.
 
-        It is the share of outstanding rows that the contribution lacks: 0 if the member waited, half after another
-        cycle.
+        0 if the member waited for the verdict, half after another cycle: the share of outstanding rows that were
+        trained after the snapshot.
         """
         return len(self.undecided.after) / len(self.outstanding) if self.undecided else 0.0
 

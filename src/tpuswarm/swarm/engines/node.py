@@ -46,7 +46,7 @@ def be_node(
     address: str, token: Path, name: str | None, environment: Mapping[str, str], say: Say,
     ports: Ports | None = None,
 ) -> bool:  # fmt: skip
-    """Be a node until Ctrl-C, SIGTERM or the end of the swarm's cluster; return whether it was asked to leave.
+    """Be a node until Ctrl-C, SIGTERM or the end of the swarm's cluster; return whether the user asked it to leave.
 
     name: by which the swarm recognizes this machine, by default its hostname; environment: for the member here; ports:
     for its Ray, None for any. Raise InputError for a wrong token or a refusal by the swarm, RunFailed if the swarm
@@ -182,7 +182,7 @@ def _start(
     def before_exec() -> None:
         if prctl:  # a killed parent cannot end its children; the system does
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # A preempted machine sends SIGTERM to all of its processes, but the member here must push its work first.
+        # A preempted machine sends SIGTERM to every process, but the member here must push its work first.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
     return subprocess.Popen(

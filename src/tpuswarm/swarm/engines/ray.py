@@ -217,7 +217,7 @@ class Cluster:
         """Poll the nodes in a thread: without Ray's head the request never returns."""
         nodes: Any = ray.nodes  # it has no types
         while ray.is_initialized():
-            with suppress(RayError, RuntimeError):  # it is shutting down
+            with suppress(RayError, RuntimeError):  # Ray is shutting down
                 alive = [node for node in nodes() if node["Alive"] and node.get("Resources", {}).get(MEMBER, 0) >= 1]
                 self._joined = {node["NodeID"]: _machine_name(node) for node in alive}
             time.sleep(NODE_POLL_INTERVAL_S)

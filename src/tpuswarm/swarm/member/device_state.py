@@ -63,9 +63,9 @@ class DeviceState(Protocol):
         ...
 
     def evaluate(self, stop: Callable[..., bool], average: Any | None, version: int, tokens: int) -> Evaluation | None:
-        """Evaluate the version adopted last on held-out rows; None if `stop` returns True.
+        """Evaluate the last adopted version on held-out rows; None if `stop` returns True.
 
-        version, tokens: its number and the tokens counted by then; average: its moving average from `place`, if any.
+        version, tokens: its number and counted tokens; average: its moving average from `place`, if any.
         """
         ...
 

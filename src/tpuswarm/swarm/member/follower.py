@@ -1,6 +1,6 @@
 """Another host of a member of several hosts: its process, and the plan that host 0 sends it.
 
-It is a process of its own because a host that loses another one has to end (train/hosts/line.py). supervision/join.py
+A separate process, because a host that loses another one has to end (train/hosts/line.py). supervision/join.py
 starts `python -m tpuswarm.swarm.member.follower` and reads its exit status and the lines on its stderr.
 """
 

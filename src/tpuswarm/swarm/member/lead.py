@@ -1,4 +1,4 @@
-"""A member of several hosts: host 0 is the member of the swarm, and the others repeat what it does on their devices.
+"""A member of several hosts: host 0 is the member of the swarm; the others repeat its calls on their devices.
 
 A program over several hosts runs when all of them dispatch it, in the same order. So host 0 sends each call of its
 device state to the others and then makes it itself; a lock holds the two together, because two threads call.
@@ -55,7 +55,7 @@ class Lead:
         if not arrays:
             self._hosts.send({"call": call, "arguments": arguments})
             return
-        with self._arrays:  # of one call at a time
+        with self._arrays:  # one call at a time
             for array in arrays:
                 pieces = np.array_split(array, max(1, -(-array.nbytes // PIECE_BYTES)))
                 for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
@@ -129,7 +129,7 @@ class _Follower:
         self._state: ProgramState | None = None
         self._snapshot: Flat = []
         self._squares: list[jax.Array] = []
-        """The newest contribution's squares, to wait for it."""
+        """Squares of the newest contribution, to wait for."""
         self._placed = _Placed(0, [])
 
     def wait(self) -> None:

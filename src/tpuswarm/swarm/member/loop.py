@@ -86,7 +86,7 @@ class MemberLoop:
     say: Callable[[str], None] = lambda sentence: None
     """Shows a sentence to the user."""
     leaving: bool = False
-    """Whether the member should push what is done, return the rest, and end."""
+    """Whether the member should push its finished work, return the rest, and end."""
     ended: bool = False
     """Whether the run is over."""
     evaluate_every: int | None = None
@@ -237,7 +237,7 @@ class MemberLoop:
         self.state = core.after_snapshot(self.state)
 
     def _adopt(self, adopt: Adopt, tokens: int, version: Any, average: Any | None) -> Process:
-        if adopt.how not in self._finished_actions:  # each way is a program of its own and may be compiled now
+        if adopt.how not in self._finished_actions:  # each way is a separate program and may be compiled now
             self._finished_actions.discard("member adopts")
         action = partial(self.device_state.adopt, adopt, version, self.state.own_share)
         yield from self._on_devices("member adopts", action)

@@ -50,8 +50,8 @@ Inspect = Callable[[State, Any, dict[str, Any], Callable[[float], object]], Eval
 class Prefetch:
     """Reads the next batches in a thread.
 
-    A lease has gaps and changes at any time, and rows may return to its head. Batches that are no longer next are
-    dropped.
+    A lease has gaps and changes at any time, and rows may return to its head. It drops batches that
+    the lease no longer needs next.
     """
 
     def __init__(self, read: Callable[[Rows], Batch]):
@@ -181,7 +181,7 @@ class ProgramState:
         self._anchor, self._reference, self._next_feedback = version, [], []
 
     def evaluate(self, stop: Callable[..., bool], average: Flat | None, version: int, tokens: int) -> Evaluation | None:
-        """Evaluate the version adopted last, as it was published, on held-out rows, and run the hooks on it."""
+        """Evaluate the last adopted version, as published, on held-out rows, and run the hooks."""
         assert self._validation is not None and self._inspect is not None
         state = self._params.replace(self.state, self._anchor)
         if average is not None:

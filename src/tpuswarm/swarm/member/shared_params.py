@@ -28,7 +28,7 @@ Flat = list[jax.Array]
 
 
 class Coded(NamedTuple):
-    """A contribution on the devices, one array for each fragment. Every host has all of it except `left`."""
+    """A contribution on the devices, one array for each fragment. Every host has the whole, except of `left`."""
 
     codes: list[jax.Array]
     """Quantized codes, or the plain snapshot; then `scales` and `left` are empty."""

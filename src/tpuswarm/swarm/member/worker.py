@@ -91,7 +91,7 @@ class MemberWorker:
         raise Unreachable(self.spec.name)
 
     def leave(self) -> None:
-        """Push what is done, return the rest of the lease, and end."""
+        """Push the finished work, return the rest of the lease, and end."""
         self._leaving = True
         if self._loop:
             self._loop.leaving = True

@@ -241,7 +241,7 @@ class Shard(Aggregator):
         self._store, self._data = store, data
 
     def found(self, fragment: np.ndarray, outer: OuterRule) -> tuple[str, str | None]:
-        """Store a fragment, float32[n], of the first state; return its digest and that of its outer state, if any."""
+        """Store a fragment, float32[n], of the first state; return its digest and its outer state's, if any."""
         first = initial_state(outer, fragment)
         return self._objects.put_array(fragment), None if first is None else self._objects.put_array(first)
 

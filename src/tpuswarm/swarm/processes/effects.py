@@ -1,7 +1,7 @@
 """The effects that a swarm process requests from the engine that runs it.
 
-A process is a generator. Its code between two yields is atomic. The engine executes what it yields, slowly or never: a
-process may die at any yield, before or after the effect. Crash tests cut there.
+A process is a generator. Its code between two yields is atomic. The engine executes the yielded effects, slowly or
+never: a process may die at any yield, before or after the effect. Crash tests cut there.
 """
 
 from collections.abc import Callable, Generator

@@ -86,7 +86,7 @@ class Result:
     groups: tuple[GroupResult, ...]
     shards: int
     shard: Link
-    """`down` is what it receives, `up` what it sends."""
+    """`down` counts received bytes, `up` sent ones."""
     messages_per_s: float
     """Messages to the coordinator."""
 

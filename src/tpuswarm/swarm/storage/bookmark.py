@@ -14,7 +14,7 @@ from tpuswarm.swarm.core.values import Decision, Fate, Identity, Incarnation, Re
 BOOKMARK_INTERVAL = 100
 """Commits between two bookmarks, in a run with few incarnations."""
 INCARNATIONS_PER_DOUBLING = 10_000
-"""The interval doubles with the number of incarnations, so that a commit pays for a bounded number of them."""
+"""The interval doubles with the number of incarnations, to bound the cost of a bookmark per commit."""
 KEPT_COUNT = 2
 """Bookmarks kept: the newest may be damaged or still being written."""
 FOLDER = "views/"

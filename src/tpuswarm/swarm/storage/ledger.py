@@ -176,7 +176,7 @@ class Ledger:
         return sorted(version for version in found if version is not None)
 
     def _bookmarked_view(self, versions: Iterable[int]) -> LedgerView | None:
-        """Return the view of the newest bookmark that is intact and whose record exists with its digest.
+        """Return the view of the newest intact bookmark whose record has the right digest.
 
         versions: of the stored records, without those of which only this machine has a copy.
         """

@@ -66,7 +66,7 @@ class Holdings:
         """limit: the staleness up to which contributions count."""
         self._limit = limit
         self._recent: deque[Record] = deque()
-        """Records of which all arrays are kept."""
+        """Records whose arrays are all kept."""
         self.named: set[str] = set()
         """Objects that the known records name, without deleted ones."""
         self.view: LedgerView | None = None

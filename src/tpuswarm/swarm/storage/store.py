@@ -70,7 +70,7 @@ class Store:
     def create(self, name: str, data: Content) -> bool:
         """Create a file; return False, without any change, if the name exists.
 
-        A caller that got no answer calls again and compares what it then finds with its own bytes.
+        A caller without an answer calls again and compares the stored bytes with its own.
         """
         with self._translating_errors(name, "written"):
             return self._back.create(_checked(name), data)

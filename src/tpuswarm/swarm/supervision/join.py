@@ -30,7 +30,7 @@ MAX_DEATHS = 4
 HEAD_POLL_INTERVAL_S, HEAD_RETRY_S = 3.0, 1.0
 """Wait between two searches for a run's head, and after a head has ended."""
 RECONNECT_PAUSE_S = 5.0
-"""Added before each further attempt: host 0 may be slow to notice what it lost."""
+"""Added before each further attempt: host 0 may be slow to notice a loss."""
 
 Say = Callable[[str], None]
 
@@ -89,7 +89,7 @@ def join(
     ports: Ports | None = None,
     batch: int | None = None,
 ) -> bool:
-    """Take part until Ctrl-C, SIGTERM or the end of the swarm; return whether this machine was asked to leave.
+    """Take part until Ctrl-C, SIGTERM or the end of the swarm; return whether the user asked this machine to leave.
 
     name: by which the swarm recognizes this machine, by default its hostname; ports: of its Ray, None for any; batch:
     rows of its steps, by default the run's batch.

@@ -80,7 +80,7 @@ class SupervisedProcess:
         Not a member that has left. The coordinator must answer to the end: members learn from it that the run ended.
         """
         if self.actor is None or (self.left and self.is_member) or (self.node == ANYWHERE and self.pid is None):
-            return False  # a cluster may need long to find room for it
+            return False  # a cluster may need long to find room
         limit = STARTUP_S if self.pid is None else HUNG_MEMBER_S if self.is_member else HUNG_S
         return now - self.last_answer > limit
 

@@ -65,8 +65,8 @@ class Supervisor:
         watch: Callable[["Supervisor"], None] = lambda supervisor: None,
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     ):
-        """environment: returns that of a member by number, or of a joined one for None; watch: called in each round,
-        for a demo; on_row: called with each metrics row of a member.
+        """environment: returns a member's variables by its number, or for None those of a joined one; watch: called in
+        each round, for a demo; on_row: called with each metrics row of a member.
         """
         self.run, self.plan, self.screen = run, plan, screen
         self._unit = token_unit(plan.tokens_per_row)

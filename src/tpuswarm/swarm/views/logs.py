@@ -89,7 +89,7 @@ class Logs:
 
 
 def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
-    """Date the lines of a process. Times such as HH:MM:SS.mmm have no date, which follows from the end.
+    """Date the lines of a process. Times such as HH:MM:SS.mmm lack a date; derive it from the end.
 
     Lines without a time, as in a traceback, get that of the line before; ended: when the last line was written.
     """

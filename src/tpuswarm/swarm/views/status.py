@@ -184,7 +184,7 @@ class RunView:
     run: str
     recipe: str
     state: str
-    """As in train/run/directory.py."""
+    """The run's state, from train/run/directory.py."""
     pid: int | None
     message: str
     """Why it stopped or failed."""

@@ -76,7 +76,7 @@ class Layout:
         return tuple(sum(leaf.size for leaf in fragment) for fragment in self.fragments)
 
     def find_slices(self, paths: Collection[str]) -> tuple[AveragedSlice, ...]:
-        """Return the slices of these leaves in the fragments."""
+        """Return the slice of each of the given leaves in its fragment."""
         found = []
         for number, leaves in enumerate(self.fragments):
             start = 0

@@ -18,21 +18,7 @@ from tpuswarm.cloud.google.firewall import network_tag
 from tpuswarm.cloud.google.settings import find_project
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.apply.init import (
-    GrantText,
-    InitPlan,
-    InitStep,
-    PoolText,
-    ProjectState,
-    inspect_project,
-    list_steps,
-    main_region,
-    parse_grant,
-    plan_from_file,
-    pools_from_grants,
-    run_step,
-    swarm_toml,
-)
+from tpuswarm.fleet.apply import init as preparation
 from tpuswarm.fleet.apply.preflight import run_checks
 from tpuswarm.fleet.spec.checks import find_problems
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, SwarmFile, read_swarm
@@ -92,7 +78,7 @@ def init(
         plan, text = _plan_new_file(ask, file, provider, project, bucket, cross_region, grants, pools)
     say(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if dry_run:
-        _print_steps(list_steps(plan, text, ProjectState(file=file.exists())))
+        _print_steps(preparation.list_steps(plan, text, preparation.ProjectState(file=file.exists())))
         say("nothing was done; a dry run does not check what exists already")
         return
     from tpuswarm.cloud.google.project import Project
@@ -100,8 +86,8 @@ def init(
     with waiting("checking what exists"):
         access = open_access(provider, plan.project)
         cloud_project = Project(access)
-        state = inspect_project(cloud_project, plan)
-    steps = list_steps(plan, text, state)
+        state = preparation.inspect_project(cloud_project, plan)
+    steps = preparation.list_steps(plan, text, state)
     _print_steps(steps)
     if not all(step.there for step in steps):
         confirm(yes)
@@ -109,7 +95,7 @@ def init(
         if not step.there:
             try:
                 with waiting(step.says) as show_progress:
-                    run_step(step, cloud_project, plan, state, text, show_progress)
+                    preparation.run_step(step, cloud_project, plan, state, text, show_progress)
             except KeyboardInterrupt:
                 say(f"{number}. not finished: {step.says}; the same command continues")
                 raise
@@ -136,28 +122,28 @@ def _print_next_commands(access: Any, cloud_project: Any, file: Path) -> None:
         )
 
 
-def _plan_of_file(file: Path) -> tuple[str, InitPlan, str]:
+def _plan_of_file(file: Path) -> tuple[str, preparation.InitPlan, str]:
     spec = read_swarm(file)
     is_rehearsal = spec.provider == "rehearsal"
     project = (spec.project or REHEARSAL_PROJECT) if is_rehearsal else find_project(spec.project)
-    return spec.provider, plan_from_file(spec, file, project), file.read_text(encoding="utf-8")
+    return spec.provider, preparation.plan_from_file(spec, file, project), file.read_text(encoding="utf-8")
 
 
 def _ask_machines(
     ask: Question, grant_texts: list[str], type_: str | None, zones: list[str], count: int, on_demand: bool
-) -> tuple[list[GrantText], list[PoolText]]:
+) -> tuple[list[preparation.GrantText], list[preparation.PoolText]]:
     """Return grants and pools, from options or answers."""
-    grants = [parse_grant(text) for text in grant_texts]
+    grants = [preparation.parse_grant(text) for text in grant_texts]
     if not grants and not type_:
         while text := ask("grant", "--grant", ""):
-            grants.append(parse_grant(text))
+            grants.append(preparation.parse_grant(text))
     if grants and not type_:
-        return grants, pools_from_grants(grants)
+        return grants, preparation.pools_from_grants(grants)
     tpu = find(type_ or ask("TPU type, such as v5e-8 (`tpuswarm catalog` lists them)", "--type or --grant", None))
     if not zones:
         known = ",".join(tpu.zones())
         zones = ask("zones, in order of preference", "--zone", known or None).replace(",", " ").split()
-    return grants, [PoolText(tpu.name, tuple(zones), count, "on-demand" if on_demand else "spot")]
+    return grants, [preparation.PoolText(tpu.name, tuple(zones), count, "on-demand" if on_demand else "spot")]
 
 
 def _plan_new_file(
@@ -167,24 +153,26 @@ def _plan_new_file(
     project: str | None,
     bucket: str | None,
     cross_region: bool,
-    grants: list[GrantText],
-    pools: list[PoolText],
-) -> tuple[InitPlan, str]:
+    grants: list[preparation.GrantText],
+    pools: list[preparation.PoolText],
+) -> tuple[preparation.InitPlan, str]:
     if provider == "rehearsal":
         project = project or REHEARSAL_PROJECT
     else:
         project = project or _default_project() or ask("Google Cloud project", "--project", None)
     name = _user_fleet_name() if file == DEFAULT_FILE else file.stem
     zones = Counter({zone: pool.count for pool in pools for zone in pool.zones})
-    plan = InitPlan(name, project, network_tag(name), bucket or f"{project}-{name}", main_region(zones), file)
-    text = swarm_toml(plan, provider, cross_region, grants, pools)
+    plan = preparation.InitPlan(
+        name, project, network_tag(name), bucket or f"{project}-{name}", preparation.main_region(zones), file
+    )
+    text = preparation.swarm_toml(plan, provider, cross_region, grants, pools)
     for place, sentence in find_problems(parse_toml(text, file, SwarmFile), time.time()):
         if place != ("storage", "region"):
             raise InputError(sentence)
         say(sentence)
         if ask("allow it, yes or no", "--allow-cross-region", "no").lower() not in ("y", "yes"):
             raise InputError(f"{sentence} (--allow-cross-region)")
-        return plan, swarm_toml(plan, provider, True, grants, pools)
+        return plan, preparation.swarm_toml(plan, provider, True, grants, pools)
     return plan, text
 
 
@@ -201,7 +189,7 @@ def _default_project() -> str | None:
         return None
 
 
-def _print_steps(steps: list[InitStep]) -> None:
+def _print_steps(steps: list[preparation.InitStep]) -> None:
     for number, step in enumerate(steps, 1):
         done = " – already done" if step.there else ""
         say(f"{number}. {step.says}{done}", hang=3)

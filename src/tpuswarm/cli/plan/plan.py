@@ -191,54 +191,41 @@ def _print_forecast(machines: Machines, forecast: outlook.Outlook, rows: list[Ro
             say(sentence)
 
 
-class _LineView:
-    """Prints a line on stderr for each answer, and the table on stdout at the end."""
-
-    def __init__(self, title: str, orders: list[Order], as_json: bool):
-        self._title, self._as_json = title, as_json
-        self._rows: dict[str, Row] = {}
-        self._states: dict[str, str] = {order.place.name: "waiting" for order in orders}
-
-    def show_state(self, order: Order, state: str) -> None:
-        say(f"{order.place.name}: {state}", err=True)
-
-    def show_row(self, row: Row) -> None:
-        self._rows[row.accelerator.name] = row
-        say(f"{row.accelerator.name}: {row.sentence}", err=True)
-
-    def draw(self) -> Any:
-        return table(self._title, [(name, self._rows.get(name), state) for name, state in self._states.items()])
-
-    def close(self) -> None:
-        if not self._as_json and self._rows:
-            make_console().print(self.draw())
-
-
-class _LiveView(_LineView):
-    """Redraws the table on a terminal."""
+class _View:
+    """Shows answers as they come: on a terminal in a table that is redrawn, elsewhere as lines on stderr."""
 
     def __init__(self, title: str, orders: list[Order]):
-        from tpuswarm.train.process.drawn import Drawn
-
-        super().__init__(title, orders, False)
-        self._live = Drawn(get_renderable=self.draw, console=make_console(), refresh_per_second=2)
-        self._live.start()
+        self._title = title
+        self._states: dict[str, str] = {order.place.name: "waiting" for order in orders}
+        self.rows: dict[str, Row] = {}
+        self.is_live = False
 
     def show_state(self, order: Order, state: str) -> None:
         self._states[order.place.name] = state
+        if not self.is_live:
+            say(f"{order.place.name}: {state}", err=True)
 
     def show_row(self, row: Row) -> None:
-        self._rows[row.accelerator.name] = row
+        self.rows[row.accelerator.name] = row
+        if not self.is_live:
+            say(f"{row.accelerator.name}: {row.sentence}", err=True)
 
-    def close(self) -> None:
-        self._live.stop()
+    def draw(self) -> Any:
+        return table(self._title, [(name, self.rows.get(name), state) for name, state in self._states.items()])
 
 
 @contextmanager
-def _open_view(title: str, orders: list[Order], as_json: bool) -> Iterator[_LineView]:
-    is_live = make_console().is_terminal and not as_json
-    view = _LiveView(title, orders) if is_live else _LineView(title, orders, as_json)
+def _open_view(title: str, orders: list[Order], as_json: bool) -> Iterator[_View]:
+    console, view = make_console(), _View(title, orders)
+    if console.is_terminal and not as_json:
+        from tpuswarm.train.process.drawn import Drawn
+
+        with Drawn(get_renderable=view.draw, console=console, refresh_per_second=2):
+            view.is_live = True
+            yield view
+        return
     try:
         yield view
     finally:
-        view.close()
+        if view.rows and not as_json:
+            console.print(view.draw())

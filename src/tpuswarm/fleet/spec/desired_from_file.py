@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -69,21 +70,13 @@ def _pool_spec(file: tables.SwarmFile, pool: tables.Pool, fleet: str, public_key
     spec = TpuSpec(
         name="",
         zone=pool.zones[0],
-        type=pool.type,
         how=pool.how,
-        fleet=fleet,
         pool=pool.name,
         runtime=pool.runtime or find(pool.type).generation.runtime or "",
-        network=pool.network,
-        subnetwork=pool.subnet,
-        external_ips=pool.external_ips,
-        tags=_tags(file, pool),
-        labels=pool.labels,
-        metadata=_metadata(pool, public_key),
-        service_account=pool.service_account,
         disks=tuple(Disk(disk.name, disk.read_only) for disk in pool.disks),
         reservation=pool.reservation,
         wait_s=pool.wait,
+        **_common_settings(file, pool, pool.type, fleet, public_key),
     )
     return PoolSpec(pool.name, spec, pool.zones, pool.count, pool.wait)
 
@@ -95,33 +88,33 @@ def _vm_spec(
     spec = VmSpec(
         name=f"{file.name}-{name}",
         zone=table.zone,
-        type=table.type,
-        fleet=fleet,
         pool=name,
         image=table.image,
         disk_gib=table.disk_gib,
-        network=table.network,
-        subnetwork=table.subnet,
-        external_ips=table.external_ips,
         ip_forward=vm is not None and vm.ip_forward,
         spot=vm is not None and vm.spot,
-        tags=_tags(file, table),
-        labels=table.labels,
-        metadata=_metadata(table, public_key),
-        service_account=table.service_account,
+        **_common_settings(file, table, table.type, fleet, public_key),
     )
     return PoolSpec(name, spec, (table.zone,), 1, routes=vm is not None and vm.role == "router")
 
 
-def _tags(file: tables.SwarmFile, table: tables.MachineTable) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((network_tag(file.name), *table.tags)))
-
-
-def _metadata(table: tables.MachineTable, public_key: str | None) -> Mapping[str, str]:
-    """Add the user's SSH key, unless the file has keys."""
-    if public_key is None or SSH_KEYS in table.metadata:
-        return table.metadata
-    return {SSH_KEYS: f"{getpass.getuser()}:{public_key}", **table.metadata}
+def _common_settings(
+    file: tables.SwarmFile, table: tables.MachineTable, type_: str, fleet: str, public_key: str | None
+) -> dict[str, Any]:
+    metadata = table.metadata
+    if public_key is not None and SSH_KEYS not in metadata:
+        metadata = {SSH_KEYS: f"{getpass.getuser()}:{public_key}", **metadata}
+    return {
+        "type": type_,
+        "fleet": fleet,
+        "network": table.network,
+        "subnetwork": table.subnet,
+        "external_ips": table.external_ips,
+        "tags": tuple(dict.fromkeys((network_tag(file.name), *table.tags))),  # the firewall knows the fleet by its tag
+        "labels": table.labels,
+        "metadata": metadata,
+        "service_account": table.service_account,
+    }
 
 
 def with_keeper_home(desired: Desired, bucket: str | None) -> Desired:

@@ -77,6 +77,11 @@ class Document:
     """Ids of recent changes, so that none is made twice if an answer is lost."""
     format: int = FORMAT
 
+    @property
+    def all_flags(self) -> tuple[Flag, ...]:
+        """The flags of the file, and those of `tpuswarm flags`, which win."""
+        return (*self.desired.flags, *self.flags)
+
 
 class Damaged(RunFailed):
     """The stored document cannot be read."""

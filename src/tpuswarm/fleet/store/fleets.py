@@ -221,7 +221,7 @@ def merge_desired(file: SwarmFile, mark: str, before: Desired | None, paid: bool
 
 
 def store_desired(fleet: Fleet, store: DocumentStore, file: SwarmFile, desired: Desired, shown: Desired | None) -> None:
-    """Store the desired state, also in place of a damaged document.
+    """Store the desired state of a new or existing fleet, also in place of a damaged document.
 
     `shown`: the state that `desired` was derived from when the user confirmed. Raise InputError if it has changed.
     """
@@ -229,17 +229,11 @@ def store_desired(fleet: Fleet, store: DocumentStore, file: SwarmFile, desired: 
     def make(found: Document | None) -> Document:
         if found is None:
             return new_document(fleet, file, desired)
-        _require_unchanged(store, found, shown)
         if found.desired.down is not None:  # its jobs have ended with it
             found = replace(found, work=WorkStatus(), jobs=tuple(end_job(job) for job in found.jobs))
-        return replace(
-            found,
-            desired=_with_keys(desired, found.desired),
-            zones=tuple(dict.fromkeys((*found.zones, *desired.zones))),
-            work=replace(found.work, done=False),  # a job may follow
-            asked_by=current_user(),
-            asked_at=time.time(),
-        )
+        zones = tuple(dict.fromkeys((*found.zones, *desired.zones)))
+        found = replace(found, zones=zones, work=replace(found.work, done=False))  # a job may follow
+        return _with_desired(store, found, desired, shown)
 
     try:
         store.change(make)
@@ -254,16 +248,16 @@ def change_desired(store: DocumentStore, desired: Desired, shown: Desired) -> No
     def make(found: Document | None) -> Document:
         if found is None:
             raise RunFailed(f"{store.where} was deleted")
-        _require_unchanged(store, found, shown)
-        return replace(found, desired=_with_keys(desired, found.desired), asked_by=current_user(), asked_at=time.time())
+        return _with_desired(store, found, desired, shown)
 
     store.change(make)
 
 
-def _require_unchanged(store: DocumentStore, found: Document, shown: Desired | None) -> None:
+def _with_desired(store: DocumentStore, found: Document, desired: Desired, shown: Desired | None) -> Document:
     now = found.desired
     if shown is None or (now.fleet, now.revision, now.down) != (shown.fleet, shown.revision, shown.down):
         raise InputError(f"{store.where} was changed while this command asked: repeat it to see the new state")
+    return replace(found, desired=_with_keys(desired, now), asked_by=current_user(), asked_at=time.time())
 
 
 def _with_keys(desired: Desired, found: Desired) -> Desired:

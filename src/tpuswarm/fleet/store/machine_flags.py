@@ -45,13 +45,12 @@ def find_generation(type_: str) -> str | None:
 
 def machine_flags(document: Document, machine: Machine, job: str | None = None) -> dict[str, Flag]:
     """Return the flags on a machine, by name: for one job, or for everything that starts there."""
-    flags = (*document.desired.flags, *document.flags)
-    return resolve_flags(flags, machine.name, machine.pool, find_generation(machine.type), job)
+    return resolve_flags(document.all_flags, machine.name, machine.pool, find_generation(machine.type), job)
 
 
 def machine_exports(document: Document, machine: Machine, job: str | None = None) -> str:
     """Return the shell commands that set the flags of a machine."""
-    return shell_exports(machine_flags(document, machine, job)) if document.desired.flags or document.flags else ""
+    return shell_exports(machine_flags(document, machine, job)) if document.all_flags else ""
 
 
 def is_tf_pod(spec: Spec) -> bool:
@@ -78,7 +77,7 @@ def outdated_pods(document: Document, machines: Iterable[Machine]) -> dict[str, 
 
 def check_tf_pods(document: Document) -> None:
     """Raise InputError if a TensorFlow pod needs more than one flag: its start script may not handle spaces."""
-    flags = (*document.desired.flags, *document.flags)
+    flags = document.all_flags
     machine_names = [flag.where for flag in flags if flag.layer == "machine"]
     for pool in document.desired.pools:
         for machine in ("", *machine_names) if is_tf_pod(pool.spec) else ():
@@ -93,8 +92,7 @@ def check_tf_pods(document: Document) -> None:
 
 def add_flag_metadata(spec: Spec, document: Document) -> Spec:
     """Return the spec of a new TensorFlow pod with its flags in the metadata; other specs unchanged."""
-    flags = (*document.desired.flags, *document.flags)
-    if not is_tf_pod(spec) or not flags:
+    if not is_tf_pod(spec) or not document.all_flags:
         return spec
-    resolved = resolve_flags(flags, spec.name, spec.pool, find_generation(spec.type), None)
+    resolved = resolve_flags(document.all_flags, spec.name, spec.pool, find_generation(spec.type), None)
     return replace(spec, metadata={**flag_metadata(resolved), **spec.metadata})

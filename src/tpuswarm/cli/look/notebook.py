@@ -19,7 +19,7 @@ from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.forward import Taken, forward, hold
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.notebook.begin import NoJupyter, Notebook, begin, end
+from tpuswarm.remote.notebook.begin import NoJupyter, Notebook, start, stop
 from tpuswarm.remote.places import there
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.process.waiting import waiting
@@ -72,7 +72,7 @@ def _find_machine(routes: Routes, name: str) -> ReachableHosts:
 
 async def _stop(routes: Routes, machine: ReachableHosts) -> None:
     async with Connections(routes.key) as connections:
-        was_running = await end(connections, machine.hosts)
+        was_running = await stop(connections, machine.hosts)
     state = "is stopping, with its kernels" if was_running else "is not running"
     say(f"Jupyter on {_describe_machine(machine)} {state}")
 
@@ -94,7 +94,7 @@ async def _start(routes: Routes, machine: ReachableHosts) -> Notebook:
 async def _begin_jupyter(connections: Connections, machine: ReachableHosts, before: Notebook | None) -> Notebook:
     workers = machine.machines[machine.hosts[0].label].workers
     addresses = [worker.internal or "" for worker in workers]
-    return await begin(connections, machine.hosts, addresses, there(Path.cwd()), before)
+    return await start(connections, machine.hosts, addresses, there(Path.cwd()), before)
 
 
 async def _forward(routes: Routes, name: str, port: int, started: Notebook) -> None:

@@ -61,7 +61,7 @@ class Notebook:
         return f"http://{name}:{port}/{path}?token={self.token}"
 
 
-async def begin(
+async def start(
     connections: Connections, hosts: Sequence[Host], addresses: Sequence[str], folder: str, before: Notebook | None
 ) -> Notebook:
     """Return a machine's server; start it on the first host if it does not run.
@@ -85,7 +85,7 @@ async def begin(
             raise RunFailed(f"{host.label} cannot be prepared for a notebook (exit {status}): {_last_line(err)}")
         return dict(json.loads(out.decode().strip().rpartition("\n")[2]))
 
-    async def start(host: Host, name: str, line: Callable[[str], str], file: str) -> str:
+    async def start_job(host: Host, name: str, line: Callable[[str], str], file: str) -> str:
         """Start a job unless it runs; return the text of a file that it writes below its own path."""
         run, is_on = _last_run(jobs[host], name)
         path = f"{FOLDER}/{name.removeprefix(SERVICE)}-{run + (not is_on)}"
@@ -104,19 +104,20 @@ async def begin(
         program = f"{PATHS}exec python3 {FOLDER}/code/run.py worker"
         address_of = dict(zip(hosts, addresses, strict=True))
         ports = await _on_all(
-            others, lambda host: start(host, WORKER, lambda path: as_set_up(f"{program} {address_of[host]} {path}"), "")
+            others,
+            lambda host: start_job(host, WORKER, lambda path: as_set_up(f"{program} {address_of[host]} {path}"), ""),
         )
         workers = list(zip(addresses[1:], map(int, ports), strict=True))
         await prepare(first, (), {"slice.json": json.dumps({"address": addresses[0], "workers": workers})})
-    text = await start(first, SERVER, lambda path: as_set_up(_server_line(path), folder), "/jpserver-*.json")
+    text = await start_job(first, SERVER, lambda path: as_set_up(_server_line(path), folder), "/jpserver-*.json")
     about = json.loads(text)
     return Notebook(first, about["port"], about["token"], not is_running)
 
 
-async def end(connections: Connections, hosts: Sequence[Host]) -> bool:
+async def stop(connections: Connections, hosts: Sequence[Host]) -> bool:
     """Stop the server and everything it started; return whether anything ran. Raises NoWay."""
 
-    async def stop(host: Host) -> bool:
+    async def stop_jobs(host: Host) -> bool:
         supervisor = Supervisor(connections, host)
         jobs = await supervisor.show()
         running = [name for name in (SERVER, WORKER) if _last_run(jobs, name)[1]]
@@ -124,7 +125,7 @@ async def end(connections: Connections, hosts: Sequence[Host]) -> bool:
             await supervisor.end(name, jobs[name]["run"])
         return bool(running)
 
-    return any(await _on_all(hosts, stop))
+    return any(await _on_all(hosts, stop_jobs))
 
 
 def line_that_reads(files: str) -> str:
@@ -149,7 +150,6 @@ async def _wait_for_file(connections: Connections, host: Host, job: str, file: s
 
 
 def _last_run(jobs: Mapping[str, Mapping[str, Any]], name: str) -> tuple[int, bool]:
-    """Return the number of a job's last run, and whether it is running."""
     job = jobs.get(name, {})
     return job.get("run", 0), job.get("state") == "running"
 
@@ -164,8 +164,7 @@ def _config(token: str) -> dict[str, Any]:
 
 
 def _server_line(runtime: str) -> str:
-    """Start the server; its configuration follows the user's own."""
-    return (
+    return (  # this configuration follows the user's own
         f"{PATHS}export JUPYTER_CONFIG_PATH={FOLDER}/config JUPYTER_PATH={FOLDER}/share JUPYTER_RUNTIME_DIR={runtime}; "
         f"export JUPYTERLAB_SETTINGS_DIR={FOLDER}/settings; exec python3 -m jupyterlab "
         f"--config={FOLDER}/config/jupyter_server_config.json"
@@ -173,7 +172,6 @@ def _server_line(runtime: str) -> str:
 
 
 def _begin_script(host: Host) -> str:
-    """A script that runs a program with the machine's environment and flags of now, and one hash seed."""
     line = as_set_up(f'{PATHS}export PYTHONHASHSEED=0; exec "$@"', exports=host.exports)
     return f"#!/bin/bash\n{line}\n"
 

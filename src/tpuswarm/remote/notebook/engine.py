@@ -76,8 +76,7 @@ class Mirrored(IPythonKernel):
     def pre_handler_hook(self) -> None:
         """Leave the signal handler in place."""
 
-    def post_handler_hook(self) -> None:
-        """Leave the signal handler in place."""
+    post_handler_hook = pre_handler_hook
 
     def _raise_interrupt(self, *_: Any) -> None:
         if self._running:

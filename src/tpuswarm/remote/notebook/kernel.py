@@ -1,4 +1,4 @@
-"""Run a slice's kernel on its first worker. It is Jupyter's own, and the other workers repeat what it executes.
+"""Run the kernel of a slice on worker 0. It is Jupyter's own kernel; the other workers repeat its cells.
 
 `worker.py` starts an engine on each other worker, and all form one JAX program. Output of another worker is shown at
 the end of a cell if it differs. A first line `%%worker 2` sends a cell to one worker.
@@ -110,7 +110,7 @@ class Worker:
         self.send(**message)
         return future
 
-    def end(self) -> None:
+    def disconnect(self) -> None:
         """End the connection, and with it the engine."""
         if self._line is not None:
             shut_down(self._line)
@@ -171,7 +171,7 @@ class SliceKernel(Mirrored):
         return {**info, "supported_features": [name for name in info["supported_features"] if "subshell" not in name]}
 
     async def shell_main(self, subshell_id: str | None, msg: Any) -> None:
-        """Handle messages strictly in order, also those of widgets during an asynchronous cell."""
+        """Handle messages strictly in order, even a widget's during an asynchronous cell."""
         async with self._main_asyncio_lock:
             await self.dispatch_shell(msg)
 
@@ -231,19 +231,19 @@ class SliceKernel(Mirrored):
             if 0 in workers:
                 request.results[0].set_result(await self.run_user_code(request.id, work))
                 for worker in others:
-                    worker.send(do="answer", id=request.id, is_eof=False)  # it may wait for an answer that nobody gave
+                    worker.send(do="answer", id=request.id, is_eof=False)  # end a wait for input()
             await asyncio.wait([asyncio.wrap_future(result) for result in request.results.values()])
             replies = {number: result.result() for number, result in sorted(request.results.items())}
         except Lost:
             if request.is_cut:
-                self._say(request, f"{self._lost}\n")
+                self._show_text(request, f"{self._lost}\n")
                 return request.results[request.failed[0]].result()
             return self._fail(request.message, "WorkerLost", self._lost)
         finally:
             with self._lock:
                 request.is_over, self._current = True, None
         if request.is_cut:
-            self._say(request, f"{self._lost}\n")
+            self._show_text(request, f"{self._lost}\n")
         return await self._conclude(request, replies)
 
     async def _join(self) -> None:
@@ -274,7 +274,7 @@ class SliceKernel(Mirrored):
         if len(replies) == len(self._all) and all(identifiers == opened[0] for identifiers in opened):
             self._shared.update(opened[0])
         elif any(opened):
-            self._say(request, "the workers have made different widgets, whose values reach one worker only\n")
+            self._show_text(request, "the workers have made different widgets, whose values reach one worker only\n")
         if 0 in replies:
             self._compare(request)
         failed = {number: replies[number] for number in request.failed}
@@ -292,13 +292,12 @@ class SliceKernel(Mirrored):
             with suppress(Lost):
                 await self._together("meet", [request.id], timeout_s, "the workers stopped at different places")
             if self._lost and not request.is_cut:
-                self._say(request, f"{self._lost}\n")
+                self._show_text(request, f"{self._lost}\n")
         return errors[0]
 
     # Failures.
 
     def _check(self, request: Request, number: int, done: "Future[Reply]") -> None:
-        """Note a failure; watch the other workers after the first."""
         if done.exception() is None and done.result()["status"] != "ok":
             with self._lock:
                 request.failed.append(number)
@@ -322,12 +321,12 @@ class SliceKernel(Mirrored):
             self._lost = why + advice
             request = self._current
         for worker in self._others.values():
-            worker.end()
+            worker.disconnect()
         if request is not None:
             self.interrupt(request.id)
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Interrupt the current request on all of its workers; comes in the control thread."""
+        """Interrupt the current request on all workers. The control thread calls this."""
         if (request := self._current) is not None:
             for worker in self._others.values():
                 worker.send(do="interrupt", id=request.id)
@@ -337,18 +336,16 @@ class SliceKernel(Mirrored):
     async def do_shutdown(self, restart: bool) -> Reply:
         """End all engines."""
         for worker in self._others.values():
-            worker.end()
+            worker.disconnect()
         return super().do_shutdown(restart)
 
     def _fail(self, message: Any, ename: str, evalue: str, traceback: Sequence[str] = ()) -> Reply:
-        """Show an error; return it as a reply."""
         error = {"ename": ename, "evalue": evalue, "traceback": [*traceback] or [f"{ename}: {evalue}"]}
         self.show_error(error, message, b"slice")
         return {"status": "error", **error}
 
     def _show_failure(self, request: Request, failed: Sequence[int]) -> None:
-        """Show another worker's error with its traceback; this one's is shown already."""
-        if 0 not in failed:
+        if 0 not in failed:  # worker 0 has shown its own error
             error = request.results[failed[0]].result()
             traceback = [f"{label(failed)}:", *error["traceback"]]
             self._fail(request.message, error["ename"], error["evalue"], traceback)
@@ -411,9 +408,11 @@ class SliceKernel(Mirrored):
                 output = outputs[numbers[0], stream]
                 text = output.text.rstrip("\n") or "nothing"
                 left = f"\n… {output.chars - MAX_CHARS:,} more characters" if output.chars > MAX_CHARS else ""
-                self._say(request, f"{label(numbers)}:{chr(10) if chr(10) in text else ' '}{text}{left}\n", stream)
+                self._show_text(
+                    request, f"{label(numbers)}:{chr(10) if chr(10) in text else ' '}{text}{left}\n", stream
+                )
 
-    def _say(self, request: Request, text: str, stream: str = "stderr") -> None:
+    def _show_text(self, request: Request, text: str, stream: str = "stderr") -> None:
         content = {"name": stream, "text": text}
         self.session.send(self.iopub_socket, "stream", content, request.message, ident=b"slice")
 

@@ -1,4 +1,4 @@
-"""Write the files of a notebook on this host and print what the host lacks. Sent as a program's text; Python 3.10.
+"""Write a notebook's files on this host; print the packages that it lacks. Python 3.10, sent as a program's text.
 
 Standard input is JSON: `needs`, packages; `files`, texts by path below ~/.tpuswarm/notebook; `server`, the
 configuration of a server that starts now and its earlier port, or null.
@@ -12,7 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
-FOLDER = Path.home() / ".tpuswarm" / "notebook"
+FOLDER = Path.home().joinpath(".tpuswarm/notebook")
 
 
 def write(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path.home() / ".tpuswarm" / "notebook"
+FOLDER = Path.home().joinpath(".tpuswarm/notebook")
 AUTHENTICATION_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 10.0
 POLL_INTERVAL_MS = 100

@@ -261,7 +261,7 @@ def test_run_that_lost_its_bucket_fails_and_resumes_once_it_is_back(
     server, use_disk, short_lease, frequent_renewals, fault
 ):
     run = start_run()
-    denied = "me@example.com does not have storage.objects.create access to the bucket."
+    denied = "me@example.com does not have storage.objects.create access to the bucket"
     server.gone, server.denied = fault == "deleted", denied if fault == "denied" else ""
     run.send_soon()
     for thread in run._sync._threads:

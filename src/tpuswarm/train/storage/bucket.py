@@ -280,13 +280,13 @@ class Bucket:
         from google.auth.exceptions import GoogleAuthError
 
         error = getattr(error, "cause", None) or error  # a chunk's last error
-        if isinstance(error, requests.RequestException) and is_transient(error):
-            return Unreachable(f"{self.url}: {doing} failed: {self._host} does not answer; {WAY_OUT}")
         text = _server_message(str(getattr(error, "message", "") or error)) or type(error).__name__
-        if not is_transient(error) and (isinstance(error, GoogleAuthError) or getattr(error, "code", None) == 401):
+        if is_transient(error):
+            text = f"{self._host} does not answer" if isinstance(error, requests.RequestException) else text
+            return Unreachable(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
+        if isinstance(error, GoogleAuthError) or getattr(error, "code", None) == 401:
             return BucketFailed(f"{self.url}: not signed in to Google Cloud ({text}); {SIGN_IN}")
-        kind = Unreachable if is_transient(error) else BucketFailed
-        return kind(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
+        return BucketFailed(f"{self.url}: {doing} failed: {text}")
 
 
 def _server_message(text: str) -> str:

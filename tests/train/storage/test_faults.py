@@ -203,6 +203,7 @@ def test_run_ends_though_its_bucket_never_answers(server, use_disk, short_lease,
         and words.count("start the same command again") == 1
         and read_life(run.folder).message == words
     )
+    until(lambda: all(thread.name != "bucket" for thread in threading.enumerate()))  # as the process would end
     outage(over=True)
     Run(folder_of(URL)).close()
     use_disk("two")

@@ -162,7 +162,7 @@ class _Planner:
         visible = [machine for machine in alive if machine.zone not in self.unreachable]
         if (surplus := len(visible) - pool.count) > 0:
             why = f"pool {pool.name} needs {pool.count:,} machines and has {len(visible):,}"
-            for machine in sorted(visible, key=self._value)[:surplus]:
+            for machine in sorted(visible, key=self._keep_priority)[:surplus]:
                 self._delete(machine, why)
                 alive.remove(machine)
         for machine in alive:
@@ -177,7 +177,7 @@ class _Planner:
         unlisted = sum(spec.pool == pool.name for spec in self.unlisted)
         return pool.count - len(alive) - going - paused - unlisted, leftovers
 
-    def _value(self, machine: Machine) -> tuple[bool, bool, bool, float, tuple[str, int]]:
+    def _keep_priority(self, machine: Machine) -> tuple[bool, bool, bool, float, tuple[str, int]]:
         """Sort key: machines that are not ready go first, then idle, then unhealthy ones, then the youngest."""
         stem, number = by_number(machine.name)
         is_busy = machine.name in self.busy

@@ -35,10 +35,10 @@ class Bucket:
         self.gone = False
         """Every request gets a 404, as after somebody deleted the bucket."""
         self.faults: list[str] = []
-        """What happens to the next requests: a status code, "reset", "stall", "lose the answer", "corrupt" (of a
+        """Faults of the next requests: a status code, "reset", "stall", "lose the answer", "corrupt" (of a
         download), "forget the chunk" (a 308 without Range), or "fine"."""
         self.random, self.random_faults = random.Random(0), ()
-        """One request in ten meets one of these."""
+        """Faults of one request in ten."""
         self.requests: list[str] = []
         """Methods and paths of all requests."""
         self.refuses_deletion = False

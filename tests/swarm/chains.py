@@ -168,7 +168,7 @@ def _payload(anchor: np.ndarray, delta: np.ndarray, bits: int | None) -> dict[st
 
 
 def counted_naively(records: list[Record]) -> dict:
-    """Return what the records count, from Python sets of rows."""
+    """Count the records with Python sets of rows."""
     books: dict = {"counted": set(), "skipped": set(), "members": {}, "tokens": dict.fromkeys(FATES, 0), "changes": 0}
     for record in records:
         books["changes"] += any(decision.fate == "applied" for decision in record.decisions)

@@ -171,7 +171,7 @@ class Shard:
 
 
 @dataclass
-class ExactHolder:
+class ExactDeviceState:
     incarnation: Incarnation
     theta: Vector
     anchor: Vector

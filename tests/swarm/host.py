@@ -77,7 +77,7 @@ def main() -> None:
         group.agree({"data": source.digest, "layout": layout.digest})
         init_key, step_key = jax.random.split(jax.random.key(0))
 
-        def make_holder(fragments):
+        def make_state(fragments):
             state = compiled.init(init_key, place_fragments(compiled, layout, fragments))
             made.append(
                 ProgramState(
@@ -92,9 +92,9 @@ def main() -> None:
             return layout.split(placing.to_host(compiled.program.exchange().get(state)))
 
         if index:
-            follow(group, make_holder, begin)
+            follow(group, make_state, begin)
         else:
-            lead = Lead(group, make_holder, begin)
+            lead = Lead(group, make_state, begin)
             found = run(LedSwarm(lead, compiled, options), losses)
             (Path(options["folder"]) / "found.json").write_text(json.dumps(found))
         check(made[0], store)
@@ -113,20 +113,20 @@ class LedSwarm(Swarm):
     def begin(self, members):
         return [None], self.lead.begin()
 
-    def make_holder(self, state, anchor):
+    def make_state(self, state, anchor):
         return self.lead.make_state(anchor)
 
 
 def run(swarm: LedSwarm, losses) -> dict:
     swarm.run()
-    newest, holder = swarm.ledger.view().newest, swarm.holders[0]
+    newest, device_state = swarm.ledger.view().newest, swarm.device_states[0]
     fragments = [swarm.objects.get_array(digest) for digest in newest.state]
-    holder.adopt(Adopt("replace", None, newest.version, newest.state), holder.place(fragments), 0.0)
-    return second_life(swarm.lead, holder, fragments, losses)
+    device_state.adopt(Adopt("replace", None, newest.version, newest.state), device_state.place(fragments), 0.0)
+    return second_life(swarm.lead, device_state, fragments, losses)
 
 
 def second_life(lead, first, fragments, losses) -> dict:
-    """Return the losses of the same steps from one version: on the holder that made it, and on one that loads it."""
+    """Return the losses of the same steps from one version: on the state that made it, and on a loaded one."""
     steps = [Rows(((number * BATCH, (number + 1) * BATCH),)) for number in (50, 51, 52)]
     del losses[:]
     for rows in steps:
@@ -140,11 +140,11 @@ def second_life(lead, first, fragments, losses) -> dict:
     return {"first": values[:3], "second": values[3:]}
 
 
-def check(holder, store) -> None:
+def check(device_state, store) -> None:
     """Check that this host holds its shards of the ledger's newest version bit for bit (invariant 7)."""
     newest = Ledger(store).view().newest
     fragments = [Objects(store).get_array(digest) for digest in newest.state]
-    for anchor, fragment in zip(holder._anchor, fragments, strict=True):
+    for anchor, fragment in zip(device_state._anchor, fragments, strict=True):
         padded = np.pad(fragment, (0, anchor.size - fragment.size))
         assert len(anchor.addressable_shards) == 4
         for shard in anchor.addressable_shards:

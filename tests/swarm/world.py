@@ -14,7 +14,7 @@ from tests.swarm.exact import (
     DIGESTS,
     NAN,
     SHARDS,
-    ExactHolder,
+    ExactDeviceState,
     MemoryLedger,
     Shard,
     Vector,
@@ -149,9 +149,9 @@ class World:
             terms=self.terms, form="plain", overlap=self.overlap, incarnation=incarnation,
             base=newest.version, tokens=newest.tokens, batch=self.own[int(name[1:])] if self.own else None,
         )  # fmt: skip
-        holder = ExactHolder(incarnation, theta, theta, self.poison, self.processed)
+        device_state = ExactDeviceState(incarnation, theta, theta, self.poison, self.processed)
         made = self.processes[name] = MemberLoop(
-            state, holder, self.addresses[name], self.shards, lambda: self.engine.now, anchor=split(theta),
+            state, device_state, self.addresses[name], self.shards, lambda: self.engine.now, anchor=split(theta),
             say=self.said.append,
         )  # fmt: skip
         for process in (made.train(), made.exchange(), made.heartbeats()):
@@ -203,16 +203,16 @@ class World:
         for name, made in self.processes.items():
             if self.engine.is_stopped(name):
                 continue  # it may have changed its parameters and not yet its state
-            holder, state = made.device_state, made.state
-            assert isinstance(holder, ExactHolder)
-            now = holder.theta, holder.anchor, state, made.anchor, made._anchor_version
+            device_state, state = made.device_state, made.state
+            assert isinstance(device_state, ExactDeviceState)
+            now = device_state.theta, device_state.anchor, state, made.anchor, made._anchor_version
             if name in self.checked and all(map(is_, self.checked[name], now)):
                 continue
             self.checked[name] = now
-            own = combine((1, holder.theta), (-1, self.theta(state.base)))
+            own = combine((1, device_state.theta), (-1, self.theta(state.base)))
             rows = {basis: value for basis, value in own.items() if basis[0] != NAN}
             assert rows == trained_rows(state.outstanding, state.incarnation)
-            assert holder.anchor == self.theta(state.base)
+            assert device_state.anchor == self.theta(state.base)
             assert list(made.anchor) == split(self.theta(made._anchor_version))
             assert made._anchor_version >= state.base * self.downlink
 

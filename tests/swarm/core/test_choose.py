@@ -59,7 +59,7 @@ def test_of_two_contributions_with_the_same_rows_the_first_counts(view):
 
 
 def test_version_without_contributors_makes_nothing_stale(view):
-    with pytest.raises(InvalidRecord, match="there is no version 4: the newest is 3"):  # as after a copy was restored
+    with pytest.raises(InvalidRecord, match="there is no version 4: the newest is 3"):  # such as after a restored copy
         view.staleness(4)
     view = after(view, choose(view, [header("a", (10, 11), finite=False)], (), Staleness()))
     assert view.version == 4 and view.staleness(3) == 0

@@ -22,7 +22,7 @@ from tpuswarm.swarm.engines.inproc import Faults
 
 A, B = Incarnation("a", "1" * 32), Incarnation("b", "2" * 32)
 JOINED = replace(TERMS, members=(), outer=OuterRule("nesterov"))
-"""A run that starts without members; all of them joined later."""
+"""A run that starts without members; all join later."""
 
 
 class Desk:
@@ -126,7 +126,7 @@ def test_token_from_its_training_to_its_commit():
     desk.commit(8.0)
     assert desk.tokens(8.0) == Tokens(100, 40, 0, 60, 0)
     desk.beat(A, NO_ROWS, 40, 15.0, base=1)
-    desk.tick(2.0 + TERMS.lease_seconds)  # B sends no heartbeat any more
+    desk.tick(2.0 + TERMS.lease_seconds)  # B sends no more heartbeats
     seen = summary(desk.state, 22.0)
     assert seen.tokens == Tokens(100, 40, 0, 0, 60) and seen.leased == (A,)
 

@@ -60,7 +60,7 @@ def shared_part(compiled, state, layout) -> list[np.ndarray]:
     return layout.split(dict(zip(leaf_paths(shared), jax.device_get(jax.tree.leaves(shared)), strict=True)))
 
 
-def make_holder(recipe, compiled, *, form="plain", fragments=2, took=lambda number, metrics: None) -> ProgramState:
+def make_state(recipe, compiled, *, form="plain", fragments=2, took=lambda number, metrics: None) -> ProgramState:
     layout = layout_of(compiled, fragments)
     state = compiled.init(jax.random.key(0))
     anchor = shared_part(compiled, state, layout)
@@ -68,9 +68,9 @@ def make_holder(recipe, compiled, *, form="plain", fragments=2, took=lambda numb
     return ProgramState(compiled, source, layout, form, jax.random.key(1), state, anchor, took, None, None)
 
 
-def train(holder, steps: int, first: int = 0) -> None:
+def train(device_state, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
-        holder.train(Rows(((step * 8, (step + 1) * 8),)), (step, 1000), NO_ROWS)
+        device_state.train(Rows(((step * 8, (step + 1) * 8),)), (step, 1000), NO_ROWS)
 
 
 def ties(size: int, bits: int) -> np.ndarray:
@@ -110,23 +110,23 @@ def test_codes_of_the_devices_are_numpys_bit_for_bit(devices, shard):
 @pytest.mark.parametrize(("devices", "shard"), [(1, "replicate"), (4, "fsdp")])
 def test_snapshots_do_not_change_and_adoptions_are_numpys(devices, shard):
     compiled = compiled_on(devices, shard)
-    layout, holder = layout_of(compiled, 2), make_holder(USUAL, compiled)
-    anchor = shared_part(compiled, holder.state, layout)
+    layout, device_state = layout_of(compiled, 2), make_state(USUAL, compiled)
+    anchor = shared_part(compiled, device_state.state, layout)
     for version, how in enumerate(["snapshot", "anchor", "replace"]):
-        train(holder, 2)
-        at_push = shared_part(compiled, holder.state, layout)
-        snapshot = holder.snapshot()
-        train(holder, 2)
-        payload = holder.payload(snapshot)
+        train(device_state, 2)
+        at_push = shared_part(compiled, device_state.state, layout)
+        snapshot = device_state.snapshot()
+        train(device_state, 2)
+        payload = device_state.payload(snapshot)
         assert all(same_bits(sent["s"], s) for sent, s in zip(payload.fragments, at_push, strict=True))
         norms = [np.linalg.norm(a.astype(np.float64) - s) for a, s in zip(anchor, at_push, strict=True)]
         assert payload.norm == pytest.approx(np.linalg.norm(norms), rel=1e-6) and payload.finite
 
-        now = shared_part(compiled, holder.state, layout)
-        moments = jax.device_get(jax.tree.leaves(holder.state.opt))
+        now = shared_part(compiled, device_state.state, layout)
+        moments = jax.device_get(jax.tree.leaves(device_state.state.opt))
         published = [varied(version, size) for size in layout.sizes]
-        holder.adopt(Adopt(how, None, version, ("", "")), holder.place(published), 0.5)
-        found = shared_part(compiled, holder.state, layout)
+        device_state.adopt(Adopt(how, None, version, ("", "")), device_state.place(published), 0.5)
+        found = shared_part(compiled, device_state.state, layout)
         for got, new, theta, s, a in zip(found, published, now, at_push, anchor, strict=True):
             before = {"snapshot": s, "anchor": a, "replace": theta}[how]
             moved = new + np.float32(0.5) * (theta - new) if how == "snapshot" else theta + (new - before)
@@ -134,14 +134,16 @@ def test_snapshots_do_not_change_and_adoptions_are_numpys(devices, shard):
             expected = np.where(same, new, np.where(unmoved, theta, moved))
             exact = normal(theta, new, before, new - before, expected) | same
             assert exact.mean() > 0.5 and same_bits(got[exact], expected[exact])
-        assert all(map(same_bits, moments, jax.device_get(jax.tree.leaves(holder.state.opt))))
+        assert all(map(same_bits, moments, jax.device_get(jax.tree.leaves(device_state.state.opt))))
         anchor = published
 
 
 def test_contribution_with_infinity_is_not_finite():
-    holder = make_holder(USUAL, compiled_on(1), form="int8")
-    holder.state = jax.tree.map(lambda leaf: leaf.at[..., -1].set(jnp.inf) if leaf.ndim == 2 else leaf, holder.state)
-    payload = holder.payload(holder.snapshot())
+    device_state = make_state(USUAL, compiled_on(1), form="int8")
+    device_state.state = jax.tree.map(
+        lambda leaf: leaf.at[..., -1].set(jnp.inf) if leaf.ndim == 2 else leaf, device_state.state
+    )
+    payload = device_state.payload(device_state.snapshot())
     assert not payload.finite and payload.norm == 0.0
 
 
@@ -153,39 +155,39 @@ def slow(params, batch, key):
 def test_training_thread_does_not_wait_for_the_step_it_just_dispatched():
     recipe, ready = vector_recipe(jnp.ones(()), slow, 0.1), []
     took = lambda number, metrics: ready.append(metrics["loss"].is_ready())  # noqa: E731
-    holder = make_holder(recipe, compiled_on(1, recipe=recipe), fragments=1, took=took)
+    device_state = make_state(recipe, compiled_on(1, recipe=recipe), fragments=1, took=took)
     for step in range(2):  # the first compiles
-        version = holder.place([np.full(1, 0.5, np.float32)])
-        train(holder, 1, first=step)
-        metrics = holder._running[1]["loss"]
-        snapshot = holder.snapshot()
-        holder.adopt(Adopt("snapshot", None, 1, ("",)), version, 0.5)
+        version = device_state.place([np.full(1, 0.5, np.float32)])
+        train(device_state, 1, first=step)
+        metrics = device_state._running[1]["loss"]
+        snapshot = device_state.snapshot()
+        device_state.adopt(Adopt("snapshot", None, 1, ("",)), version, 0.5)
         is_done = metrics.is_ready(), snapshot[0].is_ready()
     assert is_done == (False, False) and ready == [False, False]
-    assert holder.settle() == 8 and metrics.is_ready() and holder.settle() == 0
+    assert device_state.settle() == 8 and metrics.is_ready() and device_state.settle() == 0
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_arrays_in_use_are_not_donated_if_a_fragment_is_one_vector(devices):
     square = lambda params, batch, key: jnp.mean(params["w"] ** 2) + 0 * jnp.mean(batch["x"])  # noqa: E731
     recipe = vector_recipe(jnp.ones(512), square, 0.1)
-    holder = make_holder(recipe, compiled_on(devices, recipe=recipe), fragments=1)
-    snapshot = holder.snapshot()
-    holder.adopt(Adopt("replace", None, 1, ("",)), holder.place([np.full(512, 0.5, np.float32)]), 0.0)
-    train(holder, 1)
-    assert np.all(holder.payload(snapshot).fragments[0]["s"] == 1)
-    holder.adopt(Adopt("anchor", None, 2, ("",)), holder.place([np.full(512, 0.25, np.float32)]), 0.0)
-    train(holder, 1)
-    assert holder.payload(holder.snapshot()).finite
+    device_state = make_state(recipe, compiled_on(devices, recipe=recipe), fragments=1)
+    snapshot = device_state.snapshot()
+    device_state.adopt(Adopt("replace", None, 1, ("",)), device_state.place([np.full(512, 0.5, np.float32)]), 0.0)
+    train(device_state, 1)
+    assert np.all(device_state.payload(snapshot).fragments[0]["s"] == 1)
+    device_state.adopt(Adopt("anchor", None, 2, ("",)), device_state.place([np.full(512, 0.25, np.float32)]), 0.0)
+    train(device_state, 1)
+    assert device_state.payload(device_state.snapshot()).finite
 
 
 def test_deleted_holder_frees_its_arrays_at_once():
-    holder = make_holder(USUAL, compiled_on(1))
-    train(holder, 2)
-    freed = weakref.ref(holder)
+    device_state = make_state(USUAL, compiled_on(1))
+    train(device_state, 2)
+    freed = weakref.ref(device_state)
     gc.disable()
     try:
-        del holder
+        del device_state
         assert freed() is None
     finally:
         gc.enable()
@@ -194,12 +196,12 @@ def test_deleted_holder_frees_its_arrays_at_once():
 def test_ramp_raises_updates_to_their_full_size():
     falling = lambda params, batch, key: params["w"].sum() + 0 * jnp.mean(batch["x"])  # noqa: E731  # by 1 a step
     recipe = vector_recipe(jnp.zeros(3), falling, 1.0)
-    holder = make_holder(recipe, compiled_on(1, recipe=recipe), fragments=1)
-    holder.ramp()
+    device_state = make_state(recipe, compiled_on(1, recipe=recipe), fragments=1)
+    device_state.ramp()
     values = [0.0]
     for step in range(RAMP_STEPS + 2):
-        train(holder, 1, first=step)
-        values.append(float(holder.state.params["w"][0]))
+        train(device_state, 1, first=step)
+        values.append(float(device_state.state.params["w"][0]))
     np.testing.assert_allclose(
         -np.diff(values), [min(1, (step + 1) / RAMP_STEPS) for step in range(RAMP_STEPS + 2)], atol=1e-5
     )
@@ -236,10 +238,12 @@ def with_hooks():
 
 def test_hooks_see_the_average_and_one_that_fails_leaves_the_others_alone(tmp_path):
     ready = member(tmp_path, f"{__file__}:with_hooks", ema=0.9)
-    holder, called = ready.make_state(ready.initialize()), []
-    average = jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), ready.compiled.program.exchange().get(holder.state))
+    device_state, called = ready.make_state(ready.initialize()), []
+    average = jax.tree.map(
+        lambda leaf: jnp.full_like(leaf, 7), ready.compiled.program.exchange().get(device_state.state)
+    )
     row = {"tokens": 32, "version": 2, "eval_loss": 1.0}
-    found = ready._inspect(holder.state, average, row, called.append)
+    found = ready._inspect(device_state.state, average, row, called.append)
     assert found.row == {**row, "step": 2, "eval_average": 35.0} and len(called) == 3
     first, last = found.texts
     assert first.startswith("a hook returned a dict that cannot be used: ") and last == "a text"

@@ -1,4 +1,4 @@
-"""A member's traces of its own steps; whatever fails, its training continues."""
+"""A member's traces; its training continues after any failure."""
 
 import jax.numpy as jnp
 import pytest

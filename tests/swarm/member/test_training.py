@@ -67,7 +67,7 @@ class Swarm:
             horizon=steps * batch, cycle=cycle * batch, members=tuple(f"m{n}" for n in range(members)),
             outer=outer or OuterRule("average"), timeouts=timeouts or RoundTimeouts(),
         )  # fmt: skip
-        self.holders, self.processes = [], []
+        self.device_states, self.processes = [], []
         self.shards = [f"shard-{n}" for n in range(shards)]
         self.clock = lambda: self.engine.now
         states, anchor = self.begin(members)
@@ -82,7 +82,7 @@ class Swarm:
         states = [self.compiled.init(self.init_key) for _ in range(members)]
         return states, self.layout.split(by_path(self.compiled.program.exchange().get(states[0])))
 
-    def make_holder(self, state, anchor):
+    def make_state(self, state, anchor):
         source, validation = self.recipe.data("train"), HeldOut(self.recipe.data("validation"), BATCH)
         return ProgramState(
             self.compiled, source, self.layout, self.form, self.step_key, state, anchor, lambda n, m: None, validation,
@@ -90,13 +90,13 @@ class Swarm:
         )  # fmt: skip
 
     def start(self, number, state, anchor, base=0, tokens=0) -> None:
-        holder = self.make_holder(state, anchor)
-        incarnation = Incarnation(f"m{number}", f"{len(self.holders):032x}")
+        device_state = self.make_state(state, anchor)
+        incarnation = Incarnation(f"m{number}", f"{len(self.device_states):032x}")
         state_of_member = MemberState(self.terms, self.form, self.overlap, incarnation, base, tokens)
         member = MemberLoop(
-            state_of_member, holder, "coordinator", self.shards, self.clock, anchor=anchor, **self.options
+            state_of_member, device_state, "coordinator", self.shards, self.clock, anchor=anchor, **self.options
         )
-        self.holders.append(holder)
+        self.device_states.append(device_state)
         self.processes.append(member)
         self.engine.spawn(f"m{number}", member.train())
         self.engine.spawn(f"m{number}", member.exchange())
@@ -194,7 +194,7 @@ def test_evaluations_are_of_published_versions_and_change_no_bit(tmp_path, plain
     evaluations, every = [], 3 * BATCH
     swarm = Swarm(tmp_path, TOY, fragments=2, evaluate_every=every, on_evaluation=evaluations.append)
     assert_same_bits(swarm.run(), plain)
-    assert swarm.holders[0].evaluate(lambda: True, None, 0, 0) is None, "asked to leave"
+    assert swarm.device_states[0].evaluate(lambda: True, None, 0, 0) is None, "asked to leave"
     assert len(evaluations) >= 2 and len({found.row["tokens"] // every for found in evaluations}) == len(evaluations)
     for row, pictures, texts in evaluations:
         assert (row["tokens"], row["eval_rows"]) == (swarm.ledger.record(row["version"]).tokens, toy.ROWS)
@@ -239,10 +239,10 @@ def test_lost_machine_loses_nothing_committed(tmp_path):
     swarm.start_shard(0)
     swarm.start_coordinator(founded=False)
     swarm.restart(0)
-    assert not swarm.holders[0]._ramp_left
+    assert not swarm.device_states[0]._ramp_left
     assert swarm.engine.run(lambda: swarm.processes[-1].state.processed > 0, 1000)
-    assert swarm.holders[-1]._ramp_left, "a new incarnation starts with small steps"
-    assert int(swarm.holders[-1].state.opt[0].count) == 1
+    assert swarm.device_states[-1]._ramp_left, "a new incarnation starts with small steps"
+    assert int(swarm.device_states[-1].state.opt[0].count) == 1
     swarm.run()
     view = swarm.ledger.view()
     assert {name: store.read(name) for name in committed} == committed and view.newest.epoch == 2

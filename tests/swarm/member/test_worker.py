@@ -59,7 +59,7 @@ class Run:
         return answer
 
     def finish(self) -> str:
-        """Run to the end of the member; returns or raises what it ended with."""
+        """Run to the end of the member; return or raise its result."""
         ended = Future()
 
         def run_member():

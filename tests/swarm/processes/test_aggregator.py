@@ -1,4 +1,4 @@
-"""Shards: a commit has the same bits for any number of them; what is damaged is made again or named."""
+"""Shards: a commit has the same bits for any number of them; damaged versions are recomputed or named."""
 
 import random
 import shutil

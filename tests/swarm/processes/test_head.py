@@ -53,7 +53,7 @@ def found(head, state=("s",), digests=DIGESTS, kill_at=None):
 
 
 def hello_once_opened(head):
-    """What the head answers once its coordinator runs."""
+    """Answers of the head after its coordinator has started."""
     process, value = head.run(), None
     while head.summarize() is None:
         value = getattr(process.send(value), "action", lambda: None)()

@@ -97,7 +97,7 @@ def test_process_may_die_or_stop_for_a_minute_at_any_step(fault, first):
 
 @pytest.mark.parametrize("action", ["member trains", "member encodes", "member adopts"])
 def test_member_with_hung_devices_loses_its_lease(action):
-    """Others train its rows, and nobody waits for it. A first action may take as long as a compilation."""
+    """Others train its rows without waiting. A first action may take as long as a compilation."""
     world = World(seed=7, members=3, horizon=100)
     hung, duration = world.processes["m0"], world.engine.effect_seconds
 

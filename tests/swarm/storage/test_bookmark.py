@@ -85,7 +85,7 @@ def test_damaged_bookmark_is_ignored_for_the_one_before(tmp_path, damage, names_
 
 
 def test_bookmark_is_void_once_its_record_changed(tmp_path, names_read):
-    """As when an older copy of the records was restored, and the run went on from there."""
+    """An older copy of the records was restored, and the run continued from it."""
     run = grown(Store(tmp_path), 6, 8, 8)
     for version in range(5, 9):
         run.store.delete(commit_name(version))
@@ -138,7 +138,7 @@ def test_machine_with_an_old_or_damaged_copy_of_a_bucket_sees_the_run(two_machin
 
 
 def test_copy_of_a_record_that_left_the_bucket_is_ignored(two_machines):
-    """As when an older state of the bucket was restored except for its bookmarks."""
+    """An older state of the bucket was restored, except its bookmarks."""
     one, two = two_machines
     run = grown(one, 15, 8, 8)
     assert Ledger(two).view() == run.view

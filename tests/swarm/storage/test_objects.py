@@ -170,7 +170,7 @@ def test_unexpected_arrays_are_named(tmp_path, content, words):
 
 
 def test_process_hashes_each_file_once(tmp_path, monkeypatch):
-    """As long as the file cannot have changed since; what this process wrote is not hashed at all."""
+    """Unless it may have changed; files written by this process are never hashed."""
     whole, hashed = hashlib.file_digest, []
     monkeypatch.setattr("hashlib.file_digest", lambda file, name: hashed.append(file.name) or whole(file, name))
     objects, array = Objects(Store(tmp_path)), np.arange(40, dtype=np.float32)
@@ -180,12 +180,12 @@ def test_process_hashes_each_file_once(tmp_path, monkeypatch):
     assert hashed == []
     objects.check(digest)
     assert len(hashed) == 1, "check always hashes"
-    other = Objects(Store(tmp_path))  # as after a restart
+    other = Objects(Store(tmp_path))  # a restart
     for _ in range(2):
         other.get_array(digest)
     assert len(hashed) == 2
     file = tmp_path / object_name(digest)
-    os.utime(file, (time.time() + 3600,) * 2)  # as if just written by another process: it may still change unnoticed
+    os.utime(file, (time.time() + 3600,) * 2)  # just written by another process: it may still change unnoticed
     for count in (3, 4):
         other.get_array(digest)
         assert len(hashed) == count

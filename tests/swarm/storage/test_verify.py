@@ -1,4 +1,4 @@
-"""What `verify` reports: a sound run, and every kind of damage."""
+"""`verify` accepts a sound run and reports every kind of damage."""
 
 import os
 import random

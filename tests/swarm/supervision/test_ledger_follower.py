@@ -16,7 +16,7 @@ from tpuswarm.swarm.supervision.ledger_follower import LIMIT, RECENT_COUNT, Ledg
 
 
 def test_running_ledger_is_read_from_its_bookmark_on(tmp_path, monkeypatch, names_read):
-    """Of older records clean-up reads only those that it needs."""
+    """Clean-up reads only the older records that it needs."""
     monkeypatch.setattr(retention, "RESCAN_COUNT", RECENT_COUNT)
     run = Run(Store(str(tmp_path)), random.Random(3), arrays=False)
     for _ in range(3 * RECENT_COUNT):
@@ -47,7 +47,7 @@ def test_running_ledger_is_read_from_its_bookmark_on(tmp_path, monkeypatch, name
 
 @pytest.mark.parametrize("is_old", [True, False])
 def test_damaged_record_is_reported_once_and_stops_clean_up_only_if_it_is_recent(tmp_path, monkeypatch, is_old):
-    """Nobody knows which files a damaged recent record names: until it is restored, none are removed."""
+    """A damaged recent record may name any file: until it is restored, none are removed."""
     monkeypatch.setattr("tpuswarm.swarm.supervision.ledger_follower.CLEAN_INTERVAL_S", -1.0)
     run = Run(Store(tmp_path), random.Random(5), arrays=False).grow(45)
     run.ledger.bookmark(run.view)

@@ -18,7 +18,7 @@ from tpuswarm.swarm.supervision.supervised_process import guest_name
 
 
 def test_status_of_a_member_through_its_life(supervise):
-    """One that evaluates has no speed; tokens are those of all its incarnations; nobody is alive after the run."""
+    """One that evaluates has no speed; tokens cover all its incarnations; no member is alive after the run."""
     supervisors = []
 
     def script(supervisor, cluster):

@@ -1,4 +1,4 @@
-"""What a supervisor does with requests for traces, and with the traces that members send."""
+"""A supervisor passes on requests for traces and writes the traces of its members."""
 
 from pathlib import Path
 from types import SimpleNamespace

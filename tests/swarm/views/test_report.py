@@ -1,4 +1,4 @@
-"""The report of a swarm: its figures are those of the ledger, the events and the rows."""
+"""The report of a swarm: its figures match the ledger, the events and the rows."""
 
 import base64
 import html

@@ -121,7 +121,8 @@ def _write_recipe(words: Sequence[str], command_options: set[str | None], format
             formatter.write_dl(rows)
 
 
-def _type_name(annotation: Any) -> str:  # NUMBER for float | None
+def _type_name(annotation: Any) -> str:
+    # NUMBER for float | None
     ignored = (type(None), inspect.Parameter.empty)
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind not in ignored]
     names = (getattr(kind, "__name__", str(kind)) for kind in kinds)

@@ -176,7 +176,8 @@ def _plan_new_file(
     return plan, text
 
 
-def _user_fleet_name() -> str:  # other users may share the project
+def _user_fleet_name() -> str:
+    # a name of the user, since others may share the project
     words = re.findall(r"[a-z0-9]+", getpass.getuser().lower())
     name = "-".join(words).lstrip("-0123456789")[:20].rstrip("-")
     return name or DEFAULT_FILE.stem

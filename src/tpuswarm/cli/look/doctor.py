@@ -92,7 +92,8 @@ def _check_cloud(fleet_name: str | None, as_json: bool) -> int:
     return _print_findings("fleet", fleet.full_name, findings, as_json)
 
 
-def _names_run(where: str) -> bool:  # and not a machine (NAME) or a worker (NAME/2)
+def _names_run(where: str) -> bool:
+    # NAME is a machine, NAME/2 a worker
     folder, _, last = where.rpartition("/")
     return where == "last" or is_url(where) or is_run(Path(where)) or (bool(folder) and not last.isdigit())
 

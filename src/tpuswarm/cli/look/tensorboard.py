@@ -59,7 +59,8 @@ def tensorboard(
         asyncio.run(_serve(runs or [], port, routes, Path(folder)))
 
 
-def _match_remote(run: str) -> re.Match[str] | None:  # NAME:FOLDER or NAME/2:FOLDER on a machine
+def _match_remote(run: str) -> re.Match[str] | None:
+    # NAME:FOLDER or NAME/2:FOLDER on a machine
     return None if "://" in run or Path(run).exists() else re.fullmatch(r"([\w.-]+(?:/\d+)?):(.+)", run)
 
 

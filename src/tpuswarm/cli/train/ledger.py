@@ -83,7 +83,8 @@ def _print_report(run: str, report: verification.Report) -> None:
     say(f"{run} is not sound: {count} problem{'s' * (count > 1)}" if count else f"{run} is sound")
 
 
-def _format_ranges(versions: list[int]) -> str:  # 3 to 7, 9
+def _format_ranges(versions: list[int]) -> str:
+    # such as `3 to 7, 9`
     groups = groupby(enumerate(versions), lambda item: item[1] - item[0])
     ranges = [[version for _, version in group] for _, group in groups]
     return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in ranges)

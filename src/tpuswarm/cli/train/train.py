@@ -189,7 +189,8 @@ def _train_swarm(options: TrainOptions, as_json: bool) -> int | None:
     return result.ended.signal
 
 
-def _send_libraries_to_stderr() -> None:  # such as JAX's connections between hosts
+def _send_libraries_to_stderr() -> None:
+    # JAX prints about the connections between hosts
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

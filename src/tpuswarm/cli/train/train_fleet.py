@@ -48,7 +48,7 @@ def train_on_fleet(
     if file.train is None:
         raise InputError(f"{path} has no [train]. Add one, or create the machines alone with `tpuswarm up`.")
     url, train_jobs = training.run_url(file), training.train_jobs(file, accept_code)
-    _check_recipe(context, path, file)
+    _check_recipe(context, path, file)  # before anything is rented
     if not dry:
         use_rehearsed_buckets(path)
         file = resolve_auto_batch(file, url)
@@ -83,7 +83,7 @@ def _refuse_other_options(context: typer.Context) -> None:
         raise InputError(f"--{name} has to reach all machines: write it under [train] in the file")
 
 
-def _check_recipe(context: typer.Context, path: Path, file: SwarmFile) -> None:  # before anything is rented
+def _check_recipe(context: typer.Context, path: Path, file: SwarmFile) -> None:
     table = file.train
     assert table is not None
     check_options(path, table.model_dump(exclude_unset=True))

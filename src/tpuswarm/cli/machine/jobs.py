@@ -67,9 +67,9 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
     for job in document.jobs:
         for assignment in job.assignments:
             state = "ending" if job.stop and assignment.is_open else assignment.phase
-            where = (assignment.machine or "–") + (
-                f"/{job.worker}" if assignment.machine and job.worker is not None else ""
-            )
+            where = assignment.machine or "–"
+            if assignment.machine and job.worker is not None:
+                where += f"/{job.worker}"
             counts = (f"{assignment.run}", f"{assignment.failed}", f"{assignment.lost}")
             job_age = format_age(time.time() - job.at)
             rows.append((job.name, where, state, *counts, job_age, assignment.why))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.errors import InputError
-from tpuswarm.router.file import RouterFile, Single, mapping, read_router
-from tpuswarm.router.mapping import Target, in_a_row
+from tpuswarm.router.file import RouterFile, Single, make_mapping, read_router
+from tpuswarm.router.mapping import Target, merge_ports
 from tpuswarm.router.ruleset import ruleset
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -25,7 +25,7 @@ def test_show_prints_the_golden_ruleset_without_root(typed, monkeypatch):
 
 
 def seed() -> dict[int, Target]:
-    """What the loops of the shell script do that the example stands in for."""
+    """The loops of the shell script that the example replaces."""
     rules = {48000 + x: Target(f"10.48.{x}.2", 8470) for x in range(256)}
     rules |= {49000 + x: Target(f"10.49.{x}.2", 8470) for x in range(256)}
     for y in range(50, 56):
@@ -47,17 +47,17 @@ def test_ssh_example_maps_32_machines():
     assert mapping.targets == {22000 + i: Target(f"10.0.0.{10 + i}", 22) for i in range(32)}
 
 
-def test_ports_in_a_row():
-    assert in_a_row([1, 2, 3, 7, 9, 10]) == [range(1, 4), range(7, 8), range(9, 11)]
+def test_consecutive_ports_are_merged():
+    assert merge_ports([1, 2, 3, 7, 9, 10]) == [range(1, 4), range(7, 8), range(9, 11)]
 
 
 def test_a_file_is_read_in_one_pass(monkeypatch):
-    """Not each table beside each other one: 2,000 targets took 5 s."""
+    """Comparing all pairs of tables took 5 s for 2,000 targets."""
     singles = tuple(Single(port=port, to="10.0.0.2:80") for port in range(1, 301))
     file = RouterFile(outside="eth0", inside="eth1", sources=("10.0.0.0/8",), targets=singles)
-    asked, numbers = [], Single.numbers
-    monkeypatch.setattr(Single, "numbers", lambda self: asked.append(self) or numbers(self))
-    assert len(mapping(file).targets) == len(asked) == 300
+    calls, numbers = [], Single.numbers
+    monkeypatch.setattr(Single, "numbers", lambda self: calls.append(self) or numbers(self))
+    assert len(make_mapping(file).targets) == len(calls) == 300
 
 
 HEAD = 'outside = "eth0"\ninside = "eth1"\nsources = ["10.0.0.0/8"]\n'

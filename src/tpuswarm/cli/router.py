@@ -15,12 +15,11 @@ from tpuswarm.cli.console import Json
 from tpuswarm.errors import InputError
 from tpuswarm.router import apply as router
 from tpuswarm.router import machine
-from tpuswarm.router.file import RouterFile, mapping, read_router
-from tpuswarm.router.mapping import Mapping, show_ports
-from tpuswarm.router.plan import undo
+from tpuswarm.router.file import RouterFile, make_mapping, read_router
+from tpuswarm.router.mapping import Mapping, format_ports
 from tpuswarm.router.ruleset import ruleset
-from tpuswarm.router.settings import tuning
-from tpuswarm.router.status import Status
+from tpuswarm.router.settings import sysctl_file, tuning
+from tpuswarm.router.status import Status, read_status
 from tpuswarm.train.process.terminal import say
 
 app = typer.Typer(help="Forward ports of this machine to many others, with nftables.", rich_markup_mode=None)
@@ -41,7 +40,7 @@ def show(
         spec, ports = read_router(file)
     elif of_fleet is not None and file is None:
         spec, labels = _read_fleet(of_fleet)
-        ports = mapping(spec)
+        ports = make_mapping(spec)
     else:
         raise InputError("give one of ROUTER.toml and --from SWARM.toml")
     for line in _describe_ports(spec, ports):
@@ -50,44 +49,35 @@ def show(
         print(f"# port {port}: {label}")
     print(f"\n{ruleset(ports)}")
     print("# --tune also sets")
-    for path, value in tuning(ports):
-        print(f"# {path}: {value}")
+    for line in sysctl_file(tuning(ports)).splitlines():
+        print(f"# {line}")
 
 
 @app.command()
 def apply(
     file: File,
     dry_run: DryRun = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Also apply the host settings that `show` lists.")] = False,
-    persist: Annotated[bool, typer.Option("--persist", help="Also apply at every boot, through systemd.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Also apply the kernel settings that `show` lists.")] = False,
+    persist: Annotated[bool, typer.Option("--persist", help="Also load the rules at every boot, through systemd.")] = False,
 ) -> None:
     """Replace the current rules by a file's, atomically. Open connections stay up."""
     if dry_run:
         is_root = os.geteuid() == 0
-        try:
-            prepared = router.prepare(file, tune, persist, is_root)
-        except PermissionError as error:
-            raise InputError(f"only root may read {error.filename}; run: {_with_sudo()}") from None
-        _print_plan(file, prepared)
+        _print_plan(router.make_plan(file, tune, persist, is_root))
         say("nothing was done" if is_root else "nothing was done; the current rules were not read, which needs root")
         return
     _require_root()
-    with machine.alone():
-        prepared = router.prepare(file, tune, persist, root=True)
-        has_changes = _print_plan(file, prepared)
-        record = router.apply(prepared)
-    if not has_changes:
-        return
-    say(f"to undo it: `tpuswarm router remove`, or these commands, which {machine.RECORD} keeps:")
-    for line in undo(record):
-        print(f"  {line}")
+    with machine.exclusive():
+        plan = router.make_plan(file, tune, persist, root=True)
+        _print_plan(plan)
+        router.apply(plan)
 
 
 @app.command()
 def status(as_json: Json = False) -> None:
     """Show attempts and connections per port, and any drift between the file, the kernel and the settings."""
     _require_root()
-    found = router.look()
+    found = read_status()
     if as_json:
         print(json.dumps(asdict(found)))
         return
@@ -102,19 +92,17 @@ def status(as_json: Json = False) -> None:
 
 @app.command()
 def remove(dry_run: DryRun = False) -> None:
-    """Delete the rules and restore every setting that apply changed."""
+    """Delete the rules and all files that apply wrote. Kernel settings keep their values until a restart."""
     _require_root()
-    with machine.alone():
-        removal = router.prepare_removal()
-        _print_numbered(removal.steps())
-        for setting in removal.foreign:
-            say(f"left alone: {setting.path}, which someone else has changed since")
-        if not dry_run:
-            router.remove(removal)
-    if dry_run:
-        say("nothing was done")
-    else:
-        say("everything else was restored" if removal.foreign else "everything was restored")
+    with machine.exclusive():
+        was_tuned = machine.SYSCTL.exists()
+        _print_numbered(router.removal_steps())
+        if dry_run:
+            say("nothing was done")
+            return
+        router.remove()
+    if was_tuned:
+        say("the kernel settings of --tune, forwarding included, stay until this machine restarts")
 
 
 def _read_fleet(file: Path) -> tuple[RouterFile, dict[int, str]]:
@@ -134,7 +122,7 @@ def _describe_traffic(found: Status) -> list[str]:
     """Return a sentence about all ports, and a line for each that is or was in use."""
     count = sum(row.attempts for row in found.rows)
     attempts = f"{count:,} attempt{'s' * (count != 1)}"
-    summary = f"{found.file or 'no record'}: {len(found.rows):,} ports; {attempts} since the rules were applied"
+    summary = f"{found.file or 'unknown file'}: {len(found.rows):,} ports; {attempts} since the rules were applied"
     if found.kept is not None:
         summary += f", {sum(row.open or 0 for row in found.rows):,} open"
     if found.kept:
@@ -159,7 +147,7 @@ def _describe_ports(file: RouterFile, ports: Mapping) -> list[str]:
     for table in file.tables().values():
         numbers = table.numbers()
         first, last = ports.targets[numbers[0]], ports.targets[numbers[-1]]
-        rows.append((show_ports(numbers), f"{first}" if first == last else f"{first} … {last}", f"{len(numbers)}"))
+        rows.append((format_ports(numbers), f"{first}" if first == last else f"{first} … {last}", f"{len(numbers)}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [
         f"{len(ports.targets):,} ports, for connections from {', '.join(ports.sources)} arriving on "
@@ -169,15 +157,13 @@ def _describe_ports(file: RouterFile, ports: Mapping) -> list[str]:
     ]
 
 
-def _print_plan(file: Path, prepared: router.Prepared) -> bool:
-    """Print the steps, and return whether there are any."""
-    for note in prepared.notes:
+def _print_plan(plan: router.Plan) -> None:
+    for note in plan.notes:
         say(f"note: {note}", err=True)
-    steps = prepared.plan.steps()
+    steps = plan.steps()
     _print_numbered(steps)
     if not steps:
-        say(f"{file} is already applied; nothing to do")
-    return bool(steps)
+        say(f"{plan.file} is already applied; nothing to do")
 
 
 def _print_numbered(steps: list[str]) -> None:

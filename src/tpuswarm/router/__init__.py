@@ -1,7 +1,6 @@
-"""Many targets behind one address: TCP ports of this machine, each translated to its own target by the kernel.
+"""Forward TCP ports of this machine to many targets, in the kernel.
 
-`file.py` reads ROUTER.toml into a `Mapping` (`mapping.py`), `ruleset.py` writes that as text for nftables and
-`settings.py` says what to tune. `plan.py` decides, from what is there, what a change takes, and `status.py` what is not
-as it should be. `machine.py` alone reads and changes the machine, `record.py` is what undoes it, `apply.py` puts these
-together.
+`file.py` reads ROUTER.toml into a `Mapping` (`mapping.py`), which `ruleset.py` writes for nftables. `machine.py` alone
+reads and changes the machine; `apply.py` and `status.py` use it. What is applied lies in three files: RULES for nft,
+SYSCTL for the kernel settings and UNIT for systemd. `remove` deletes them.
 """

@@ -1,162 +1,153 @@
-"""Applying a file to this machine, and removing what was applied."""
+"""Apply a ROUTER.toml to this machine, and remove it."""
 
-from contextlib import suppress
+import re
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import InputError
 from tpuswarm.router import machine
 from tpuswarm.router.file import read_router
+from tpuswarm.router.machine import ENABLED, RULES, SYSCTL, UNIT
 from tpuswarm.router.mapping import Mapping
-from tpuswarm.router.plan import Asked, Change, Plan, plan, restoring, same
-from tpuswarm.router.record import KeptSetting, Record
-from tpuswarm.router.ruleset import TABLE
-from tpuswarm.router.settings import ENABLED, KERNEL, UNIT, forwarding
-from tpuswarm.router.sockets import listening_ports, open_connections
-from tpuswarm.router.status import Status, status
+from tpuswarm.router.ruleset import TABLE, Listing, parse_listing, replace_table, ruleset
+from tpuswarm.router.settings import Setting, forwarding, sysctl_file, tuning, unit_file
+
+HEADER = "# tpuswarm router apply {file}\n# sha256 of its rules: {digest}\n"
+HEADER_PATTERN = re.compile(r"# tpuswarm router apply (.*)\n# sha256 of its rules: (\w+)\n")
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What an apply would do."""
+class Applied:
+    """Content of RULES: what the last apply loaded."""
 
-    before: Record | None
-    plan: Plan
+    file: str
+    """ROUTER.toml, absolute."""
+    digest: str
+    """Of the generated ruleset."""
+    listing: Listing
+    """The table as nft printed it after loading."""
+
+
+def read_applied() -> Applied | None:
+    """Read RULES; None if it is missing or not ours."""
+    text = machine.read_file(RULES) or ""
+    if not (header := HEADER_PATTERN.match(text)):
+        return None
+    return Applied(header[1], header[2], parse_listing(text[header.end() :].removeprefix(replace_table() + "\n")))
+
+
+def digest(rules: str) -> str:
+    """Return the digest of a generated ruleset."""
+    return sha256(rules.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps of an apply, in this order."""
+
+    file: Path
+    mapping: Mapping
+    rules: str | None
+    """None: already loaded."""
+    settings: tuple[Setting, ...]
+    files: dict[Path, str]
     notes: tuple[str, ...]
-    """What a person should know, in sentences."""
+    """Warnings."""
+
+    def steps(self) -> list[str]:
+        """Describe the steps; empty if nothing needs to change."""
+        steps = []
+        if self.rules:
+            count = len(self.mapping.targets)
+            steps.append(f"nft: table ip {TABLE}, {count:,} port{'s' * (count > 1)}, in one transaction")
+        steps += [f"{setting.path}: {setting.value}" for setting in self.settings]
+        return steps + [f"write {path}" for path in ([RULES] if self.rules else []) + [*self.files]]
 
 
-def prepare(file: Path, tune: bool, persist: bool, root: bool) -> Prepared:
-    """Read the file and the machine, changing nothing; without `root` the rules that are there cannot be seen.
+def make_plan(file: Path, tune: bool, persist: bool, root: bool) -> Plan:
+    """Read the file and the machine; change nothing. Without `root` the loaded rules are unknown.
 
-    Raises InputError for what is not right in the file or missing on the machine, and PermissionError.
+    Once used, `--tune` and `--persist` stay in force until `remove`.
     """
     _, mapping = read_router(file)
-    before = machine.read_record()
-    asked = Asked(
+    tune, persist = tune or SYSCTL.exists(), persist or UNIT.exists()
+    machine.require_interfaces(mapping.outside, mapping.inside)
+    nft = machine.find_nft()
+    if persist:
+        machine.require_systemd()
+    settings = tuning(mapping) if tune else ()
+    for setting in settings:
+        if not Path(setting.path).exists():
+            raise InputError(f"this kernel or container has no {setting.path}: apply without --tune")
+    files = {SYSCTL: sysctl_file(settings)} if tune else {}
+    if persist:
+        files |= {UNIT: unit_file(nft, str(RULES)), ENABLED: str(UNIT)}
+    rules, applied = ruleset(mapping), read_applied()
+    listing = machine.list_table() if root else None
+    is_loaded = (
+        applied is not None
+        and listing is not None
+        and (applied.file, applied.digest) == (str(file.resolve()), digest(rules))
+        and applied.listing.text == listing.text
+    )
+    return Plan(
         file.resolve(),
         mapping,
-        tune or (before is not None and before.tune),
-        persist or (before is not None and before.persist),
-        machine.open_files(),
+        None if is_loaded else rules,
+        tuple(setting for setting in settings if not machine.has_value(setting)),
+        {path: text for path, text in files.items() if machine.read_file(path) != text},
+        tuple(_warnings(mapping, tune, root)),
     )
-    machine.check_interfaces(mapping.outside, mapping.inside)
-    machine.find_nft()
-    if asked.persist:
-        machine.check_systemd()
-    values = {path: machine.read(path) for path, _ in asked.settings()}
-    for path, value in values.items():
-        if value is None and path.startswith(KERNEL):
-            raise InputError(f"this kernel or container has no {path}: {_without(path, before)}")
-    made = plan(asked, machine.listing() if root else None, values, before)
-    return Prepared(before, made, tuple(_notes(asked, root)))
 
 
-def _without(path: str, before: Record | None) -> str:
-    """The way out where a setting cannot be set."""
-    persist = path in (UNIT, ENABLED)
-    holds = before is not None and (before.persist if persist else before.tune)
-    return f"{'remove, then ' if holds else ''}apply without {'--persist' if persist else '--tune'}"
-
-
-def _notes(asked: Asked, root: bool) -> list[str]:
-    mapping, notes = asked.mapping, []
-    remote = any(target.address for target in mapping.targets.values())
-    off = [each.path for each in forwarding(mapping) if (machine.read(each.path) or "").strip() != each.value]
-    if off and not asked.tune and remote:
+def _warnings(mapping: Mapping, tune: bool, root: bool) -> list[str]:
+    notes = []
+    has_remote = any(target.address for target in mapping.targets.values())
+    off = [setting.path for setting in forwarding(mapping) if not machine.has_value(setting)]
+    if off and not tune and has_remote:
         notes.append(f"no target can be reached until this host forwards packets: {', '.join(off)}; --tune sets it")
-    for chain in machine.closed() if remote and root else ():
-        # That chain is managed by iptables, which refuses the whole table after a rule that nft has put there.
+    for chain in machine.blocking_chains() if has_remote and root else ():
+        # iptables refuses its whole table after nft has added a rule to it.
         add = "iptables -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT"
         if chain != "ip filter FORWARD":
             add = f"nft insert rule {chain} ct status dnat accept"
         notes.append(f"the chain {chain} drops packets by default; to let forwarded connections through: {add}")
-    if taken := sorted(mapping.targets.keys() & listening_ports(machine.listening())):
+    if used := sorted(mapping.targets.keys() & machine.listening_ports()):
         notes.append(
-            f"this host itself listens on {', '.join(map(str, taken))}: new connections from "
+            f"this host itself listens on {', '.join(map(str, used))}: new connections from "
             f"{', '.join(mapping.sources)} through {mapping.outside} will no longer reach it there"
         )
     return notes
 
 
-def apply(prepared: Prepared) -> Record:
-    """Do it, all or nothing, and return what undoes it. Raises RunFailed where the machine refuses something."""
-    wanted, before, done = prepared.plan, prepared.before, list[Change]()
-    if not wanted.steps() and wanted.record == before:
-        return wanted.record
-    machine.write_record(wanted.record)  # before any change, so that a kill at any point leaves what undoes it
-    try:
-        for change in wanted.changes:
-            done.append(change)
-            try:
-                machine.write(change.path, change.then)
-            except RunFailed as error:
-                raise RunFailed(f"{error}; {_without(change.path, before)}") from error
-        if wanted.ruleset:
-            machine.load(wanted.ruleset)
-    except BaseException:
-        for change in reversed(done):
-            with suppress(RunFailed):  # what could not be set cannot be set back either
-                machine.write(change.path, change.now)
-        if all(same(machine.read(change.path), change.now) for change in done):
-            machine.write_record(before)
-        raise
-    if not wanted.ruleset:
-        return wanted.record
-    listing = machine.listing()
-    record = wanted.record.model_copy(update={"rest": listing.rest if listing else None})
-    machine.write_record(record)
-    return record
+def apply(plan: Plan) -> None:
+    """Carry out a plan. The rules change in one transaction; every step can be repeated after a failure."""
+    if plan.rules:
+        machine.load_rules(plan.rules)
+        listing = machine.list_table()
+        assert listing is not None
+        header = HEADER.format(file=plan.file, digest=digest(plan.rules))
+        machine.write_file(RULES, f"{header}{replace_table()}\n{listing.text}")
+    for setting in plan.settings:
+        machine.set_value(setting)
+    for path, text in plan.files.items():
+        machine.write_file(path, text)
+    if UNIT in plan.files:
+        machine.reload_systemd()
 
 
-@dataclass(frozen=True)
-class Removal:
-    """What a remove would do, in this order."""
-
-    table: bool
-    """Whether the kernel has our table."""
-    changes: tuple[Change, ...]
-    foreign: tuple[KeptSetting, ...]
-    """Settings that someone else has set since: they are left alone."""
-
-    def steps(self) -> list[str]:
-        """In words."""
-        return [*([f"nft: delete table ip {TABLE}"] if self.table else []), *map(str, self.changes)]
+def removal_steps() -> list[str]:
+    """Describe what `remove` deletes; raise InputError if nothing is applied."""
+    steps = [f"nft: delete table ip {TABLE}"] if machine.list_table() else []
+    steps += [f"delete {path}" for path in machine.FILES if machine.read_file(path) is not None]
+    if not steps:
+        raise InputError("nothing is applied to this machine")
+    return steps
 
 
-def prepare_removal() -> Removal:
-    """Read the machine, changing nothing. Raises InputError if nothing is applied."""
-    record, table = machine.read_record(), machine.listing() is not None
-    if record is None:
-        if not table:
-            raise InputError("nothing is applied to this machine: no rules, no record of settings")
-        return Removal(table, (), ())
-    return Removal(table, *restoring(record, {each.path: machine.read(each.path) for each in record.settings}))
-
-
-def remove(removal: Removal) -> None:
-    """Do it; can be done again after a kill at any point. Raises RunFailed where the machine refuses something."""
-    if removal.table:
-        machine.delete()
-    for change in removal.changes:
-        machine.write(change.path, change.then)
-    machine.write_record(None)
-
-
-def look() -> Status:
-    """How things are, changing nothing. Raises InputError and RunFailed as `machine.listing` does."""
-    record, text = machine.read_record(), machine.connections()
-    asked: Mapping | str = ""
-    if record:
-        try:
-            _, asked = read_router(Path(record.file))
-        except InputError as error:
-            asked = str(error)
-    return status(
-        record,
-        machine.listing(),
-        asked,
-        {each.path: machine.read(each.path) for each in record.settings} if record else {},
-        None if text is None else open_connections(text),
-        machine.followed(),
-    )
+def remove() -> None:
+    """Delete our table and files. Kernel settings keep their values until the machine restarts."""
+    machine.delete_table()
+    machine.delete_files()
+    machine.reload_systemd()

@@ -1,4 +1,4 @@
-"""Which port leads where: pure values, and the two small languages in which a file writes them."""
+"""Parse ports and targets as ROUTER.toml writes them."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ TO = re.compile(r"(?P<host>[^:]*):(?P<ports>[^:]*)")
 
 
 class Target(NamedTuple):
-    """Where connections to a port go; without an address it is a port of the router itself."""
+    """Where connections to a port go; without an address to a port of the router itself."""
 
     address: str | None
     port: int
@@ -22,20 +22,20 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Mapping:
-    """All that a router does: IPv4, TCP."""
+    """All that a router forwards: TCP over IPv4."""
 
     outside: str
-    """The interface at which connections come in."""
+    """Interface where connections arrive."""
     inside: str
-    """The interface behind which the targets are; it may be the same."""
+    """Interface to the targets; may be the same."""
     sources: tuple[str, ...]
-    """Networks that may connect, as 10.0.0.0/8; disjoint, in order."""
+    """Networks that may connect, as 10.0.0.0/8; disjoint and sorted."""
     targets: dict[int, Target]
-    """By port of the router, in order."""
+    """By port of the router, sorted."""
 
 
 def parse_ports(text: str) -> range:
-    """`48000-48255`, or `48000` alone. Raises ValueError for anything else and for what is outside 1 to 65535."""
+    """Parse `48000-48255` or `48000`; raise ValueError for anything else."""
     match = PORTS.fullmatch(text.strip())
     if not match:
         raise ValueError(f"ports look like 48000-48255 or 48000, not {text!r}")
@@ -45,12 +45,11 @@ def parse_ports(text: str) -> range:
     return range(first, last + 1)
 
 
-def expand(ports: range, to: str) -> dict[int, Target]:
-    """The target of each port, where `to` is HOST:PORT.
+def expand_targets(ports: range, to: str) -> dict[int, Target]:
+    """Return the target of each port, where `to` is HOST:PORT; raise ValueError for anything else.
 
-    HOST is an address, addresses in a row (`10.0.0.11-10.0.0.20`), an address with `{i}` for the number of the port in
-    its range, from 0, or nothing, which means the router itself. PORT is one or a range. A range has to have as many
-    members as there are ports. Raises ValueError, a sentence, for what is not so.
+    HOST is an address, a range (`10.0.0.11-10.0.0.20`), an address with `{i}` for the index of the port from 0, or
+    empty for the router itself. PORT is one port or a range. Ranges must be as long as `ports`.
     """
     match = TO.fullmatch(to.strip())
     if not match:
@@ -60,7 +59,7 @@ def expand(ports: range, to: str) -> dict[int, Target]:
     for what, count in ((f"{match['host']} is {len(hosts)} addresses", len(hosts)),
                         (f":{match['ports']} is {len(numbers)} ports", len(numbers))):  # fmt: skip
         if count not in (1, len(ports)):
-            raise ValueError(f"{what} for {show_ports(ports)}, which is {len(ports)}: use the same number")
+            raise ValueError(f"{what} for {format_ports(ports)}, which is {len(ports)}: use the same number")
     return {
         port: Target(hosts[min(i, len(hosts) - 1)], numbers[min(i, len(numbers) - 1)]) for i, port in enumerate(ports)
     }
@@ -71,7 +70,7 @@ def _hosts(text: str, count: int) -> list[str | None]:
         return [None]
     if "{" in text:
         return [_address(text.replace("{i}", str(i)), f" (i = {i} of 0 to {count - 1})") for i in range(count)]
-    ends = [IPv4Address(_address(each)) for each in text.split("-", 1)]
+    ends = [IPv4Address(_address(end)) for end in text.split("-", 1)]
     if ends[0] > ends[-1]:
         raise ValueError(f"an address range goes from low to high, not {text}")
     if (size := int(ends[-1]) - int(ends[0]) + 1) > 65535:
@@ -91,13 +90,13 @@ def _address(text: str, where: str = "") -> str:
     return str(address)
 
 
-def show_ports(ports: range) -> str:
-    """`48000-48255`, or `48000`."""
+def format_ports(ports: range) -> str:
+    """Write `48000-48255` or `48000`."""
     return f"{ports[0]}-{ports[-1]}" if len(ports) > 1 else f"{ports[0]}"
 
 
-def in_a_row(ports: Iterable[int]) -> list[range]:
-    """Ascending ports as the fewest ranges."""
+def merge_ports(ports: Iterable[int]) -> list[range]:
+    """Merge ascending ports into ranges."""
     found: list[range] = []
     for port in ports:
         if found and found[-1].stop == port:

@@ -1,103 +1,75 @@
-"""What to set on a router's host beside its rules. A setting is a file with a text, a kernel's or a system's own."""
+"""List the kernel settings of a router and the systemd unit that loads its rules at boot."""
 
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from tpuswarm.router.mapping import Mapping
 
-KERNEL = ("/proc/", "/sys/")
-"""Where the files are not the system's but the kernel's."""
-SYSCTL = "/proc/sys/net"
-LIMITS = "/etc/security/limits.d/tpuswarm-router.conf"
-UNIT = "/etc/systemd/system/tpuswarm-router.service"
-ENABLED = "/etc/systemd/system/multi-user.target.wants/tpuswarm-router.service"
-"""A link to the unit: what `systemctl enable` makes."""
-
-OPEN_FILES = 1_048_576
-"""The kernel's own limit for one process (fs.nr_open), unless it was lowered; above it nobody could log in any more."""
-BUFFER = 128 * 2**20
-BACKLOG = 100_000
-LISTEN = 65_535
-QUEUE = 100_000
+BUFFER_BYTES = 128 * 2**20
+RECEIVE_QUEUE_PACKETS = 100_000
+ACCEPT_QUEUE_LIMIT = 65_535
 
 
 class Setting(NamedTuple):
-    """The text that a file should have."""
+    """A kernel setting by its name in sysctl.d(5)."""
 
-    path: str
+    name: str
     value: str
+
+    @property
+    def path(self) -> str:
+        """The kernel's file of this setting."""
+        return "/proc/sys/" + (self.name if "/" in self.name else self.name.replace(".", "/"))
 
 
 def forwarding(mapping: Mapping) -> tuple[Setting, ...]:
-    """Needed for any target but the router's own ports.
+    """Return the settings without which no target can be reached.
 
-    For the two interfaces only: switching it on for all of them resets other settings of the kernel.
+    They cover two interfaces only: turning on forwarding for all of them resets other settings of the kernel.
     """
-    return tuple(Setting(f"{SYSCTL}/ipv4/conf/{each}/forwarding", "1") for each in _interfaces(mapping))
+    interfaces = dict.fromkeys((mapping.outside, mapping.inside))
+    return tuple(Setting(f"net/ipv4/conf/{name}/forwarding", "1") for name in interfaces)
 
 
-def tuning(mapping: Mapping, open_files: int = OPEN_FILES) -> tuple[Setting, ...]:
-    """What `--tune` sets: forwarding, and room for bursts of packets and for connections that end on this host."""
-    # Where packets leave as they came, the router would tell machines to pass it by. The kernel sends that if either
-    # of the two says so (ip-sysctl.txt, send_redirects).
-    one_armed = ("all", mapping.outside) if mapping.outside == mapping.inside else ()
+def tuning(mapping: Mapping) -> tuple[Setting, ...]:
+    """Return the settings of `--tune`: forwarding, no redirects, and room for bursts and long connections."""
+    # A router with one interface would tell its clients to bypass it. The kernel sends such redirects if either "all"
+    # or the interface allows them (ip-sysctl.txt, send_redirects).
+    single = ("all", mapping.outside) if mapping.outside == mapping.inside else ()
+    redirects = tuple(Setting(f"net/ipv4/conf/{name}/send_redirects", "0") for name in single)
+    return (*forwarding(mapping), *redirects, *endpoint_settings())
+
+
+def endpoint_settings() -> tuple[Setting, ...]:
+    """Return the settings of a host at either end of a connection."""
     return (
-        *forwarding(mapping),
-        *(Setting(f"{SYSCTL}/ipv4/conf/{each}/send_redirects", "0") for each in one_armed),
-        *ends(),
-        *(Setting(f"/sys/class/net/{each}/tx_queue_len", str(QUEUE)) for each in _interfaces(mapping)),
-        Setting(LIMITS, f"* - nofile {open_files}"),
+        Setting("net.ipv4.tcp_congestion_control", "bbr"),
+        Setting("net.core.somaxconn", str(ACCEPT_QUEUE_LIMIT)),
+        Setting("net.core.netdev_max_backlog", str(RECEIVE_QUEUE_PACKETS)),
+        Setting("net.core.rmem_max", str(BUFFER_BYTES)),
+        Setting("net.core.wmem_max", str(BUFFER_BYTES)),
+        Setting("net.ipv4.tcp_rmem", f"4096 131072 {BUFFER_BYTES}"),  # TCP ignores rmem_max and uses the third
+        Setting("net.ipv4.tcp_wmem", f"4096 16384 {BUFFER_BYTES}"),
     )
 
 
-def ends() -> tuple[Setting, ...]:
-    """Room for connections that begin or end on a host, a router or one behind it."""
-    return (
-        Setting(f"{SYSCTL}/ipv4/tcp_congestion_control", "bbr"),
-        Setting(f"{SYSCTL}/core/somaxconn", str(LISTEN)),
-        Setting(f"{SYSCTL}/core/netdev_max_backlog", str(BACKLOG)),
-        Setting(f"{SYSCTL}/core/rmem_max", str(BUFFER)),
-        Setting(f"{SYSCTL}/core/wmem_max", str(BUFFER)),
-        Setting(f"{SYSCTL}/ipv4/tcp_rmem", f"4096 131072 {BUFFER}"),  # TCP heeds the third, not rmem_max
-        Setting(f"{SYSCTL}/ipv4/tcp_wmem", f"4096 16384 {BUFFER}"),
-    )
+def sysctl_file(settings: tuple[Setting, ...]) -> str:
+    """Write settings as a file of sysctl.d."""
+    return "".join(f"{name} = {value}\n" for name, value in settings)
 
 
-def at_boot(file: Path, tune: bool) -> tuple[Setting, ...]:
-    """What `--persist` sets: a systemd unit that applies `file`, absolute, and the link that enables it."""
-    words = [sys.executable, "-m", "tpuswarm", "router", "apply", str(file), *(["--tune"] if tune else [])]
-    unit = f"""\
+def unit_file(nft: str, rules: str) -> str:
+    """Write the systemd unit that loads the file `rules` at boot."""
+    return f"""\
 [Unit]
-Description=Router of {_unit_text(str(file))}
-Wants=network-online.target
-After=network-online.target
-StartLimitIntervalSec=0
+Description=Port forwarding of tpuswarm router
+Wants=network-pre.target
+Before=network-pre.target
 
 [Service]
 Type=oneshot
 RemainAfterExit=yes
-Restart=on-failure
-RestartSec=5
-ExecStart={" ".join(map(_unit_word, words))}
+ExecStart={nft} -f {rules}
 
 [Install]
-WantedBy=multi-user.target"""
-    return Setting(UNIT, unit), Setting(ENABLED, UNIT)
-
-
-def _interfaces(mapping: Mapping) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((mapping.outside, mapping.inside)))
-
-
-def _unit_text(text: str) -> str:
-    return text.replace("%", "%%").replace("\n", " ")
-
-
-def _unit_word(word: str) -> str:
-    """A word of a command line as systemd reads it (systemd.service(5), "Command lines")."""
-    if not set(word) & set(" \t\"'\\;$%"):
-        return word
-    for mark, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
-        word = word.replace(mark, written)
-    return f'"{word}"'
+WantedBy=multi-user.target
+"""

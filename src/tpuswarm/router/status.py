@@ -1,25 +1,35 @@
-"""Pure: what the file asks for, what the kernel has and what was recorded, side by side."""
+"""Compare the file, the kernel and what was applied."""
 
+import re
 from collections import Counter
-from collections.abc import Mapping as Values
 from dataclasses import dataclass
+from pathlib import Path
 
-from tpuswarm.router.mapping import Mapping, Target, in_a_row, show_ports
-from tpuswarm.router.plan import earlier_ports, one_line, same
-from tpuswarm.router.record import Record
+from tpuswarm.errors import InputError
+from tpuswarm.router import machine
+from tpuswarm.router.apply import Applied, digest, read_applied
+from tpuswarm.router.file import read_router
+from tpuswarm.router.mapping import Mapping, Target, format_ports, merge_ports
 from tpuswarm.router.ruleset import Listing, ruleset
+from tpuswarm.router.settings import tuning
+
+ESTABLISHED = re.compile(
+    r"^ipv4 .* ESTABLISHED src=\S+ dst=(?P<router>\S+) sport=\d+ dport=(?P<port>\d+) .*?"
+    r"\bsrc=(?P<address>\S+) dst=\S+ sport=(?P<to>\d+) ",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A port that the kernel translates."""
+    """One forwarded port."""
 
     port: int
     to: str
     attempts: int
-    """To connect, since the rules were last changed; one that is refused, or tried again, counts too."""
+    """Connections tried since the rules were loaded, including refused and repeated ones."""
     open: int | None
-    """Connections established now; None where the kernel does not say."""
+    """None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -29,64 +39,73 @@ class Status:
     file: str | None
     rows: tuple[Row, ...]
     kept: int | None
-    """Established connections that an earlier mapping sent elsewhere; None where the kernel does not say."""
+    """Open connections of these ports to earlier targets; None: unknown."""
     followed: tuple[int, int] | None
-    """Connections of all kinds that the kernel follows, and how many it can; beyond, it drops their packets."""
+    """Connections that the kernel tracks, and its limit; it drops packets beyond."""
     drift: tuple[str, ...]
-    """What is not as it was asked for, in sentences."""
 
 
-def status(
-    record: Record | None,
-    listing: Listing | None,
-    asked: Mapping | str,
-    values: Values[str, str | None],
-    open_now: Counter[tuple[int, Target]] | None,
-    followed: tuple[int, int] | None,
-) -> Status:
-    """`asked` is what the recorded file means now, or why it means nothing; `values`: of all recorded settings."""
-    rows, kept = [], None
-    if listing:
-        for port, target in sorted(listing.targets.items()):
-            count = None if open_now is None else open_now[port, target]
-            rows.append(Row(port, str(target), listing.attempts[port], count))
-        if open_now is not None:
-            ports = listing.targets.keys() | (earlier_ports(record) if record else set())
-            kept = sum(
-                count
-                for (port, target), count in open_now.items()
-                if port in ports and listing.targets.get(port) != target
-            )
-    drift = tuple(_drift(record, listing, asked, values))
-    return Status(record.file if record else None, tuple(rows), kept, followed, drift)
+def read_status() -> Status:
+    """Read how things are; change nothing."""
+    applied, listing, text = read_applied(), machine.list_table(), machine.read_connections()
+    mapping: Mapping | str = ""
+    drift = []
+    if applied:
+        try:
+            _, mapping = read_router(Path(applied.file))
+        except InputError as error:
+            mapping = str(error)
+        if isinstance(mapping, Mapping) and machine.SYSCTL.exists():
+            for setting in tuning(mapping):
+                if not machine.has_value(setting):
+                    value = " ".join((machine.read_file(setting.path) or "nothing").split())
+                    drift.append(f"{setting.path} is {value}, not {setting.value}: apply again")
+    rows, kept = _count(listing, None if text is None else count_connections(text))
+    drift = rule_drift(applied, listing, mapping) + drift
+    return Status(applied.file if applied else None, rows, kept, machine.tracked_connections(), tuple(drift))
 
 
-def _drift(
-    record: Record | None, listing: Listing | None, asked: Mapping | str, values: Values[str, str | None]
-) -> list[str]:
-    if record is None:
-        return ["the rules are ours, but the record of settings is gone: apply again"] if listing else []
-    found = []
-    if listing is None:
-        found.append("the kernel has no rules: someone deleted them, or the machine was rebooted; apply again")
-    elif record.rest is None:
-        found.append("the last apply did not finish: apply again")
-    elif record.rest != listing.rest:
-        found.append("someone changed the rules in the kernel: apply again")
-    if isinstance(asked, str):
-        found.append(asked)
-    elif listing:
-        there = _differences(listing.targets, asked.targets, record.file)
-        if not there and ruleset(asked) != record.ruleset:
-            there = [f"sources or interfaces in {record.file} changed since the last apply: apply again"]
-        found += there
-    for each in record.settings:
-        if not same(now := values[each.path], each.new):
-            said = "is gone" if now is None else "was changed"
-            if (value := one_line(now)) and (new := one_line(each.new)):
-                said = f"is {value}, not {new}"
-            found.append(f"{each.path} {said}: apply again")
+def count_connections(text: str) -> Counter[tuple[int, Target]]:
+    """Count the open connections by port and target, from the kernel's list of tracked connections."""
+    found: Counter[tuple[int, Target]] = Counter()
+    for line in ESTABLISHED.finditer(text):
+        target = Target(None if line["address"] == line["router"] else line["address"], int(line["to"]))
+        if target != (None, int(line["port"])):
+            found[int(line["port"]), target] += 1
     return found
+
+
+def _count(
+    listing: Listing | None, connections: Counter[tuple[int, Target]] | None
+) -> tuple[tuple[Row, ...], int | None]:
+    if not listing:
+        return (), None
+    rows = tuple(
+        Row(port, str(target), listing.attempts[port], None if connections is None else connections[port, target])
+        for port, target in sorted(listing.targets.items())
+    )
+    if connections is None:
+        return rows, None
+    return rows, sum(count for (port, to), count in connections.items() if listing.targets.get(port, to) != to)
+
+
+def rule_drift(applied: Applied | None, listing: Listing | None, mapping: Mapping | str) -> list[str]:
+    """Return in sentences what differs; `mapping` is an error if the file cannot be read."""
+    if applied is None:
+        return [f"the rules are ours, but {machine.RULES} is missing: apply again"] if listing else []
+    drift = []
+    if listing is None:
+        drift.append("the kernel has no rules: someone deleted them, or the machine restarted; apply again")
+    elif applied.listing.rest != listing.rest:
+        drift.append("someone changed the rules in the kernel: apply again")
+    if isinstance(mapping, str):
+        drift.append(mapping)
+    elif listing:
+        differences = _differences(listing.targets, mapping.targets, applied.file)
+        if not differences and digest(ruleset(mapping)) != applied.digest:
+            differences = [f"sources or interfaces in {applied.file} changed since the last apply: apply again"]
+        drift += differences
+    return drift
 
 
 def _differences(kernel: dict[int, Target], file: dict[int, Target], name: str) -> list[str]:
@@ -94,16 +113,17 @@ def _differences(kernel: dict[int, Target], file: dict[int, Target], name: str) 
     other = sorted(port for port in file.keys() & kernel.keys() if file[port] != kernel[port])
     found = []
     if missing:
-        found.append(f"in {name}, not in the kernel: {_counted(missing)}")
+        found.append(f"in {name}, not in the kernel: {_describe_ports(missing)}")
     if extra:
-        found.append(f"in the kernel, not in {name}: {_counted(extra)}")
+        found.append(f"in the kernel, not in {name}: {_describe_ports(extra)}")
     if other:
-        first = other[0]
+        port = other[0]
         found.append(
-            f"forwarded elsewhere than in {name}: {_counted(other)}; {first} goes to {kernel[first]}, not {file[first]}"
+            f"forwarded elsewhere than in {name}: {_describe_ports(other)}; "
+            f"{port} goes to {kernel[port]}, not {file[port]}"
         )
     return found
 
 
-def _counted(ports: list[int]) -> str:
-    return f"{len(ports):,} port{'s' * (len(ports) > 1)} ({', '.join(map(show_ports, in_a_row(ports)))})"
+def _describe_ports(ports: list[int]) -> str:
+    return f"{len(ports):,} port{'s' * (len(ports) > 1)} ({', '.join(map(format_ports, merge_ports(ports)))})"

@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import PurePath
 
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.protocol import Listing, Machine, VmSpec
@@ -24,7 +23,7 @@ from tpuswarm.remote.setup.run import Told, set_up
 from tpuswarm.remote.setup.step import Step
 from tpuswarm.remote.setup.wheel import versions, wheel
 from tpuswarm.router.file import RouterFile, Single
-from tpuswarm.router.settings import ends
+from tpuswarm.router.settings import endpoint_settings
 from tpuswarm.train.process.platform import cache_folder
 
 FIRST_PORT, SSH_PORT = 22_000, 22
@@ -76,9 +75,7 @@ def router_toml(file: RouterFile, labels: dict[int, str]) -> str:
 
 def client_settings(desired: Desired) -> tuple[tuple[str, str], ...]:
     """Return the sysctl settings that set-up gives TPUs if the fleet has a router."""
-    if not router_pools(desired):
-        return ()
-    return tuple((".".join(PurePath(it.path).relative_to("/proc/sys").parts), it.value) for it in ends())
+    return endpoint_settings() if router_pools(desired) else ()
 
 
 async def configure_routers(

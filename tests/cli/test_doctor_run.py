@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.swarm.views.test_status import status_of
-from tpuswarm.doctor import run as doctor
+from tpuswarm.doctor.run import WHY, check_run
 from tpuswarm.swarm.views.status import MemberStatus, write_status
 from tpuswarm.train.run.directory import Run, append_event
 
@@ -36,7 +36,7 @@ def alive(folder, members=("m0", "m1", "m2"), at=NOW, alarms=(), speeds=()):
 
 
 def found(folder):
-    return [(item.of, item.check) for item in doctor.of_run(folder, "runs/a", NOW)]
+    return [(finding.subject, finding.check) for finding in check_run(folder, "runs/a", NOW)]
 
 
 def test_healthy_run_has_no_findings(run):
@@ -49,26 +49,26 @@ def test_healthy_run_has_no_findings(run):
 
 def test_straggler_is_named(run):
     alive(run, speeds={"m1": 499.0})
-    (only,) = doctor.of_run(run, "runs/a", NOW)
-    assert (only.of, only.check) == ("m1", "straggler")
-    assert only.wrong.what == "499 tokens/s, beside 1,000 of the median of 3 members"
+    (only,) = check_run(run, "runs/a", NOW)
+    assert (only.subject, only.check) == ("m1", "straggler")
+    assert only.problem == "499 tokens/s; the median of 3 members is 1,000"
 
 
 def test_silence_and_alarms_are_reported(run):
     alive(run, at=NOW - 31)
     assert found(run) == [("runs/a", "silent")]
     alive(run, alarms=("no commit for 200 s",))
-    (only,) = doctor.of_run(run, "runs/a", NOW)
-    assert (only.check, only.wrong.what) == ("alarm", "no commit for 200 s")
+    (only,) = check_run(run, "runs/a", NOW)
+    assert (only.check, only.problem) == ("alarm", "no commit for 200 s")
 
 
 def test_member_lost_repeatedly_is_reported(run):
     for _ in range(3):
         append_event(run, "lost", member="m2", message="its machine was preempted")
     alive(run, at=time.time())
-    (only,) = doctor.of_run(run, "runs/a", time.time())
-    assert (only.of, only.check) == ("m2", "lost-often")
-    assert only.wrong.what == "lost 3 times within an hour, the last time: its machine was preempted"
+    (only,) = check_run(run, "runs/a", time.time())
+    assert (only.subject, only.check) == ("m2", "lost-often")
+    assert only.problem == "lost 3 times within an hour; the last time: its machine was preempted"
     alive(run, at=NOW)
     assert found(run) == []  # later than within an hour
 
@@ -77,8 +77,8 @@ def test_findings_of_an_earlier_process_are_not_repeated(run):
     append_event(run, "diagnostic", kind="starvation", message="the devices waited 40% for data")
     assert found(run) == [("starvation", "finding")]
     append_event(run, "diagnostic", kind="starvation", message="the devices waited 41% for data")
-    (only,) = doctor.of_run(run, "runs/a", NOW)
-    assert only.wrong.what == "the devices waited 41% for data" and "docs/slow-tpu.md" in only.wrong.mend
+    (only,) = check_run(run, "runs/a", NOW)
+    assert only.problem == "the devices waited 41% for data" and "docs/slow-tpu.md" in only.advice
     append_event(run, "started", message="again")
     assert found(run) == []
 
@@ -91,15 +91,15 @@ def test_killed_run_is_reported_and_a_finished_one_is_not(typed, tmp_path, finis
         code, out, err = typed("doctor", run, "--json")
         found = [row for row in json.loads(out)["found"] if row["check"] != "finding"]
         assert [row["check"] for row in found] == checks, err
-        assert not checks or (code, found[0]["what"]) == (1, "its process was killed, and nobody has resumed it")
+        assert not checks or (code, found[0]["what"]) == (1, "its process was killed, and nobody resumed it")
 
 
 def test_fix_is_refused_for_a_run(typed, finished_run):
     code, _, err = typed("doctor", str(finished_run.run), "--fix")
-    assert code == 2 and "--fix mends machines only" in " ".join(err.split())
+    assert code == 2 and "--fix is for machines only" in " ".join(err.split())
 
 
 def test_document_lists_every_check():
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
-    for name, why in doctor.WHY.items():
+    for name, why in WHY.items():
         assert f"\n| {name} | " in page and f"| {why} |" in page

@@ -12,23 +12,20 @@ import pytest
 import typer
 
 from tpuswarm.doctor import collect, processes
-from tpuswarm.doctor.check import Subject
-from tpuswarm.doctor.checks import ACROSS, CHECKS
-from tpuswarm.doctor.checks.held import BUSY
+from tpuswarm.doctor.checks import BUSY, CHECKS, VERSIONS
 from tpuswarm.doctor.examine import MODULES, judge
-from tpuswarm.doctor.processes import SEEN_BY_ROOT
+from tpuswarm.doctor.finding import CheckedHost
 from tpuswarm.remote.modules import boot, sent
 from tpuswarm.watch import follow
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
-def test_every_command_that_mends_something_exists():
+def test_every_command_in_an_advice_exists():
     from tpuswarm.cli.app import make_app
 
     root = typer.main.get_command(make_app())
-    sentences = [check.mend.replace(r"\|", "|") for check in (*CHECKS, *ACROSS)]
-    commands = [command for sentence in sentences for command in re.findall(r"`(tpuswarm [^`]+)`", sentence)]
+    commands = [command for check in (*CHECKS, VERSIONS) for command in re.findall(r"`(tpuswarm [^`]+)`", check.advice)]
     assert len(commands) > 6
     for command in commands:
         name, *words = shlex.split(command)[1:]
@@ -36,9 +33,21 @@ def test_every_command_that_mends_something_exists():
         assert name != "setup" or context.params["target"] is None, command
 
 
+def test_documentation_lists_every_check():
+    cells = [(check.id, check.looks_at, check.why, check.advice) for check in (*CHECKS, VERSIONS)]
+    rows = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in cells)
+    head = "| check | looks at | why it matters | how to fix it |\n|---|---|---|---|\n"
+    before, _, after = PAGE.read_text().partition(head)
+    documented, end, after = after.partition("\n## ")
+    if os.environ.get("TPUSWARM_GOLDEN") == "write":
+        PAGE.write_text(before + head + rows + end + after)
+    else:
+        assert documented == rows
+
+
 def test_root_sees_who_has_a_device_open():
-    """By the line that is run with sudo, of a device of this computer."""
-    line = SEEN_BY_ROOT.replace("/dev/accel[0-9]*", "/dev/zer[o]*")
+    """The line that runs with sudo, on a device of this computer."""
+    line = processes.LIST_OPEN_CHIPS.replace("/dev/accel[0-9]*", "/dev/zer[o]*")
     with open("/dev/zero", "rb") as file:  # noqa: PTH123
         done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True)
         assert done.returncode == 0 and f"/proc/{os.getpid()}/fd/{file.fileno()}" in done.stdout.split()
@@ -50,128 +59,175 @@ def test_this_computer_is_checked_and_fixed_without_a_fleet(typed, tmp_path, mon
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / "libtpu_lockfile").touch(0o400)
     code, out, _ = typed("doctor")
-    assert code == 1 and out.startswith("here  lock: /tmp/libtpu_lockfile is your own, of mode 400, so ")
-    assert out.endswith("\n1 host: 1 wrong\n")
+    assert code == 1 and out.startswith("here  lock: /tmp/libtpu_lockfile belongs to you with mode 400: ")
+    assert "or `tpuswarm doctor --fix`" in out and out.endswith("\n1 host: 1 wrong\n")
     code, out, _ = typed("doctor", "--fix")
     assert code == 0 and out.endswith("1 host: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
 
 
-WELL = {
+HEALTHY = {
     "time": 0.0, "user": "me", "devices": ["/dev/accel0"], "holders": [], "lock": None, "logs": None, "preload": {},
-    "blind": False, "locker": None, "lost": {},
-    "disks": [{"path": "/home/me", "free": 50e9, "size": 100e9, "inodes": 1000, "refused": None}],
+    "is_blind": False, "locker": None, "lost": {},
+    "disks": [{"path": "/home/me", "free": 50e9, "size": 100e9, "inodes": 1000, "error": None}],
     "memory": {"MemTotal": 300e9, "MemAvailable": 200e9, "SwapTotal": 0, "SwapFree": 0}, "files": 4096, "apt": None,
-    "packages": {"jax": "0.10.2"}, "wanted_libtpu": None, "worker_id": None, "accelerator": None, "spoken": [],
-    "head": None, "bucket": None, "on_cpu": [], "attended": True,
+    "packages": {"jax": "0.10.2"}, "wanted_libtpu": None, "worker_id": None, "accelerator": None, "messages": [],
+    "head": None, "bucket": None, "on_cpu": [], "is_attended": True,
     "metadata": {"worker": "3", "type": "v4-32", "preempted": "FALSE", "maintenance": "NONE", "scopes": None},
 }  # fmt: skip
 
 
-def subject(label="a/3", skew_s=0.0, **facts) -> Subject:
-    return Subject(label, {**WELL, **facts}, skew_s, "v4-32", 1, int(label[-1]))
+def checked_host(label="a/3", clock_skew_s=0.0, age_s=None, **facts) -> CheckedHost:
+    """A worker of a v4-32; each fact replaces a healthy one, or some values of it."""
+    merged = dict(HEALTHY)
+    for name, fact in facts.items():
+        healthy = HEALTHY[name]
+        first = healthy[0] if isinstance(healthy, list) and healthy else healthy
+        changed = {**first, **fact} if isinstance(fact, dict) and isinstance(first, dict) else fact
+        merged[name] = [changed] if isinstance(healthy, list) and isinstance(fact, dict) else changed
+    return CheckedHost(label, merged, clock_skew_s, "v4-32", 1, int(label[-1]), age_s, 3.5)
 
 
-def changed(name: str, **facts) -> dict:
-    """A fact of a healthy host with some values changed."""
-    fact = WELL[name]
-    return {name: [{**fact[0], **facts}] if isinstance(fact, list) else {**fact, **facts}}
+def process(**values) -> dict:
+    return {
+        "pid": 7, "user": "me", "command": "python3 train.py", "age_s": 90.0, "path": "/dev/accel0",
+        "is_requested": False, "is_leftover": False, "job": "", **values,
+    }  # fmt: skip
 
 
-FELL_BACK = {"job": "j", "mark": "Falling back to cpu", "line": "W0101 Falling back to cpu."}
-CREATES = {"name": "b", "lacks": ["storage.objects.create"], "why": ""}
+def entry(**values) -> dict:
+    return {"user": "root", "mode": "600", "is_writable": False, "is_mine": False, **values}
+
+
+def message(mark: str, text: str = "") -> dict:
+    return {"job": "j", "mark": mark, "text": text or mark}
+
+
+NO_PRELOAD = {"/usr/lib/libtcmalloc.so.4": False}
+READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
 
 
 @pytest.mark.parametrize(
     ("facts", "check", "sentence"),
     [
-        ({"skew_s": -300.0}, "clock", "its clock is 300 s behind this computer's"),
-        (changed("disks", free=1e9), "disk", "the disk of /home/me has 0.9 of 93 GiB left"),
-        (changed("disks", inodes=0), "disk", "the disk of /home/me has no inodes left"),
-        (changed("disks", refused="Read-only"), "disk", "nothing can be written in /home/me: Read-only"),
-        ({"files": 1024}, "files", "a process may have 1,024 files open at most, fewer than 4,096"),
-        (changed("memory", MemAvailable=1e9), "memory", "0.9 of 279 GiB of memory are free"),
-        (changed("memory", SwapTotal=9e9), "memory", "8.4 GiB of memory are on the disk"),
-        (changed("metadata", worker="1"), "worker", "it is worker 3, and its metadata says '1'"),
-        ({"accelerator": "v4-16"}, "worker", "it is a v4-32, and TPU_ACCELERATOR_TYPE says 'v4-16'"),
-        (changed("metadata", type="v9"), "worker", "it is a v4-32, and its metadata says 'v9'"),
-        ({"bucket": CREATES}, "bucket", "in gs://b it may not do storage.objects.create"),
-        ({"spoken": [FELL_BACK]}, "on-cpu", "job j says: W0101 Falling back to cpu."),
-        (changed("metadata", preempted="TRUE"), "notice", "it is being preempted"),
+        ({"devices": []}, "devices", "a host of a v4-32 has 1 chips, but this one shows none"),
+        ({"holders": [process()]}, "held", "process 7 of me holds /dev/accel0, started 1 min ago: python3 train.py"),
+        ({"holders": [process(is_leftover=True)]}, "held", "left over from an `exec` or a job that ended holds"),
+        ({"holders": [process(job="j")]}, "held", "job j (process 7 of me) holds /dev/accel0"),
+        ({"holders": [process(job="j", is_requested=True)]}, None, ""),
+        ({"holders": [process(command="/usr/bin/tpu-runtime")]}, None, ""),
+        ({"lock": entry()}, "lock", "/tmp/libtpu_lockfile belongs to root with mode 600: me cannot open it"),
+        ({"lock": entry(is_writable=True)}, None, ""),
+        ({"lock": entry(), "locker": process()}, None, ""),
+        ({"logs": entry(mode="555")}, "tpu-logs", "/tmp/tpu_logs belongs to root with mode 555: me cannot write"),
+        ({"messages": [message("Falling back to cpu")]}, "on-cpu", "log of job j: Falling back to cpu"),
+        ({"on_cpu": [process()]}, "on-cpu", "process 7 has run JAX for 1 min without a chip: python3 train.py"),
+        ({"on_cpu": [process(age_s=59.0)]}, None, ""),
+        ({"messages": [message("TPU initialization failed")]}, "bad-node", "log of job j: TPU initialization failed"),
+        ({"messages": [message("open(/dev/vfio", "open(/dev/vfio/0): busy")]}, None, ""),
+        ({"messages": [message("os.fork() was called")]}, "fork", "job j forks while JAX's threads run: os.fork()"),
+        ({"messages": [message("cannot be preloaded")]}, "preload", "log of job j: cannot be preloaded"),
+        ({"preload": NO_PRELOAD}, "preload", "preloads /usr/lib/libtcmalloc.so.4, which does not exist"),
+        ({"worker_id": "7"}, "worker", "it is worker 3, but TPU_WORKER_ID says '7'"),
+        ({"metadata": {"worker": "1"}}, "worker", "it is worker 3, but its metadata says '1'"),
+        ({"accelerator": "v4-16"}, "worker", "it is a v4-32, but TPU_ACCELERATOR_TYPE says 'v4-16'"),
+        ({"metadata": {"type": "v9"}}, "worker", "it is a v4-32, but its metadata says 'v9'"),
+        (
+            {"packages": {"libtpu": "0.0.17"}, "wanted_libtpu": "==0.0.42.*"},
+            "libtpu",
+            "libtpu is 0.0.17, but jax 0.10.2 needs libtpu==0.0.42.*",
+        ),
+        ({"head": {"address": "h:1", "error": "refused"}}, "head", "cannot reach the swarm's head (Ray, h:1): refused"),
+        ({"bucket": {"name": "b", "missing": ["get"], "error": ""}}, "bucket", "gs://b does not allow it get"),
+        ({"bucket": {"name": "b", "missing": [], "error": "gone"}}, "bucket", "gs://b does not answer from here: gone"),
+        (
+            {"bucket": {"name": "b", "missing": [], "error": ""}, "metadata": {"scopes": READ_ONLY}},
+            "bucket",
+            "its access scopes allow writing to no bucket: https://",
+        ),
+        ({"metadata": {"preempted": "TRUE"}}, "notice", "it is being preempted"),
+        ({"metadata": {"maintenance": "MIGRATE"}}, "notice", "its metadata announces maintenance: MIGRATE"),
+        ({"disks": {"free": 1e9}}, "disk", "the disk of /home/me has 0.9 of 93 GiB left"),
+        ({"disks": {"inodes": 0}}, "disk", "the disk of /home/me has no inodes left"),
+        ({"disks": {"error": "Read-only"}}, "disk", "nothing can be written in /home/me: Read-only"),
+        ({"memory": {"MemAvailable": 1e9}}, "memory", "0.9 of 279 GiB of memory are free"),
+        ({"memory": {"SwapTotal": 9e9}}, "memory", "8.4 GiB of memory are swapped to disk"),
+        ({"files": 1024}, "files", "a process may open at most 1,024 files, fewer than 4,096"),
+        ({"clock_skew_s": -300.0}, "clock", "its clock is 300 s behind this computer's"),
+        ({"apt": process(command="apt-get")}, "apt", "apt-get (process 7, started 1 min ago) has apt's lock"),
+        (
+            {"label": "a/0", "age_s": 3601.0, "is_attended": False, "metadata": {"worker": "0"}},
+            "idle",
+            "it has existed for 1 h, costs $3.50 an hour, and runs nothing",
+        ),
+        ({"label": "a/0", "age_s": 3601.0, "metadata": {"worker": "0"}}, None, ""),
+        ({"age_s": 3601.0, "is_attended": False}, None, ""),
     ],
 )
-def test_finding_of_facts(facts, check, sentence):
-    """Others are planted on machines: remote/test_doctor.py."""
-    assert judge([subject()]) == []
-    (found,) = judge([subject(**facts)])
-    assert (found.host, found.check) == ("a/3", check) and sentence in found.wrong.what
+def test_facts_lead_to_one_finding(facts, check, sentence):
+    assert judge([checked_host()]) == []
+    found = judge([checked_host(**facts)])
+    assert [finding.check for finding in found] == ([check] if check else [])
+    assert all(sentence in finding.problem and finding.subject.startswith("a/") for finding in found)
 
 
 PROBES = {
-    "devices": True, "holders_of_others": True, "holders": True, "at_work": True, "on_cpu": False, "entry": False,
-    "locked": False, "preload": False, "disks": False, "memory": False, "files": False, "packages": False,
-    "wanted_libtpu": False, "metadata": False, "spoken": False,
+    "list_devices": True, "find_holders_as_root": True, "find_holders": True, "find_requested": True,
+    "find_cpu_programs": False, "read_entry": False, "find_locker": False, "read_preload": False, "read_disks": False,
+    "read_memory": False, "max_open_files": False, "read_versions": False, "wanted_libtpu": False,
+    "read_metadata": False, "find_messages": False,
 }  # fmt: skip
 """Each probe of a host, and whether `idle` depends on it."""
 
 
 @pytest.mark.parametrize("probe", PROBES)
 def test_failed_probe_costs_only_its_own_facts(probe, monkeypatch):
-    def fails(*about):
+    def fail(*arguments):
         raise ValueError("odd")
 
-    monkeypatch.setattr(collect, probe, fails)
+    monkeypatch.setattr(collect, probe, fail)
     found = collect.collect("", "")
-    assert WELL.keys() - found.keys() <= found["lost"].keys() and set(found["lost"].values()) == {"ValueError: odd"}
-    well = {**WELL, "attended": False, "metadata": None}
-    facts = {name: value for name, value in well.items() if name in found}
-    findings = judge([Subject("a/0", {**facts, "lost": found["lost"]}, 0.0, "v4-32", 1, 0, age_s=1e6)])
+    assert HEALTHY.keys() - found.keys() <= found["lost"].keys() and set(found["lost"].values()) == {"ValueError: odd"}
+    idle = {**HEALTHY, "is_attended": False, "metadata": None}
+    facts = {name: value for name, value in idle.items() if name in found}
+    findings = judge([CheckedHost("a/0", {**facts, "lost": found["lost"]}, 0.0, "v4-32", 1, 0, age_s=1e6)])
     assert {finding.check for finding in findings} == ({"reach"} if PROBES[probe] else {"reach", "idle"})
-    assert any("idle" in finding.wrong.mend for finding in findings if finding.check == "reach") == PROBES[probe]
+    assert any("idle" in finding.advice for finding in findings if finding.check == "reach") == PROBES[probe]
 
 
 def test_checks_without_their_facts_are_named_and_others_are_made():
-    facts = {**WELL, "preload": {"/usr/lib/libtcmalloc.so.4": False}, "lost": {"spoken": "odd", "packages": "odd"}}
-    alone = subject(**facts)
-    del alone.facts["spoken"], alone.facts["packages"]
-    findings = judge([alone])
-    assert [(finding.check, finding.wrong.mend.rpartition("; ")[2]) for finding in findings[:2]] == [
-        ("reach", "not made, or only in part: on-cpu, bad-node, preload, fork"),
-        ("reach", "not made, or only in part: versions, libtpu"),
+    facts = {**HEALTHY, "preload": NO_PRELOAD, "lost": {"messages": "odd", "packages": "odd"}}
+    del facts["messages"], facts["packages"]
+    host = CheckedHost("a/3", facts, 0.0, "v4-32", 1, 3)
+    findings = judge([host])
+    assert [(finding.check, finding.advice.rpartition("; ")[2]) for finding in findings[:2]] == [
+        ("reach", "skipped or incomplete: on-cpu, bad-node, preload, fork"),
+        ("reach", "skipped or incomplete: versions, libtpu"),
     ]
     assert [finding.check for finding in findings[2:]] == ["preload"]
-    assert judge([alone], checks=(BUSY,)) == []
-    del alone.facts["holders"]
-    alone.facts["lost"]["holders"] = "odd"
-    assert [finding.wrong.what for finding in judge([alone], checks=(BUSY,))] == ["holders could not be looked at: odd"]
+    assert judge([host], checks=(BUSY,)) == []
+    del facts["holders"]
+    facts["lost"]["holders"] = "odd"
+    assert [finding.problem for finding in judge([host], checks=(BUSY,))] == ["holders could not be read: odd"]
+
+
+def test_hosts_with_other_versions_are_named():
+    versions = ("0.10.2", "0.9.0", "0.10.2")
+    hosts = [CheckedHost(f"a/{n}", {**HEALTHY, "packages": {"jax": version}}) for n, version in enumerate(versions)]
+    for count, others in ((2, "a/0"), (3, "most hosts")):
+        (found,) = judge(hosts[:count])
+        expected = ("a/1", "versions", f"jax is 0.9.0 here, but 0.10.2 on {others}")
+        assert (found.subject, found.check, found.problem) == expected
 
 
 def test_name_of_a_process_may_be_any_bytes():
     line = "import sys; open('/proc/self/comm', 'wb').write(b'\\xff) \\xfe'); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        place = Path("/proc", str(process.pid))
+    with subprocess.Popen([sys.executable, "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        place = Path("/proc", str(child.pid))
         assert b"\xff" in (place / "comm").read_bytes()
-        processes.at_work()
-        assert processes.process(place, processes.ROOT)["pid"] == process.pid
-        process.communicate(b"")
-
-
-def test_host_with_other_versions_is_named():
-    hosts = [subject(f"a/{n}", packages={"jax": version}) for n, version in enumerate(("0.10.2", "0.9.0"))]
-    (found,) = judge([Subject(one.label, one.facts) for one in hosts])
-    assert (found.host, found.check, found.wrong.what) == ("a/1", "versions", "jax is 0.9.0 here, and 0.10.2 on a/0")
-
-
-def test_documentation_lists_every_check():
-    cells = [(check.id, check.looks_at, check.why, check.mend) for check in (*CHECKS, *ACROSS)]
-    rows = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in cells)
-    head = "| check | looks at | why it matters | how it is mended |\n|---|---|---|---|\n"
-    before, _, after = PAGE.read_text().partition(head)
-    there, end, after = after.partition("\n## ")
-    if os.environ.get("TPUSWARM_GOLDEN") == "write":
-        PAGE.write_text(before + head + rows + end + after)
-    else:
-        assert there == rows
+        processes.find_requested()
+        assert processes.describe_process(place, processes.ROOT)["pid"] == child.pid
+        child.communicate(b"")
 
 
 @pytest.mark.parametrize("python", [sys.executable, *Path("/usr/bin").glob("python3.[0-9]"), "/usr/bin/python3"])
@@ -183,9 +239,9 @@ def test_programs_for_hosts_need_python_alone(python, tmp_path):
     assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr
     words = [python, "-I", "-c", boot(follow.MODULES[-1]), "0.01"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(words, env={"HOME": str(tmp_path)}, **pipes) as process:
-        process.stdin.write(sent(*follow.MODULES))
-        process.stdin.flush()
-        samples = [json.loads(process.stdout.readline()) for _ in range(2)]
-        process.stdout.close()  # nobody reads it: it ends
+    with subprocess.Popen(words, env={"HOME": str(tmp_path)}, **pipes) as program:
+        program.stdin.write(sent(*follow.MODULES))
+        program.stdin.flush()
+        samples = [json.loads(program.stdout.readline()) for _ in range(2)]
+        program.stdout.close()  # nobody reads it: it ends
     assert all({"duty", "used", "total", "owners", "chips"} <= sample.keys() for sample in samples)

@@ -1,4 +1,4 @@
-"""What is wrong with machines, why it matters and how to mend it: facts from each host in one round trip, then checks.
+"""Find what is wrong with hosts, the fleet or a run.
 
-`collect.py` runs on the host; each file of `checks/` judges what it has found; `examine.py` brings both together.
+`collect.py` runs on a host and prints facts; `checks.py` turns them into findings; `examine.py` brings both together.
 """

@@ -1,84 +1,85 @@
-"""What is wrong with a fleet in the cloud, apart from its hosts: who keeps it, and what costs and is of no use."""
+"""Check a fleet in the cloud: its keeper, useless machines, missing machines, unhealthy machines."""
 
 from collections.abc import Iterator
 
 from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.formatting import format_age
-from tpuswarm.doctor.check import Wrong
+from tpuswarm.doctor.finding import Finding
 from tpuswarm.fleet.activity import list_missing
 from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.decide.names import ALL
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.view import STALE_LEASE_S, machine_rows, running_rate
 
-WAITS_S = 24 * 3600.0
-"""Seconds after which a queued request has waited long."""
-UNSET = frozenset({"waiting", "stopped", "dead", "deleting"})
+LONG_WAIT_S = 24 * 3600.0
+FREE_STATES = frozenset({"waiting", "stopped", "dead", "deleting"})
 """States in which a machine costs nothing, or only its disk."""
-HEALTH, SYMPTOM, REACH = "health", "symptom", "reach"
+REACH = "reach"
+RECREATE = "`tpuswarm up`, or a keeper (`tpuswarm keep`), recreates it"
 WHY = {
-    "keeper": "without one nothing that is lost is replaced, no limit on cost is enforced, and nothing comes down by "
-    "itself",
-    "orphan": "nobody wants it any more, and it costs until somebody deletes it",
-    "waits": "a queue is no promise: another zone or another way may have room today",
-    HEALTH: "a machine that the cloud calls unhealthy fails sooner or later, and takes its slice with it",
-    SYMPTOM: "the cloud has noticed what ends programs, or soon will, though it calls the machine healthy",
-    REACH: "what cannot be reached cannot be looked at, and a slice does not start without all of its workers",
+    "keeper": "without a keeper nothing replaces lost machines, enforces the budget or shuts down by itself",
+    "orphan": "nothing uses it, and it costs until you delete it",
+    "waits": "a queue is no promise: another zone or `how` may have capacity today",
+    "health": "a machine that the cloud calls unhealthy fails sooner or later, and takes its slice with it",
+    "symptom": "the cloud reports something that ends programs, although it calls the machine healthy",
+    REACH: "an unreachable host cannot be checked, and a slice does not start without all of its workers",
 }
-"""Of each check."""
 
 
-def of_fleet(document: Document, listing: Listing, now: float) -> Iterator[tuple[str, str, Wrong]]:
-    """Of whom, which check, and what is wrong. now: Unix seconds."""
-    desired = document.desired
-    ours = desired.own(listing.machines)
-    cost = [each for each in ours if each.state not in UNSET]
-    lease = document.lease
-    if cost and (lease is None or now - lease.at > 2 * STALE_LEASE_S):
+def _finding(subject: str, check: str, problem: str, advice: str) -> Finding:
+    return Finding(subject, check, problem, WHY[check], advice)
+
+
+def check_fleet(document: Document, listing: Listing, now: float) -> Iterator[Finding]:
+    """Check the keeper and all machines of a fleet at Unix time `now`."""
+    desired, lease = document.desired, document.lease
+    machines = desired.own(listing.machines)
+    billed = [machine for machine in machines if machine.state not in FREE_STATES]
+    if billed and (lease is None or now - lease.at > 2 * STALE_LEASE_S):
         rate = running_rate(machine_rows(desired, listing, (), now))
-        since = "" if lease is None else f": the last one, on {lease.host}, was seen {format_age(now - lease.at)} ago"
-        machines = f"{len(cost)} machine{'s' * (len(cost) > 1)}"
-        what = f"{machines} cost {rate.hour} an hour, and no keeper runs{since}"
-        yield document.name, "keeper", Wrong(what, "`tpuswarm keep`, or `tpuswarm down`")
-    pools = {each.name for each in desired.pools}
-    for each in ours:
-        if each.pool not in pools:
-            yield each.name, "orphan", Wrong(f"{_costs(each)}, and no pool {each.pool} is wanted any more", _away(each))
-        elif each.state == "waiting" and each.created and now - each.created > WAITS_S:
-            waited = format_age(now - each.created)
-            mend = f"`tpuswarm down {each.name}`, and other zones or `how` for pool {each.pool} in swarm.toml"
-            yield each.name, "waits", Wrong(f"its request has waited in {each.zone} for {waited}", mend)
-        elif each.state == "dead" and each.request:
-            why = f": {each.why}" if each.why else ""
-            yield each.name, "waits", Wrong(f"its request has come to nothing ({each.said}){why}", _away(each))
+        last = "" if lease is None else f"; the last one, on {lease.host}, was seen {format_age(now - lease.at)} ago"
+        count = f"{len(billed)} machine{'s' * (len(billed) > 1)}"
+        problem = f"{count} cost {rate.hour} an hour, and no keeper runs{last}"
+        yield _finding(document.name, "keeper", problem, "`tpuswarm keep`, or `tpuswarm down`")
+    pools = {pool.name for pool in desired.pools}
+    for machine in machines:
+        delete = f"`tpuswarm down {machine.name}`"
+        if machine.pool not in pools:
+            price = machine_price(machine)
+            costs = f" for ${price:,.2f} an hour" if price else ""
+            problem = f"a {machine.type} in {machine.zone}{costs}, but swarm.toml has no pool {machine.pool} any more"
+            yield _finding(machine.name, "orphan", problem, delete)
+        elif machine.state == "waiting" and machine.created and now - machine.created > LONG_WAIT_S:
+            problem = f"its request has waited in {machine.zone} for {format_age(now - machine.created)}"
+            advice = f"{delete}, and other zones or `how` for pool {machine.pool} in swarm.toml"
+            yield _finding(machine.name, "waits", problem, advice)
+        elif machine.state == "dead" and machine.request:
+            reason = f": {machine.why}" if machine.why else ""
+            yield _finding(machine.name, "waits", f"its request failed ({machine.said}){reason}", delete)
         else:
-            for check, wrong in health(each):
-                yield each.name, check, wrong
+            yield from check_health(machine)
 
 
-def health(machine: Machine) -> Iterator[tuple[str, Wrong]]:
-    """What the cloud says of a machine, where that is bad; which check that is."""
-    again = f"{_away(machine)}: a keeper, or `tpuswarm up`, makes it again"
+def check_health(machine: Machine) -> Iterator[Finding]:
+    """Report what the cloud says about a machine, if that is bad."""
+    replace = f"`tpuswarm down {machine.name}`: a keeper, or `tpuswarm up`, recreates it"
     if machine.healthy is False:
-        yield HEALTH, Wrong(f"the cloud calls it unhealthy: {machine.why or 'it does not say why'}", again)
+        problem = f"the cloud calls it unhealthy: {machine.why or 'no reason given'}"
+        yield _finding(machine.name, "health", problem, replace)
     elif machine.state == "ready" and machine.symptoms:
-        mend = f"without memory: fewer data workers, or a larger host; else, where it fails, {again}"
-        yield SYMPTOM, Wrong(f"the cloud reports of it {'; '.join(machine.symptoms)}", mend)
+        advice = f"if it lacks memory: fewer data workers, or a larger host; if programs fail there, {replace}"
+        yield _finding(machine.name, "symptom", f"the cloud reports {'; '.join(machine.symptoms)}", advice)
 
 
-def lacking(document: Document, listing: Listing, where: str, now: float) -> Iterator[tuple[str, Wrong]]:
-    """Pools of which machines are wanted and neither there nor asked for, and what of them; where: POOL or `all`."""
-    ours = document.desired.own(listing.machines)
-    dark = {each.name for each in document.desired.pools if not listing.unreachable.isdisjoint(each.zones)}
-    for each in list_missing(document.desired, ours, sorted(document.events), now):
-        if where in (ALL, each.pool) and each.pool not in dark:  # there, nobody knows
-            yield each.pool, Wrong(each.why, "`tpuswarm up`, or a keeper (`tpuswarm keep`), makes it again")
+def check_missing(document: Document, listing: Listing, where: str, now: float) -> Iterator[Finding]:
+    """Report pools (`where`: POOL or `all`) that lack machines, except in zones that do not answer."""
+    machines = document.desired.own(listing.machines)
+    unknown = {pool.name for pool in document.desired.pools if not listing.unreachable.isdisjoint(pool.zones)}
+    for missing in list_missing(document.desired, machines, sorted(document.events), now):
+        if where in (ALL, missing.pool) and missing.pool not in unknown:
+            yield _finding(missing.pool, REACH, missing.why, RECREATE)
 
 
-def _costs(machine: Machine) -> str:
-    price = machine_price(machine)
-    return f"a {machine.type} in {machine.zone}" + (f" that costs ${price:,.2f} an hour" if price else "")
-
-
-def _away(machine: Machine) -> str:
-    return f"`tpuswarm down {machine.name}`"
+def unreachable(host: str, reason: str, advice: str = f"`tpuswarm list` shows its machine; {RECREATE}") -> Finding:
+    """Report a host that cannot be checked."""
+    return _finding(host, REACH, reason, advice)

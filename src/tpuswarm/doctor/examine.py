@@ -1,4 +1,4 @@
-"""Looks at hosts, each in one round trip, and judges what was found."""
+"""Collect facts from hosts, one round trip each, and check them; carry out fixes."""
 
 import json
 import shlex
@@ -6,14 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.doctor.check import HERE, Check, Facts, Subject, Wrong
-from tpuswarm.doctor.checks import ACROSS, CHECKS
-from tpuswarm.doctor.cloud import HEALTH, REACH, SYMPTOM, health
-from tpuswarm.doctor.cloud import WHY as OF_CLOUD
+from tpuswarm.doctor.checks import CHECKS, VERSIONS, compare_versions
+from tpuswarm.doctor.cloud import check_health, unreachable
+from tpuswarm.doctor.finding import THIS_COMPUTER, Check, CheckedHost, Facts, Finding
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.hosts.routes import ReachableHosts
@@ -23,39 +21,24 @@ from tpuswarm.remote.host import Host, NoWay
 from tpuswarm.remote.modules import boot, sent
 
 MODULES = "tpuswarm.doctor.processes", "tpuswarm.doctor.collect"
-"""What is sent to a host: the last one runs."""
-PATIENCE = 30.0
-"""Seconds that a host has to answer."""
-WHY = {
-    **{each: OF_CLOUD[each] for each in (REACH, HEALTH, SYMPTOM)},
-    **{each.id: each.why for each in CHECKS},
-    **{each.id: each.why for each in ACROSS},
-}
-"""Why each kind matters."""
+"""Sent to a host; the last one runs."""
+HOST_TIMEOUT_S = 30.0
 
 
-class Found(NamedTuple):
-    """One thing that is wrong."""
-
-    host: str
-    check: str
-    wrong: Wrong
-
-
-def examine_here() -> list[Found]:
-    """This computer, as it is."""
+def examine_here() -> list[Finding]:
+    """Check this computer."""
     before = time.time()
-    done = _run([sys.executable, "-c", boot(MODULES[-1])], sent(*MODULES))
-    facts = _facts(done.returncode, done.stdout, done.stderr)
+    done = _run_here([sys.executable, "-c", boot(MODULES[-1])], sent(*MODULES))
+    facts = _parse_facts(done.returncode, done.stdout, done.stderr)
     if isinstance(facts, str):
-        raise RunFailed(f"this computer cannot be looked at: {facts}")
-    told = facts.get("metadata") or {}
+        raise RunFailed(f"this computer cannot be checked: {facts}")
+    metadata = facts.get("metadata") or {}
     try:
-        accelerator = find(told.get("type") or "")
-    except InputError:  # no TPU VM, or a type that is newer than the catalogue
-        return judge([Subject(HERE, facts, _skew(facts, before, time.time()))])
-    worker = int(told.get("worker") or 0)
-    return judge([Subject(HERE, facts, 0.0, accelerator.name, accelerator.chips_per_host, worker)])
+        accelerator = find(metadata.get("type") or "")
+    except InputError:  # no TPU VM, or a type newer than the catalogue
+        return judge([CheckedHost(THIS_COMPUTER, facts, _clock_skew(facts, before, time.time()))])
+    worker = int(metadata.get("worker") or 0)
+    return judge([CheckedHost(THIS_COMPUTER, facts, 0.0, accelerator.name, accelerator.chips_per_host, worker)])
 
 
 async def examine(
@@ -64,139 +47,135 @@ async def examine(
     head: str = "",
     bucket: str = "",
     checks: Sequence[Check] = CHECKS,
-) -> list[Found]:
-    """All hosts, and what the cloud says of their machines.
+) -> list[Finding]:
+    """Check hosts, and what the cloud says about their machines.
 
-    head: HOST:PORT of the swarm's that they train in; bucket: the fleet's. Empty: there is none.
-    checks: of each host.
+    head: HOST:PORT of the swarm's head; bucket: the fleet's. Empty: none.
     """
-
     line = shlex.join(["exec", "python3", "-c", boot(MODULES[-1]), head, bucket])
 
-    async def look(host: Host) -> Subject:
+    async def collect_from(host: Host) -> CheckedHost:
         before = time.time()
-        facts = _facts(*await ask(connections, host, line, sent(*MODULES)))
+        facts = _parse_facts(*await ask(connections, host, line, sent(*MODULES)))
         if isinstance(facts, str):
             raise NoWay(host, facts)
-        return _subject(host.label, reached.machines[host.label], facts, _skew(facts, before, time.time()))
+        skew_s = _clock_skew(facts, before, time.time())
+        return _describe_host(host.label, reached.machines[host.label], facts, skew_s)
 
-    answers = await fan_out(reached.hosts, look, time_out_s=PATIENCE)
-    found = [Found(each.partition(" ")[0], REACH, _away(each.partition(" ")[2])) for each in reached.away]
+    answers = await fan_out(reached.hosts, collect_from, time_out_s=HOST_TIMEOUT_S)
+    findings = [unreachable(away.partition(" ")[0], away.partition(" ")[2]) for away in reached.away]
     for host, answer in zip(reached.hosts, answers, strict=True):
         if isinstance(answer, TpuswarmError):
-            found.append(Found(host.label, REACH, _away(str(answer).partition(" ")[2])))
-    machines = {each.name: each for each in reached.machines.values()}
-    found += [Found(name, check, wrong) for name, each in machines.items() for check, wrong in health(each)]
-    return found + judge([each for each in answers if isinstance(each, Subject)], checks)
+            findings.append(unreachable(host.label, str(answer).partition(" ")[2]))
+    machines = {machine.name: machine for machine in reached.machines.values()}
+    findings += [finding for machine in machines.values() for finding in check_health(machine)]
+    return findings + judge([answer for answer in answers if isinstance(answer, CheckedHost)], checks)
 
 
-def judge(subjects: list[Subject], checks: Sequence[Check] = CHECKS) -> list[Found]:
-    """What all checks say; of a host of which something could not be looked at that, and what the others say.
-
-    Of a few checks alone: only what they need.
-    """
-    found = [each for one in subjects for each in _judge(one, checks)]
-    if len(subjects) > 1:
-        found += [Found(label, check.id, wrong) for check in ACROSS for label, wrong in check.probe(subjects)]
-    return found
+def judge(hosts: list[CheckedHost], checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """Run checks on hosts; report missing facts, with the checks that need them."""
+    findings = [finding for host in hosts for finding in _judge_host(host, checks)]
+    return findings + list(compare_versions(hosts) if len(hosts) > 1 else ())
 
 
-def _judge(subject: Subject, checks: Sequence[Check]) -> list[Found]:
-    lost = subject.facts["lost"]
-    missed = {each.fact: [each.id] for each in ACROSS if checks is CHECKS}
-    said: list[Found] = []
+def _judge_host(host: CheckedHost, checks: Sequence[Check]) -> list[Finding]:
+    lost: Mapping[str, str] = host.facts["lost"]
+    skipped = {"packages": [VERSIONS.id]} if checks is CHECKS else {}
+    found: list[Finding] = []
     for check in checks:
         try:
-            for wrong in check.probe(subject):
-                said.append(Found(subject.label, check.id, wrong))
-        except KeyError as missing:  # a fact that it needs; what it has said before stays
+            for finding in check.find(host):
+                found.append(finding)
+        except KeyError as missing:
             if missing.args[0] not in lost:
                 raise
-            missed.setdefault(missing.args[0], []).append(check.id)
-    told = lost if checks is CHECKS else [each for each in lost if each in missed]
-    return [*(_lost(subject.label, each, lost[each], missed.get(each, [])) for each in told), *said]
+            skipped.setdefault(missing.args[0], []).append(check.id)
+    reported = lost if checks is CHECKS else [fact for fact in lost if fact in skipped]
+    return [*(_report_lost(host.label, fact, lost[fact], skipped.get(fact, [])) for fact in reported), *found]
 
 
-def _lost(label: str, what: str, why: str, missed: list[str]) -> Found:
-    mend = "fix what the message says" + (f"; not made, or only in part: {', '.join(missed)}" if missed else "")
-    return Found(label, REACH, Wrong(f"{what} could not be looked at: {why}", mend))
+def _report_lost(host: str, fact: str, why: str, skipped: list[str]) -> Finding:
+    affected = f"; skipped or incomplete: {', '.join(skipped)}" if skipped else ""
+    return unreachable(host, f"{fact} could not be read: {why}", f"fix what the message says{affected}")
 
 
-def fix_here(found: Iterable[Found]) -> list[str]:
-    """Do what is safe on this computer; a sentence for each: whether that was done."""
-    said = []
-    for each in found:
-        done = _run(["/bin/bash", "-c", each.wrong.fix or "true"])
-        said.append(_mended(each, done.returncode, done.stderr))
-    return said
+def fix_here(findings: Iterable[Finding]) -> list[str]:
+    """Carry out the fixes on this computer; return a sentence for each."""
+    sentences = []
+    for finding in findings:
+        done = _run_here(["/bin/bash", "-c", finding.fix or "true"])
+        sentences.append(_fix_result(finding, done.returncode, done.stderr))
+    return sentences
 
 
-async def fix(connections: Connections, hosts: Mapping[str, Host], found: Iterable[Found]) -> list[str]:
-    """The same on hosts, by their labels; where one is lost half-way, what was done there before."""
-    theirs: dict[str, list[Found]] = {}
-    said: dict[str, list[str]] = {}
-    for each in found:
-        if each.wrong.fix is not None and each.host in hosts:
-            theirs.setdefault(each.host, []).append(each)
+async def fix_hosts(connections: Connections, hosts: Mapping[str, Host], findings: Iterable[Finding]) -> list[str]:
+    """Carry out the fixes on hosts; return a sentence for each, also for those done before a host was lost."""
+    by_host: dict[str, list[Finding]] = {}
+    sentences: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.fix is not None and finding.subject in hosts:
+            by_host.setdefault(finding.subject, []).append(finding)
 
-    async def mend(host: Host) -> None:
-        for each in theirs[host.label]:
-            code, _, err = await ask(connections, host, each.wrong.fix or "true")
-            said.setdefault(host.label, []).append(_mended(each, code, err))
+    async def fix_host(host: Host) -> None:
+        for finding in by_host[host.label]:
+            code, _, err = await ask(connections, host, finding.fix or "true")
+            sentences.setdefault(host.label, []).append(_fix_result(finding, code, err))
 
-    answers = await fan_out([hosts[name] for name in theirs], mend, time_out_s=PATIENCE)
-    for name, answer in zip(theirs, answers, strict=True):
-        done = said.setdefault(name, [])
+    answers = await fan_out([hosts[name] for name in by_host], fix_host, time_out_s=HOST_TIMEOUT_S)
+    for name, answer in zip(by_host, answers, strict=True):
+        done = sentences.setdefault(name, [])
         if isinstance(answer, TpuswarmError):
-            left = ", ".join(each.check for each in theirs[name][len(done) :])
-            done.append(f"{answer}; nobody knows whether {left} is mended")
-    return [text for each in said.values() for text in each]
+            left = ", ".join(finding.check for finding in by_host[name][len(done) :])
+            done.append(f"{answer}; {left} may or may not be fixed")
+    return [sentence for done in sentences.values() for sentence in done]
 
 
-def _run(words: list[str], said: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+def _run_here(words: list[str], stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
     try:
-        return subprocess.run(words, input=said, capture_output=True, check=False, timeout=PATIENCE)
+        return subprocess.run(words, input=stdin, capture_output=True, check=False, timeout=HOST_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"this computer did not answer within {PATIENCE:g} s") from error
+        raise RunFailed(f"this computer did not answer within {HOST_TIMEOUT_S:g} s") from error
 
 
-def _mended(each: Found, code: int, err: bytes) -> str:
+def _fix_result(finding: Finding, code: int, err: bytes) -> str:
     if code == 0:
-        return f"{each.host}: {each.check} is mended"
-    last = err.decode(errors="replace").strip().rpartition("\n")[2]
-    return f"{each.host}: {each.check} is not mended (exit {code}): {last or 'it said nothing'}"
+        return f"{finding.subject}: {finding.check} is fixed"
+    return f"{finding.subject}: {finding.check} is not fixed (exit {code}): {_last_line(err)}"
 
 
-def _facts(code: int, out: bytes, err: bytes) -> Facts | str:
-    """What `collect.py` has said, or why it has not."""
+def _last_line(err: bytes) -> str:
+    return err.decode(errors="replace").strip().rpartition("\n")[2] or "no output"
+
+
+def _parse_facts(code: int, out: bytes, err: bytes) -> Facts | str:
+    """Return the output of `collect.py`, or why there is none."""
     if code == 127:
-        return "has no python3, with which doctor looks at a host and jobs are kept"
+        return "has no python3, which doctor and jobs need"
     try:
-        found: Facts = json.loads(out.decode().strip().rpartition("\n")[2])
+        facts: Facts = json.loads(out.decode().strip().rpartition("\n")[2])
     except ValueError:
-        last = err.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"cannot be looked at (exit {code}): {last or 'it said nothing'}"
-    return found
+        return f"cannot be checked (exit {code}): {_last_line(err)}"
+    return facts
 
 
-def _skew(facts: Facts, before: float, after: float) -> float:
-    """Seconds by which its clock is surely ahead (or behind, below 0), whenever between both it was read."""
-    told: float = facts["time"]
-    return told - after if told > after else min(0.0, told - before)
+def _clock_skew(facts: Facts, before: float, after: float) -> float:
+    """Return the least skew that explains the host's time, which it read between `before` and `after`."""
+    host_time: float = facts["time"]
+    return host_time - after if host_time > after else min(0.0, host_time - before)
 
 
-def _subject(label: str, machine: Machine, facts: Facts, skew_s: float) -> Subject:
+def _describe_host(label: str, machine: Machine, facts: Facts, skew_s: float) -> CheckedHost:
     try:
         accelerator = find(machine.type) if machine.kind == "tpu" else None
-    except InputError:  # a type that is newer than the catalogue
+    except InputError:  # a type newer than the catalogue
         accelerator = None
-    worker = int(label.rpartition("/")[2]) if machine.kind == "tpu" else None
-    chips = accelerator.chips_per_host if accelerator else None
-    return Subject(
-        label, facts, skew_s, machine.type if accelerator else None, chips, worker,
-        time.time() - machine.created if machine.created else None, machine_price(machine),
-    )  # fmt: skip
-
-
-def _away(why: str) -> Wrong:
-    return Wrong(why, "`tpuswarm list` shows its machine; a keeper, or `tpuswarm up`, replaces what is lost")
+    return CheckedHost(
+        label,
+        facts,
+        skew_s,
+        tpu_type=machine.type if accelerator else None,
+        chips=accelerator.chips_per_host if accelerator else None,
+        worker=int(label.rpartition("/")[2]) if machine.kind == "tpu" else None,
+        age_s=time.time() - machine.created if machine.created else None,
+        dollars_per_hour=machine_price(machine),
+    )

@@ -14,7 +14,7 @@ import time
 from glob import glob
 from typing import Any
 
-from tpuswarm.doctor.processes import devices, holders
+from tpuswarm.doctor.processes import find_holders, list_devices
 
 METRICS = {
     "duty": "tpu.runtime.tensorcore.dutycycle.percent",
@@ -207,12 +207,13 @@ def main() -> None:
         began = time.time()
         if number % OWNERS_EVERY == 0:
             owners = [
-                dict(one, libtpu=libtpu(one["pid"]), metrics=metrics_of(one["pid"])) for one in holders(devices())
+                dict(one, libtpu=libtpu(one["pid"]), metrics=metrics_of(one["pid"]))
+                for one in find_holders(list_devices())
             ]
         number += 1
         for one in owners:
             one["row"] = last_row(one["metrics"]) if one["metrics"] else {}
-        said = dict(sample(owners), owners=owners, chips=len(devices()))
+        said = dict(sample(owners), owners=owners, chips=len(list_devices()))
         try:
             sys.stdout.write(json.dumps(said) + "\n")
             sys.stdout.flush()

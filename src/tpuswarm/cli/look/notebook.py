@@ -9,7 +9,7 @@ import typer
 
 from tpuswarm.cli.console import FleetOption, Yes, confirm, make_console
 from tpuswarm.cli.machine.setup import SetupProgress, describe_hosts, print_outcome
-from tpuswarm.doctor.checks.held import BUSY
+from tpuswarm.doctor.checks import BUSY
 from tpuswarm.doctor.cloud import REACH
 from tpuswarm.doctor.examine import examine
 from tpuswarm.errors import InputError, RunFailed
@@ -84,9 +84,9 @@ async def _start(routes: Routes, machine: ReachableHosts) -> Notebook:
             findings = await examine(connections, machine, checks=(BUSY,))
         for finding in findings:
             if finding.check == BUSY.id:
-                raise RunFailed(f"{finding.host}: {finding.wrong.what}; {finding.wrong.mend}")
+                raise RunFailed(f"{finding.subject}: {finding.problem}; {finding.advice}")
             if finding.check == REACH:
-                say(f"warning: cannot see who uses the chips of {finding.host}: {finding.wrong.what}", err=True)
+                say(f"warning: cannot see who uses the chips of {finding.subject}: {finding.problem}", err=True)
         with waiting(f"starting Jupyter on {_describe_machine(machine)}"):
             return await _begin_jupyter(connections, machine, None)
 

@@ -1,0 +1,66 @@
+"""Define what a check looks at and what it finds."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Facts = Mapping[str, Any]
+"""The output of `collect.py`."""
+THIS_COMPUTER = "here"
+
+
+@dataclass(frozen=True)
+class CheckedHost:
+    """A host with its facts, and what it should be."""
+
+    label: str
+    """`node-3/1`, or `here`."""
+    facts: Facts
+    clock_skew_s: float = 0.0
+    """Positive if its clock is ahead of this computer's."""
+    tpu_type: str | None = None
+    chips: int | None = None
+    """Expected number on this host."""
+    worker: int | None = None
+    age_s: float | None = None
+    """Of its machine."""
+    dollars_per_hour: float | None = None
+    """Of its whole machine."""
+
+
+class Problem(NamedTuple):
+    """One problem of a host."""
+
+    text: str
+    advice: str = ""
+    """Overrides the advice of the check."""
+    fix: str | None = None
+    """Shell command that repairs it safely."""
+
+
+class Finding(NamedTuple):
+    """One problem: with what, found by which check, why it matters, and what to do."""
+
+    subject: str
+    """A host, machine, pool, project, run or member."""
+    check: str
+    problem: str
+    why: str
+    advice: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a host."""
+
+    id: str
+    looks_at: str
+    why: str
+    advice: str
+    probe: Callable[[CheckedHost], Iterable[Problem]]
+
+    def find(self, host: CheckedHost) -> Iterable[Finding]:
+        """Yield the problems of a host."""
+        for problem in self.probe(host):
+            yield Finding(host.label, self.id, problem.text, self.why, problem.advice or self.advice, problem.fix)

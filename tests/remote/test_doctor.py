@@ -100,7 +100,9 @@ def test_fixes_that_were_done_failed_and_hung_are_reported(machines, monkeypatch
     host = machines.hosts[0]
     fixes = {"lock": "echo done >fixed", "preload": "echo no, not today >&2; exit 3", "tpu-logs": "sleep 1000"}
     found = [Finding(host.label, check, "", "", "", fix) for check, fix in fixes.items()]
-    done, failed, hung = run_connected(machines, lambda connected: examine.fix_hosts(connected, {host.label: host}, found))
+    done, failed, hung = run_connected(
+        machines, lambda connected: examine.fix_hosts(connected, {host.label: host}, found)
+    )
     assert done == "node-0/0: lock is fixed" and (machines[0].home / "fixed").exists()
     assert failed == "node-0/0: preload is not fixed (exit 3): no, not today"
     assert re.search(r"node-0/0 .* 8 s.*; tpu-logs may or may not be fixed", hung), hung

@@ -58,7 +58,9 @@ def apply(
     file: File,
     dry_run: DryRun = False,
     tune: Annotated[bool, typer.Option("--tune", help="Also apply the kernel settings that `show` lists.")] = False,
-    persist: Annotated[bool, typer.Option("--persist", help="Also load the rules at every boot, through systemd.")] = False,
+    persist: Annotated[
+        bool, typer.Option("--persist", help="Also load the rules at every boot, through systemd.")
+    ] = False,
 ) -> None:
     """Replace the current rules by a file's, atomically. Open connections stay up."""
     if dry_run:

@@ -6,9 +6,10 @@ square. Llama's shapes are those of its model cards, contexts 8,192 (8B) and 2,0
 second and share of peak agree); tpuchat's FLOPs are those its own figures imply.
 """
 
+from tpuswarm.plan.speed import PUBLISHED, Published, expected_band
+
 from benchmarks.report import Settings, Table
 from tpuswarm import catalog
-from tpuswarm.plan.published import PUBLISHED, Published, band
 
 
 def run(settings: Settings) -> Table:
@@ -58,7 +59,7 @@ def _row(published: Published) -> tuple[str, ...]:
     flops = FLOPS[published.model]
     floor = chip.peak_bf16 / flops
     reached = published.tokens_per_s or published.share * floor
-    guess = band(published.generation, without=published.system)
+    guess = expected_band(published.generation, without=published.system)
     ours = f"{reached / floor:.1%}" if published.tokens_per_s else "–"
     return (
         published.system,

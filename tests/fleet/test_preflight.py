@@ -5,6 +5,7 @@ import datetime
 from pathlib import Path
 
 import pytest
+from tpuswarm.plan.traffic import Exchange, member_traffic
 
 from tests.fleet.conftest import GOLDEN
 from tpuswarm.cli.fleet import apply
@@ -17,8 +18,7 @@ from tpuswarm.config.units import GIB
 from tpuswarm.fleet.apply.preflight import Check, run_checks
 from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts, network_keys
 from tpuswarm.fleet.spec.file import SwarmFile
-from tpuswarm.plan.head import head
-from tpuswarm.plan.swarm import Exchanged, traffic
+from tpuswarm.plan.head import size_head
 
 NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC).timestamp()
 ZONE, NETWORK = "us-central1-b", "tpuswarm-mine"
@@ -158,7 +158,7 @@ def test_fact_that_a_member_may_not_read_does_not_stop_creation(fact):
 
 def test_head_needs_the_memory_that_the_plan_says():
     text = TEXT.replace("[head]", '[train]\nrecipe = "gpt2-124m"\nsteps = 10\nmembers = 4\n\n[head]')
-    exchanged = Exchanged(124_439_808, 1.0, 50)
-    needed = head(4, exchanged, traffic(exchanged), "nesterov").memory_bytes
+    exchanged = Exchange(124_439_808, 1.0, 50)
+    needed = size_head(4, exchanged, member_traffic(exchanged), "nesterov").memory_bytes
     assert apply.head_memory_bytes(read(text)) == pytest.approx(needed, rel=1e-3)
     assert apply.head_memory_bytes(read(TEXT)) is None

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 from jax.experimental import pallas, topologies
 from jax.experimental.pallas import tpu
+from tpuswarm.plan.hazards import explain_refusal, find_hazards
 
 from tpuswarm import catalog, supervised
-from tpuswarm.plan.hlo import hazards, refusal
 from tpuswarm.train.program.compiled import Refused, compile_step
 from tpuswarm.train.program.request import Request
 
@@ -121,8 +121,8 @@ def found(make, where):
     try:
         compiled = compile_step(made, request, devices, 2**34)
     except Refused as error:
-        return [refusal(error.__cause__, error.jaxpr)]
-    return hazards(compiled, batch, slice_.generation.matrix_unit)
+        return [explain_refusal(error.__cause__, error.jaxpr)]
+    return find_hazards(compiled, batch, slice_.generation.matrix_unit)
 
 
 if __name__ == "__main__":

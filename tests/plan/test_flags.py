@@ -10,7 +10,7 @@ from tests.terminal import terminal
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.flags import Flag, shell_exports
 from tpuswarm.plan import flags
-from tpuswarm.plan.flags import check, meanings
+from tpuswarm.plan.flags import check_flags, xla_flag_help
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 PROGRAM = 'import jax; jax.config.update("jax_platforms", "cpu"); jax.jit(lambda x: x + 1)(1.0)'
@@ -19,7 +19,7 @@ needs_libtpu = pytest.mark.skipif(not flags.importlib.util.find_spec("libtpu"), 
 
 @needs_libtpu
 def test_flags_are_assigned_to_the_library_that_knows_them():
-    found = check({VMEM: "65536", "xla_dump_hlo_as_text": "true", "xla_jf_conv_full_precision": "true"})
+    found = check_flags({VMEM: "65536", "xla_dump_hlo_as_text": "true", "xla_jf_conv_full_precision": "true"})
     assert found.variables == {
         VMEM: "LIBTPU_INIT_ARGS", "xla_dump_hlo_as_text": "XLA_FLAGS", "xla_jf_conv_full_precision": "LIBTPU_INIT_ARGS",
     }  # fmt: skip
@@ -35,37 +35,37 @@ def test_flags_are_assigned_to_the_library_that_knows_them():
         ("qqq", "1", "neither XLA nor libtpu has a flag qqq"),
         ("xla_dump_hlo_as_text", "maybe", "xla_dump_hlo_as_text is of type bool and does not take 'maybe'"),
         (VMEM, "9x", f"{VMEM} does not take '9x'"),
-        (VMEM, "6 5", f"{VMEM} is libtpu's, and libtpu reads no value that is empty or has a blank"),
-        (VMEM, "", f"{VMEM} is libtpu's, and libtpu reads no value that is empty"),
+        (VMEM, "6 5", f"{VMEM} is libtpu's, and libtpu accepts no empty value and no blanks"),
+        (VMEM, "", f"{VMEM} is libtpu's, and libtpu accepts no empty value"),
         ("xla_dump_to", "/tmp/a\nb", "xla_dump_to cannot hold a line break"),
     ],
 )
 def test_wrong_flag_is_one_sentence(name, value, message):
     with pytest.raises(InputError) as error:
-        check({name: value})
+        check_flags({name: value})
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 @needs_libtpu
 def test_word_that_is_no_flag_is_reported():
-    with pytest.raises(RunFailed, match="cannot be told"):
-        check({"help": "1"})
+    with pytest.raises(RunFailed, match="cannot be checked"):
+        check_flags({"help": "1"})
 
 
 def test_flags_of_libtpu_are_unchecked_without_it(monkeypatch):
     monkeypatch.setattr(flags.importlib.util, "find_spec", lambda name: None)
     flags._check.cache_clear()
-    found = check({VMEM: "1", "xla_dump_to": "/tmp"})
+    found = check_flags({VMEM: "1", "xla_dump_to": "/tmp"})
     flags._check.cache_clear()
     assert found.unchecked == (VMEM,) and found.variables[VMEM] == "LIBTPU_INIT_ARGS"
 
 
 def test_meanings_are_xlas_and_no_name_is_broken_in_a_terminal_of_80_columns(tmp_path):
-    dump_to = meanings()["xla_dump_to"]
+    dump_to = xla_flag_help()["xla_dump_to"]
     assert dump_to.kind == "string" and dump_to.default == "" and "dump" in dump_to.text.lower()
     with terminal(["flags", "show", "--known"], tmp_path) as opened:
         names = {line.split()[0] for line in opened.finish().splitlines() if line.startswith("xla_")}
-    assert names == set(meanings())
+    assert names == set(xla_flag_help())
 
 
 def test_quoted_value_reaches_xla_through_a_shell(tmp_path):

@@ -1,5 +1,5 @@
-"""Know before you rent: compile for a TPU without one, what fits, how fast at best, at what price.
+"""Plan before renting: compile for TPUs you do not have; report what fits, how fast at best, and the price.
 
-`children.py` sends each order to a process of its own (`child.py`, `judge.py`) and keeps its answer (`cache.py`);
-`row.py` adds speed and price (`roofline.py`), `estimate.py` the swarm. Only the children import JAX.
+`compile_pool.py` sends each request to a process of its own (`compile_process.py`, `fit.py`) and caches the result
+(`cache.py`). `row.py` adds speed and price (`speed.py`), `swarm.py` a swarm. Only the compiling processes import JAX.
 """

@@ -1,7 +1,7 @@
-"""Answers of the compiler, kept on disk with all that they rest on.
+"""Cache the compiler's results on disk.
 
-An answer is looked up by what was asked, and holds as long as every file and package that took part is the same: the
-process that compiled noted what it imported and opened. So a look-up imports neither JAX nor the recipe.
+A result is valid while every file and package it depends on is unchanged; the compiling process tracked its imports and
+opened files. So a look-up imports neither JAX nor the recipe.
 """
 
 import hashlib
@@ -16,26 +16,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.plan.order import Found, Order
+from tpuswarm.plan.request import CompileRequest, CompileResult
 from tpuswarm.train.process.atomic import write_atomically
 
-ALWAYS = ("jax", "jaxlib", "libtpu", "tpuswarm")
-"""Packages that an answer rests on whether or not they show among the imported ones."""
-SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "PYTHONPATH")
-"""Environment variables that begin so may change what a compiler does, or which recipe is found."""
-OURS = "tpuswarm."
-"""Modules that begin so are found from every folder."""
+BASE_PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm")
+SETTING_PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "PYTHONPATH")
+"""Of environment variables that may change the compiler, or which recipe is found."""
 
 
-class Rests:
-    """What a process used, noted while it runs: Python files, packages, and files that it read."""
+class DependencyTracker:
+    """Tracks the Python files, packages and data files that this process uses."""
 
     def __init__(self) -> None:
         self._start = time.time_ns()
         self._opened: set[str] = set()
-        sys.addaudithook(self._note)
+        sys.addaudithook(self._track)
 
-    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+    def _track(self, event: str, args: tuple[Any, ...]) -> None:
         if (
             event == "open"
             and isinstance(args[0], str | os.PathLike)
@@ -43,38 +40,41 @@ class Rests:
         ):
             self._opened.add(os.fspath(args[0]))
 
-    def all(self, but: Path) -> dict[str, dict[str, str]]:
-        """Stamps of files and versions of packages by name; nothing under the folder `but`.
+    def stamps(self, without: Path) -> dict[str, dict[str, str]]:
+        """Return stamps of files outside the folder `without`, and versions of packages.
 
-        A file that was written since the start has a stamp that never holds: nobody knows which of its two texts was
-        read.
+        A file written since the start gets an invalid stamp: either of its contents may have been read.
         """
         modules = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
-        tops = {name.partition(".")[0] for name in sys.modules}
-        homes = importlib.metadata.packages_distributions()
-        packages = {package for top in tops for package in homes.get(top, ())} | set(ALWAYS)
-        installed = ("site-packages", "dist-packages")
-        apart = (Path(sys.base_prefix), Path(sys.prefix), but.resolve(), *map(Path, ("/proc", "/sys", "/dev")))
+        top_modules = {name.partition(".")[0] for name in sys.modules}
+        distributions = importlib.metadata.packages_distributions()
+        packages = {package for module in top_modules for package in distributions.get(module, ())}
+        excluded = (Path(sys.base_prefix), Path(sys.prefix), without.resolve(), *map(Path, ("/proc", "/sys", "/dev")))
         files = {}
         for name in (*modules, *self._opened):
             path = Path(name).resolve()
-            foreign = any(part in path.parts for part in installed) or path.suffix == ".pyc"
-            if not foreign and not any(path.is_relative_to(each) for each in apart) and path.is_file():
-                files[str(path)] = stamp(path) if path.stat().st_mtime_ns < self._start else "written meanwhile"
-        return {"files": files, "packages": versions(packages)}
+            if (
+                path.suffix != ".pyc"
+                and not {"site-packages", "dist-packages"} & set(path.parts)
+                and not any(path.is_relative_to(folder) for folder in excluded)
+                and path.is_file()
+            ):
+                is_unchanged = path.stat().st_mtime_ns < self._start
+                files[str(path)] = _stamp(path) if is_unchanged else "written meanwhile"
+        return {"files": files, "packages": _versions(packages | set(BASE_PACKAGES))}
 
 
-def stamp(path: str | Path) -> str:
-    """Size and time of change of a file; empty where there is none."""
+def _stamp(path: str | Path) -> str:
+    """Return size and modification time of a file; empty if there is none."""
     try:
-        facts = Path(path).stat()
+        status = Path(path).stat()
     except OSError:
         return ""
-    return f"{facts.st_size}:{facts.st_mtime_ns}"
+    return f"{status.st_size}:{status.st_mtime_ns}"
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Installed versions; empty for a package that is not there."""
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the installed versions; empty for a missing package."""
     found = {}
     for name in sorted(set(packages)):
         try:
@@ -84,65 +84,64 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def question(order: Order, settings: Mapping[str, str]) -> str:
-    """All that is known before anything is compiled, in one text; settings: of the process that compiles.
+def cache_key(request: CompileRequest, settings: Mapping[str, str]) -> str:
+    """Return all that is known before compiling; settings: the environment of the compiling process.
 
-    Words that name files stand for what is in them now, wherever they were said: a recipe may know them from a cache of
-    its own, without opening them. A recipe of the user's also depends on the folder that it is asked for from.
+    It includes stamps of files that options name, because a recipe may read them through a cache of its own. A user's
+    recipe also depends on the working folder.
     """
-    asked = order.asked
-    words = [asked.target.rpartition(":")[0], *map(str, asked.options.values())]
+    options = request.options
+    words = [options.target.rpartition(":")[0], *map(str, options.options.values())]
     return json.dumps(
         {
-            "order": asdict(order),
-            "files": [_contents(Path(word).resolve()) for word in words if word and _exists(word)],
-            "folder": "" if asked.target.startswith(OURS) else str(Path.cwd()),
+            "request": asdict(request),
+            "files": [_stamps_under(Path(word).resolve()) for word in words if word and _exists(word)],
+            "folder": "" if options.target.startswith("tpuswarm.") else str(Path.cwd()),
             "python": platform.python_version(),
-            "settings": {name: value for name, value in settings.items() if name.startswith(SETTINGS)},
+            "settings": {name: value for name, value in settings.items() if name.startswith(SETTING_PREFIXES)},
         },
         sort_keys=True,
     )
 
 
-class Cache:
-    """Answers in a folder, one file each."""
+class PlanCache:
+    """Results in a folder, one file each."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def get(self, question: str) -> Found | None:
-        """The answer to the same question, if all it rests on is unchanged."""
+    def get(self, key: str) -> CompileResult | None:
+        """Return a result if everything it depends on is unchanged."""
         try:
-            kept = json.loads(self._path(question).read_text(encoding="utf-8"))
-            files, packages = kept["rests"]["files"], kept["rests"]["packages"]
-            if any(stamp(path) != there for path, there in files.items()) or versions(packages) != packages:
+            entry = json.loads(self._path(key).read_text(encoding="utf-8"))
+            files, packages = entry["dependencies"]["files"], entry["dependencies"]["packages"]
+            if any(_stamp(path) != stamp for path, stamp in files.items()) or _versions(packages) != packages:
                 return None
-            return Found.of(kept["found"])
-        except (OSError, ValueError, KeyError, TypeError):  # none, cut short, or of another time: compile again
+            return CompileResult.from_json(entry["result"])
+        except (OSError, ValueError, KeyError, TypeError):  # missing, damaged, or of another version: compile again
             return None
 
-    def put(self, question: str, found: Found, rests: Mapping[str, Any]) -> None:
-        """Keep an answer; OSError where the disk does not take it."""
-        path = self._path(question)
+    def put(self, key: str, result: CompileResult, dependencies: Mapping[str, Any]) -> None:
+        """Store a result; raise OSError if the disk is full."""
+        path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write_atomically(path, json.dumps({"found": asdict(found), "rests": rests}))
+            write_atomically(path, json.dumps({"result": asdict(result), "dependencies": dependencies}))
         except OSError:
             path.with_name(path.name + ".part").unlink(missing_ok=True)
             raise
 
-    def _path(self, question: str) -> Path:
-        return self._folder / f"{hashlib.sha256(question.encode()).hexdigest()[:32]}.json"
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _contents(path: Path) -> dict[str, str]:
-    """Stamps of a file, or of all files of a folder."""
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    return {str(each): stamp(each) for each in [path, *files]}
+def _stamps_under(path: Path) -> dict[str, str]:
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file): _stamp(file) for file in [path, *files]}
 
 
 def _exists(word: str) -> bool:
     try:
         return Path(word).exists()
-    except OSError:  # too long for a name
+    except OSError:  # too long for a file name
         return False

@@ -1,31 +1,22 @@
-"""What machines get done together although some are taken away: a small simulation, and an estimate.
+"""Estimate what machines train together although spot machines are preempted.
 
-In each draw the spot machines of a zone live in one climate, that of a spot TPU whose losses somebody has shown
-(`catalog.kept_spot_tpus`). Each machine trains, is taken away, and begins again from what it had handed over. It is
-paid for all the time, which is a little too much. Other machines are never taken away here, for nobody has shown how
-often they are. `tpuswarm simulate` has the real protocol of a swarm instead, and takes minutes.
+A spot machine trains, is preempted, and resumes from its last push or checkpoint. With exponential uptimes, renewal
+theory gives the share of the time that counts; ranges go from the worst to the best of the measured spot TPUs
+(`catalog.spot_records`). Other machines count in full: nobody has published how often they are lost.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import inf
+from math import expm1, inf
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
-from tpuswarm.catalog import spot_records
-from tpuswarm.plan.roofline import Range
-from tpuswarm.plan.row import span_object
-from tpuswarm.plan.words import UNKNOWN, columns, span, time_span
-
-DRAWS, WORST, BEST = 200, 9, 190
-"""Of which these two, in order of size, are reported: nine of ten lie between them."""
-MOST = 50
-"""Machines of a group that are simulated: more of them fare as these do."""
-WEEK, LONGEST = 7 * 24.0, 60 * 24.0
-"""Hours that are simulated where no number of tokens is asked for, and at most."""
+from tpuswarm.catalog import SpotRecord, spot_records
+from tpuswarm.plan.format import UNKNOWN, format_hours, format_range, make_table
+from tpuswarm.plan.row import range_object
+from tpuswarm.plan.speed import Range
 
 
 @dataclass(frozen=True)
@@ -38,216 +29,190 @@ class MachineGroup:
     """spot, on-demand, queued or reserved."""
     count: int
     dollars: float | None = 0.0
-    """An hour of all of them; 0: a grant covers them; None: nobody says."""
+    """Per hour of all of them; 0: free; None: unknown."""
     ends: float | None = None
-    """Unix seconds at which they are given back."""
+    """Unix time when they are given back."""
 
 
 @dataclass(frozen=True)
-class Fared:
-    """What came of a group."""
+class GroupOutlook:
+    """What a group trains."""
 
     group: MachineGroup
     share: Range
     """Of its time that counts."""
     tokens_per_s: Range
-    """That count, of all its machines."""
+    """Of all its machines, preemptions included."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Of all groups together; ranges go from the slowest expected speed in bad weather to the fastest in good."""
+    """What all groups train; ranges combine slow and fast expectations with bad and good luck."""
 
-    groups: tuple[Fared, ...]
+    groups: tuple[GroupOutlook, ...]
     left_out: tuple[str, ...]
-    """Types whose speed nobody can tell, so that they are in no sum."""
+    """Types without a known speed."""
     tokens_per_s: Range
     tokens: int | None
-    """Asked for."""
+    """Requested."""
     hours: Range | None
-    """Until they are trained; None: nobody asked, or the machines end before, at least in bad weather."""
+    """Until then; None: not requested, or the machines may end before."""
     dollars: Range | None
-    """Of the machines in that time; None: no such time, or a price is unknown."""
+    """Of the machines in that time."""
     ends: float | None
-    """Unix seconds when the last machine is given back; None: some stay."""
+    """Unix time when the last machine is given back; None: some stay."""
     until_then: Range | None
-    """Tokens until then."""
+    """Tokens until `ends`."""
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the outlook for JSON."""
         return {
             "groups": [
                 {
-                    "accelerator": each.group.type,
-                    "zone": each.group.zone,
-                    "how": each.group.how,
-                    "count": each.group.count,
-                    "share_that_counts": span_object(each.share),
-                    "tokens_per_s": span_object(each.tokens_per_s),
+                    "accelerator": part.group.type,
+                    "zone": part.group.zone,
+                    "how": part.group.how,
+                    "count": part.group.count,
+                    "share_that_counts": range_object(part.share),
+                    "tokens_per_s": range_object(part.tokens_per_s),
                 }
-                for each in self.groups
+                for part in self.groups
             ],
             "left_out": list(self.left_out),
-            "tokens_per_s": span_object(self.tokens_per_s),
-            "hours": span_object(self.hours),
-            "dollars": UNKNOWN if self.hours and not self.dollars else span_object(self.dollars),
+            "tokens_per_s": range_object(self.tokens_per_s),
+            "hours": range_object(self.hours),
+            "dollars": UNKNOWN if self.hours and not self.dollars else range_object(self.dollars),
             "ends": self.ends,
-            "tokens_until_then": span_object(self.until_then),
-            "preemptions_from": basis(),
+            "tokens_until_then": range_object(self.until_then),
+            "preemptions_from": preemption_source(),
             "estimate": True,
         }
 
 
-def outlook(
-    groups: Sequence[MachineGroup], speeds: Mapping[str, Range], kept_s: float, tokens: int | None, now: float
+def make_outlook(
+    groups: Sequence[MachineGroup], speeds: Mapping[str, Range], save_interval_s: float, tokens: int | None, now: float
 ) -> Outlook:
-    """Of machines that are all ready now, Unix seconds.
+    """Estimate the training of machines that are all ready at Unix time `now`.
 
-    speeds: tokens a second of one undisturbed machine, by type. kept_s: seconds between two moments at which a machine
-    hands over what it has trained since; what lies after the last is lost with it.
+    speeds: tokens a second of one machine by type; save_interval_s: time between two pushes or checkpoints.
     """
-    known = [each for each in groups if each.type in speeds]
-    slow, fast = ([each.count * getattr(speeds[each.type], end) for each in known] for end in ("low", "high"))
-    left = [inf if each.ends is None else max(0.0, each.ends - now) / 3600 for each in known]
-    asked = WEEK if tokens is None or not known else tokens / sum(slow) / 3600
-    shares = _shares(known, min(asked, LONGEST, max(left, default=WEEK)), kept_s / 3600)
-    ordered = np.sort(shares, axis=1)
-    fared = tuple(
-        Fared(
-            group,
-            Range(float(row[WORST]), float(row[BEST])),
-            Range(low * float(row[WORST]), high * float(row[BEST])),
-        )
-        for group, row, low, high in zip(known, ordered, slow, fast, strict=True)
-    )
-
-    def between(worst: Sequence[float], best: Sequence[float]) -> Range:
-        return Range(sorted(worst)[WORST], sorted(best)[BEST])
-
-    rates = [[np.multiply(each, draw) for draw in shares.T] for each in (slow, fast)]
+    known = [group for group in groups if group.type in speeds]
+    parts = tuple(_outlook_of(group, speeds[group.type], save_interval_s) for group in known)
+    left_hours = [inf if group.ends is None else max(0.0, group.ends - now) / 3600 for group in known]
+    slow = [part.tokens_per_s.low for part in parts]
+    fast = [part.tokens_per_s.high for part in parts]
     hours = dollars = None
     if tokens is not None and known:
-        worst, best = ([-_hours(draw, left, tokens) for draw in each] for each in rates)
-        turned = between(worst, best)
-        if turned.low > -inf:
-            hours = Range(-turned.high, -turned.low)
-            dollars = _dollars(known, left, hours)
-    ends = max((each.ends for each in known if each.ends is not None), default=None)
-    ends = None if any(each.ends is None for each in known) else ends
+        longest = _hours_to_train(slow, left_hours, tokens)
+        if longest < inf:
+            hours = Range(_hours_to_train(fast, left_hours, tokens), longest)
+            dollars = _dollars(known, left_hours, hours)
+    stays = any(group.ends is None for group in known)
+    ends = None if stays else max((group.ends or 0.0 for group in known), default=None)
+    totals = [3600 * sum(rate * left for rate, left in zip(rates, left_hours, strict=True)) for rates in (slow, fast)]
     return Outlook(
-        fared,
-        tuple(dict.fromkeys(each.type for each in groups if each.type not in speeds)),
-        between(*([float(sum(draw)) for draw in each] for each in rates)),
+        parts,
+        tuple(dict.fromkeys(group.type for group in groups if group.type not in speeds)),
+        Range(sum(slow), sum(fast)),
         tokens,
         hours,
         dollars,
         ends,
-        None if ends is None else between(*([float(3600 * np.dot(draw, left)) for draw in each] for each in rates)),
+        None if ends is None else Range(*totals),
     )
 
 
-def _shares(groups: Sequence[MachineGroup], hours: float, kept: float) -> np.ndarray:
-    """Of the time of each group that counts, in each draw: an array of groups and draws."""
-    dice = np.random.default_rng(0)
-    climates = spot_records()
-    weather = {zone: dice.integers(len(climates), size=DRAWS) for zone in dict.fromkeys(each.zone for each in groups)}
-    found = np.ones((len(groups), DRAWS))
-    for row, group in enumerate(groups):
-        if group.how != "spot" or not hours:
-            continue
-        here = [climates[index] for index in weather[group.zone]]
-        between = np.array([[each.hours_between] for each in here])
-        away = np.array([[each.hours_away] for each in here])
-        size = (DRAWS, min(group.count, MOST))
-        at, counts = np.zeros(size), np.zeros(size)
-        while (at < hours).any():
-            ran = dice.exponential(between, size)
-            lost = at + ran < hours
-            counts += np.where(lost, kept * np.floor(ran / kept), np.maximum(0.0, hours - at))
-            at += ran + dice.exponential(away, size)
-        found[row] = counts.mean(axis=1) / hours
-    return found
+def _outlook_of(group: MachineGroup, speed: Range, save_interval_s: float) -> GroupOutlook:
+    shares = [1.0]
+    if group.how == "spot":
+        shares = [share_that_counts(record, save_interval_s / 3600) for record in spot_records()]
+    share = Range(min(shares), max(shares))
+    return GroupOutlook(group, share, Range(group.count * speed.low * share.low, group.count * speed.high * share.high))
 
 
-def _hours(rates: Sequence[float], left: Sequence[float], tokens: float) -> float:
-    """Until so many tokens are trained at these rates a second, each as long as it lasts; inf: never."""
-    at = 0.0
-    for end in (*sorted(set(left) - {inf}), inf):
-        rate = 3600 * sum(each for each, until in zip(rates, left, strict=True) if until >= end)
-        if rate and tokens <= rate * (end - at):
-            return at + tokens / rate
-        tokens -= rate * (end - at) if rate else 0.0
-        at = end
+def share_that_counts(record: SpotRecord, save_interval_hours: float) -> float:
+    """Return the long-run share of the time whose training is saved before a preemption.
+
+    An uptime saves whole intervals: on average `interval / (exp(interval / uptime) - 1)` hours.
+    """
+    saved_hours = save_interval_hours / expm1(save_interval_hours / record.hours_between)
+    return saved_hours / (record.hours_between + record.hours_away)
+
+
+def _hours_to_train(rates: Sequence[float], left_hours: Sequence[float], tokens: float) -> float:
+    """Return the hours until the tokens are trained, while each rate lasts; inf: never."""
+    start = 0.0
+    for end in (*sorted(set(left_hours) - {inf}), inf):
+        rate = 3600 * sum(rate for rate, left in zip(rates, left_hours, strict=True) if left >= end)
+        if rate and tokens <= rate * (end - start):
+            return start + tokens / rate
+        tokens -= rate * (end - start) if rate else 0.0
+        start = end
     return inf
 
 
-def _dollars(groups: Sequence[MachineGroup], left: Sequence[float], hours: Range) -> Range | None:
-    if any(each.dollars is None for each in groups):
+def _dollars(groups: Sequence[MachineGroup], left_hours: Sequence[float], hours: Range) -> Range | None:
+    if any(group.dollars is None for group in groups):
         return None
-    return Range(
-        *(
-            sum((each.dollars or 0.0) * min(end, until) for each, until in zip(groups, left, strict=True))
-            for end in (hours.low, hours.high)
-        )
+    low, high = (
+        sum((group.dollars or 0.0) * min(end, left) for group, left in zip(groups, left_hours, strict=True))
+        for end in (hours.low, hours.high)
     )
+    return Range(low, high)
 
 
-def basis() -> str:
-    """What the preemptions rest on, in a sentence."""
-    climates = spot_records()
-    lost, ran = sum(each.lost for each in climates), sum(each.ran for each in climates)
-    away = sum(each.hours - each.ran for each in climates) / sum(each.lost + 1 for each in climates)
-    types = dict.fromkeys(each.type for each in climates)
+def preemption_source() -> str:
+    """Say what the preemptions are estimated from."""
+    records = spot_records()
+    lost, ran = sum(record.lost for record in records), sum(record.ran for record in records)
+    away = sum(record.hours - record.ran for record in records) / sum(record.lost + 1 for record in records)
+    types = dict.fromkeys(record.type for record in records)
     return (
-        f"spot machines are lost as {len(climates)} of {', '.join(types)} were in December 2022: {lost} losses in "
-        f"{ran:,.0f} h, {60 * away:.0f} min until the job ran again ({climates[0].source.url}); no public figures were "
-        "found that are newer, of other types, or for how long a zone has no machine at all"
+        f"spot machines are lost like {len(records)} of {', '.join(types)} in December 2022: {lost} losses in "
+        f"{ran:,.0f} h, {60 * away:.0f} min until the job ran again ({records[0].source.url}); no public figures are "
+        "newer, of other types, or about zones without any capacity"
     )
 
 
-def table(found: Outlook, unit: str) -> Table:
-    """What each group does, and all of them; unit: what tokens are, `tokens` or `rows`."""
-    total = sum(each.group.count for each in found.groups)
-    shown = columns(
-        "together, with simulated preemptions (estimate)",
+def outlook_table(outlook: Outlook, unit: str) -> Table:
+    """Return a table of the groups and their sum; unit: `tokens` or `rows`."""
+    total = sum(part.group.count for part in outlook.groups)
+    table = make_table(
+        "together, with preemptions (estimate)",
         ("TPU", "zone", "how", "count", "time that counts", f"{unit}/s"),
         [
             (
-                each.group.type,
-                each.group.zone,
-                each.group.how,
-                f"{each.group.count:,}",
-                "100%" if each.share.low == 1 else f"{_percent(each.share.low)} to {_percent(each.share.high)}%",
-                span(each.tokens_per_s),
+                part.group.type,
+                part.group.zone,
+                part.group.how,
+                f"{part.group.count:,}",
+                "100%" if part.share.low == 1 else f"{100 * part.share.low:.1f} to {100 * part.share.high:.1f}%",
+                format_range(part.tokens_per_s),
             )
-            for each in found.groups
+            for part in outlook.groups
         ]
-        + [("all", "", "", f"{total:,}", "", span(found.tokens_per_s))],
+        + [("all", "", "", f"{total:,}", "", format_range(outlook.tokens_per_s))],
         left=("zone", "how"),
     )
-    shown.caption = basis() if any(each.group.how == "spot" for each in found.groups) else ""
-    return shown
+    table.caption = preemption_source() if any(part.group.how == "spot" for part in outlook.groups) else ""
+    return table
 
 
-def _percent(share: float) -> str:
-    return "100" if share == 1 else f"{min(99.9, 100 * share):.1f}"  # never 100 where something is lost
-
-
-def sentences(found: Outlook, unit: str) -> list[str]:
-    """What it comes to."""
-    said = []
-    if found.left_out:
-        said.append(f"left out, for their speed is unknown: {', '.join(found.left_out)}")
-    day = Range(86_400 * found.tokens_per_s.low, 86_400 * found.tokens_per_s.high)
-    said.append(f"a day: {span(day)} {unit}")
-    if found.tokens is not None and found.hours is not None:
-        cost = f"for {UNKNOWN} dollars" if found.dollars is None else f"for ${span(found.dollars)}"
-        if found.dollars is not None and not found.dollars.high:
+def outlook_sentences(outlook: Outlook, unit: str) -> list[str]:
+    """Sum up an outlook."""
+    sentences = []
+    if outlook.left_out:
+        sentences.append(f"left out because their speed is unknown: {', '.join(outlook.left_out)}")
+    sentences.append(f"a day: {format_range(outlook.tokens_per_s, 86_400)} {unit}")
+    if outlook.tokens is not None and outlook.hours is not None:
+        cost = f"for {UNKNOWN} dollars" if outlook.dollars is None else f"for ${format_range(outlook.dollars)}"
+        if outlook.dollars is not None and not outlook.dollars.high:
             cost = "free of charge"
-        said.append(f"{found.tokens:,} {unit}: {time_span(found.hours)}, {cost}; traffic comes on top")
-    if found.ends is not None and found.until_then is not None:
-        day_of = f"{datetime.fromtimestamp(found.ends, UTC):%Y-%m-%d}"
-        amount = f"{span(found.until_then)} {unit} until the last grant ends on {day_of}"
-        short_of = found.tokens is not None and found.hours is None
-        said.append(f"{amount}: perhaps fewer than the {found.tokens:,} asked for" if short_of else amount)
-    return said
+        time = format_hours(outlook.hours)
+        sentences.append(f"{outlook.tokens:,} {unit}: {time}, {cost}; traffic comes on top")
+    if outlook.ends is not None and outlook.until_then is not None:
+        last_day = f"{datetime.fromtimestamp(outlook.ends, UTC):%Y-%m-%d}"
+        amount = f"{format_range(outlook.until_then)} {unit} until the last grant ends on {last_day}"
+        may_be_short = outlook.tokens is not None and outlook.hours is None
+        sentences.append(f"{amount}: perhaps fewer than the {outlook.tokens:,} requested" if may_be_short else amount)
+    return sentences

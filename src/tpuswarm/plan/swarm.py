@@ -1,116 +1,190 @@
-"""What members of a swarm send and receive, and what that costs between places.
+"""Estimate a swarm of equal members: speed, price, traffic, and its head."""
 
-All of it is computed, for members that are equally fast and never preempted; each preemption adds the whole
-model once. `tpuswarm simulate` is the tool for anything less even.
-"""
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
-from dataclasses import dataclass, field
-from typing import get_args
+from rich.table import Table
 
-from tpuswarm.catalog import Figure, network
+from tpuswarm.catalog import network
 from tpuswarm.config.units import GIB
-from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
-from tpuswarm.swarm.core.values import Form
+from tpuswarm.plan.format import UNKNOWN, format_hours, format_number, format_range, make_table
+from tpuswarm.plan.head import Head, HeadMachine, head_machines, size_head
+from tpuswarm.plan.row import Row, mark_unknown, range_object
+from tpuswarm.plan.speed import Cost, Range, estimate_cost
+from tpuswarm.plan.traffic import Exchange, Traffic, TrafficBill, member_traffic, traffic_bills
+from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS
 
-DAY = 86_400.0
-MESSAGES = (1_700.0, 1_100.0)
-"""Bytes a second that a member sends and receives in heartbeats, headers and leases: 2.2 and 1.4 bytes a token at 768
-tokens a second, `python -m benchmarks traffic` (docs/benchmarks.md)."""
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """What a member shares, and how often."""
-
-    elements: int
-    """Float32 numbers that the swarm shares: the parameters."""
-    step_seconds: float
-    cycle: int
-    """Steps between two pushes."""
-    form: Form = "plain"
-    """Of both links."""
-    data_bytes: int = 0
-    """Of one member's step, where its data is read over the network; 0: it has the data."""
-    averaged: bool = False
-    """Whether the swarm keeps a moving average of them."""
-
-    @property
-    def cycle_seconds(self) -> float:
-        """Between two pushes of a member."""
-        return self.cycle * self.step_seconds
+RELATIONS = get_args(network.Relation)
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes a day of one member, each by what they are for."""
+class SwarmEstimate:
+    """A swarm with a member on each of `members` slices."""
 
-    sent: dict[str, float] = field(hash=False)
-    received: dict[str, float] = field(hash=False)
-    data: float
-    """Read from a bucket, or wherever the data lies."""
-
-    @property
-    def mbit_up(self) -> float:
-        """Megabits a second that a member sends, over the whole time."""
-        return sum(self.sent.values()) * 8 / DAY / 1e6
-
-    @property
-    def mbit_down(self) -> float:
-        """Megabits a second that a member receives, its data included."""
-        return (sum(self.received.values()) + self.data) * 8 / DAY / 1e6
-
-
-def traffic(exchanged: Exchanged) -> Traffic:
-    """Of one member, which in each cycle sends one contribution and receives one version."""
-    once = exchanged.elements * bytes_per_element(exchanged.form)
-    cycles = DAY / exchanged.cycle_seconds
-    beats_up, beats_down = (each * DAY for each in MESSAGES)
-    return Traffic(
-        {"contributions": cycles * once, "messages": beats_up},
-        {"versions": cycles * once, "messages": beats_down},
-        exchanged.data_bytes / exchanged.step_seconds * DAY,
-    )
-
-
-@dataclass(frozen=True)
-class Bill:
-    """Dollars a day of one member's traffic with a head at some distance; None: a price is unknown."""
-
-    relation: network.Relation
-    exchange: float | None
-    data: float | None
-    """Of a bucket beside the head."""
+    row: Row
+    members: int
+    exchange: Exchange
+    tokens_per_s: Range
+    cost: Cost | None
+    traffic: Traffic
+    bills: Sequence[TrafficBill]
+    """Of one member by distance of the head; empty if no zone has the slice."""
+    head: Head
+    head_machines: Sequence[HeadMachine]
 
     @property
-    def parts(self) -> dict[str, float | None]:
-        """By what they are for."""
-        return {"exchange": self.exchange, "data": self.data}
+    def name(self) -> str:
+        """Of the slice."""
+        return self.row.accelerator.name
+
+    def document(self) -> dict[str, Any]:
+        """Return the estimate for JSON; traffic dollars are of all members."""
+        members, traffic = self.members, self.traffic
+        return mark_unknown(
+            {
+                "members": members,
+                "cycle": self.exchange.cycle,
+                "quantize": self.exchange.form,
+                "tokens_per_s": range_object(self.tokens_per_s),
+                "hours": range_object(self.cost.hours if self.cost else None),
+                "dollars": {
+                    "on_demand": range_object(self.cost.on_demand if self.cost else None),
+                    "spot": range_object(self.cost.spot if self.cost else None),
+                },
+                "member_bytes_a_day": {
+                    "sent": dict(traffic.sent),
+                    "received": dict(traffic.received),
+                    "data": traffic.data,
+                },
+                "traffic_dollars_a_day": {
+                    bill.relation: {name: None if part is None else members * part for name, part in bill.parts.items()}
+                    for bill in self.bills
+                },
+                "head": asdict(self.head),
+                "head_machines": [
+                    {"name": machine.name, "dollars_an_hour": machine.dollars, "network_known": machine.network_known}
+                    for machine in self.head_machines
+                ],
+                "estimate": True,
+            }
+        )
 
 
-def bill(member: Traffic, place: str, relation: network.Relation) -> Bill:
-    """Traffic of a member in the zone `place` with a head so far away, a day; no other continent is Oceania.
+def estimate_swarm(row: Row, members: int) -> SwarmEstimate | None:
+    """Estimate the swarm of a row; None without a program.
 
-    What leaves a machine of Google's is paid for at the price of its way; what arrives is free, and what a head on the
-    internet sends costs what its owner pays there, which is not in it.
+    Traffic is the most possible: members at the fastest expected speed, pushes in full precision, data read from a
+    bucket next to the head.
     """
-    up = _dollars(network.transfer_price(relation, place))
-    exchanged = sum(member.sent.values()) / GIB
-    if relation != "internet":  # between two places of Google's a GiB costs the same in both ways
-        exchanged += sum(member.received.values()) / GIB
-    read: float | None = 0.0
-    if member.data and relation != "internet":
-        read = _dollars(network.read_price(relation))
-    return Bill(
-        relation,
-        None if up is None else up * exchanged,
-        None if read is None else read * member.data / GIB,
+    program, speed, slice_ = row.result.program, row.speed, row.accelerator
+    if program is None or speed is None:
+        return None
+    exchange = Exchange(
+        program.shared_elements,
+        speed.seconds.low,
+        DEFAULT_CYCLE_STEPS,
+        data_bytes=program.batch * program.row_bytes,
+        averaged=program.is_averaged,
+    )
+    traffic, rate = member_traffic(exchange), speed.tokens_per_s
+    total_rate = Range(members * rate.low, members * rate.high)
+    price, zones = slice_.price(), slice_.zones()
+    place = next((zone for zone in zones if price and zone.startswith(price.region)), zones[0] if zones else None)
+    head = size_head(members, exchange, traffic, "average" if program.outer == "average" else "nesterov")
+    return SwarmEstimate(
+        row,
+        members,
+        exchange,
+        total_rate,
+        estimate_cost(total_rate, row.tokens, price, members=members, free=row.free) if row.tokens else None,
+        traffic,
+        traffic_bills(traffic, place) if place else (),
+        head,
+        head_machines(head, slice_, exchange, place) if place else (),
     )
 
 
-def bills(member: Traffic, place: str) -> list[Bill]:
-    """One for each distance of a head from the zone `place`, nearest first."""
-    return [bill(member, place, each) for each in get_args(network.Relation)]
+def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
+    """Return tables of speed and price, traffic and its price, and the head."""
+    first = swarms[0]
+    speeds = make_table(
+        f"a swarm of {first.members} members (estimate)",
+        ("TPU", f"{first.row.unit}/s", *(("time", "$ on demand", "$ spot") if first.cost else ())),
+        [
+            (
+                swarm.name,
+                format_range(swarm.tokens_per_s),
+                *(
+                    [format_hours(swarm.cost.hours), format_range(swarm.cost.on_demand), format_range(swarm.cost.spot)]
+                    if swarm.cost
+                    else []
+                ),
+            )
+            for swarm in swarms
+        ],
+    )
+    sizes = make_table(
+        "traffic per member, GiB/day",
+        ("TPU", "sends", "receives", "data"),
+        [(swarm.name, *(format_number(part / GIB) for part in _totals(swarm.traffic))) for swarm in swarms],
+    )
+    money = make_table(
+        f"traffic of all {first.members} members, $/day, by distance to the head",
+        ("TPU", *RELATIONS),
+        [(swarm.name, *(_dollars(swarm, relation) for relation in RELATIONS)) for swarm in swarms],
+    )
+    money.caption = (
+        f"at the fastest expected speed, a push every {first.exchange.cycle} steps in full precision; "
+        "data read from a bucket next to the head; a name after + has no known price"
+    )
+    heads = make_table(
+        "the head",
+        ("TPU", "RAM,\nGiB", "disk,\nGiB", "growth\nper day", "Mbit/s\nin", "\nout", "cores"),
+        [
+            (
+                swarm.name,
+                *(
+                    format_number(getattr(swarm.head, name) / GIB)
+                    for name in ("memory_bytes", "disk_bytes", "disk_bytes_a_day")
+                ),
+                format_number(swarm.head.mbit_in),
+                format_number(swarm.head.mbit_out),
+                str(swarm.head.cores),
+            )
+            for swarm in swarms
+        ],
+    )
+    machines = make_table(
+        "cheapest machines for the head, $/hour",
+        ("TPU", "machines"),
+        [
+            (swarm.name, ", ".join(_format_machine(machine) for machine in swarm.head_machines) or "none known")
+            for swarm in swarms
+        ],
+        left=("machines",),
+    )
+    machines.columns[-1].no_wrap = False
+    if unknown := [swarm.name for swarm in swarms if not all(machine.network_known for machine in swarm.head_machines)]:
+        machines.caption = f"no published network speed for a host of {', '.join(unknown)}"
+    return [speeds, sizes, money, heads, machines]
 
 
-def _dollars(price: Figure | None) -> float | None:
-    return None if price is None else float(price.value)
+def _totals(traffic: Traffic) -> tuple[float, float, float]:
+    return sum(traffic.sent.values()), sum(traffic.received.values()), traffic.data
+
+
+def _dollars(swarm: SwarmEstimate, relation: str) -> str:
+    """Return the known dollars, and the names of parts without a price."""
+    parts = next((bill.parts for bill in swarm.bills if bill.relation == relation), {})
+    unknown = [name for name, part in parts.items() if part is None]
+    dollars = sum(part or 0.0 for part in parts.values())
+    if not parts or (unknown and not dollars):
+        return UNKNOWN
+    return " + ".join([format_number(swarm.members * dollars), *unknown])
+
+
+def _format_machine(machine: HeadMachine) -> str:
+    if machine.own:
+        return f"{machine.name} (no extra cost)"
+    return f"{machine.name} {UNKNOWN if machine.dollars is None else f'{machine.dollars:.2f}'}"

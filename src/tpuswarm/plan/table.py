@@ -1,4 +1,4 @@
-"""A plan for a person."""
+"""Print a plan."""
 
 from collections.abc import Sequence
 
@@ -6,41 +6,41 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpuswarm.plan.format import UNKNOWN, format_gib, format_hours, format_number, format_range, make_table
 from tpuswarm.plan.row import Row
-from tpuswarm.plan.words import UNKNOWN, columns, gib, short, span, time_span
 
 Line = tuple[str, Row | None, str]
-"""A slice's name, its row, and what is done for it while there is none."""
+"""A slice's name, its row, and the state of its compilation before there is a row."""
 
 
-def table(title: str, lines: Sequence[Line]) -> RenderableType:
-    """What fits, how fast, at what price, and under it a sentence for each slice."""
-    memory = columns(
+def plan_table(title: str, lines: Sequence[Line]) -> RenderableType:
+    """Return tables of memory, speed and price, a sentence for each slice, and all warnings."""
+    memory = make_table(
         f"{title}: memory of one device in GiB",
         ("TPU", "fits", "batch", "rows", "micro-\nbatches", "sharding", "remat", "used", "of", "args", "temps", "code"),
-        [(name, *(_memory(row) if row else ("…",))) for name, row, _ in lines],
+        [(name, *(_memory_cells(row) if row else ("…",))) for name, row, _ in lines],
         left=("fits", "sharding", "remat"),
     )
     rows = [row for _, row, _ in lines if row]
     parts: list[RenderableType] = [memory]
     if fast := [row for row in rows if row.speed]:
-        parts += ["", _speeds(fast)]
+        parts += ["", _speed_table(fast)]
     if priced := [row for row in rows if row.cost]:
-        parts += ["", _costs(priced)]
-    said = [Text(f"{name}: {row.sentence if row else doing}") for name, row, doing in lines]
+        parts += ["", _cost_table(priced)]
+    sentences = [Text(f"{name}: {row.sentence if row else state}") for name, row, state in lines]
     hazards: dict[str, list[str]] = {}
     for row in rows:
-        for each in row.warnings:
-            hazards.setdefault(each, []).append(row.accelerator.name)
-    warned = [Text(f"{', '.join(names)}: hazard: {each}") for each, names in hazards.items()]
-    return Group(*parts, "", *said, *warned)
+        for warning in row.warnings:
+            hazards.setdefault(warning, []).append(row.accelerator.name)
+    warnings = [Text(f"{', '.join(names)}: hazard: {warning}") for warning, names in hazards.items()]
+    return Group(*parts, "", *sentences, *warnings)
 
 
-def _memory(row: Row) -> tuple[str, ...]:
-    found, program = row.found, row.found.program
-    of = gib(row.accelerator.generation.compiler_hbm_bytes)
+def _memory_cells(row: Row) -> tuple[str, ...]:
+    result, program = row.result, row.result.program
+    available = format_gib(row.accelerator.generation.compiler_hbm_bytes)
     if program is None:
-        return row.verdict, "", "", "", "", "", gib(found.needed), of
+        return row.verdict, "", "", "", "", "", format_gib(result.needed), available
     return (
         row.verdict,
         f"{program.batch:,}",
@@ -48,36 +48,47 @@ def _memory(row: Row) -> tuple[str, ...]:
         f"{program.micro_batches:,}",
         program.sharding,
         program.remat,
-        gib(found.used),
-        of,
-        *(gib(each) for each in (found.arguments, found.temporaries, found.code)),
+        format_gib(result.used),
+        available,
+        *(format_gib(part) for part in (result.arguments, result.temporaries, result.code)),
     )
 
 
-def _speeds(rows: Sequence[Row]) -> Table:
-    """Floors are computed; what is called expected is an estimate."""
-    found = [(row.accelerator.name, row.speed) for row in rows if row.speed]
-    table = columns(
+def _speed_table(rows: Sequence[Row]) -> Table:
+    speeds = [(row.accelerator.name, row.speed) for row in rows if row.speed]
+    table = make_table(
         "one step: floor, and expected time (estimate)",
         ("TPU", "floor, ms", "by", "expected, ms", f"{rows[0].unit}/s expected"),
         [
-            (name, short(each.floor_seconds * 1e3), each.bound, span(each.seconds, 1e3), span(each.tokens_per_s))
-            for name, each in found
+            (
+                name,
+                format_number(speed.floor_seconds * 1e3),
+                speed.bound,
+                format_range(speed.seconds, 1e3),
+                format_range(speed.tokens_per_s),
+            )
+            for name, speed in speeds
         ],
         left=("by",),
     )
-    table.caption = f"expected from {'; '.join(dict.fromkeys(each.source for _, each in found))}"
+    table.caption = f"expected from {'; '.join(dict.fromkeys(speed.source for _, speed in speeds))}"
     return table
 
 
-def _costs(rows: Sequence[Row]) -> Table:
-    found = [(row.accelerator.name, row.cost) for row in rows if row.cost]
-    return columns(
+def _cost_table(rows: Sequence[Row]) -> Table:
+    costs = [(row.accelerator.name, row.cost) for row in rows if row.cost]
+    return make_table(
         f"{rows[0].tokens:,} {rows[0].unit} (estimate)",
         ("TPU", "time", "$ on demand", "$ spot", "in"),
         [
-            (name, time_span(each.hours), span(each.on_demand), span(each.spot), each.region or UNKNOWN)
-            for name, each in found
+            (
+                name,
+                format_hours(cost.hours),
+                format_range(cost.on_demand),
+                format_range(cost.spot),
+                cost.region or UNKNOWN,
+            )
+            for name, cost in costs
         ],
         left=("in",),
     )

@@ -163,7 +163,7 @@ def head_memory_bytes(file: SwarmFile) -> float | None:
     """Return the memory that the head needs for the training; None without a training or a head."""
     if file.train is None or file.head is None:
         return None
-    from tpuswarm.plan.head import elements_of, memory_bytes
+    from tpuswarm.plan.head import count_shared_elements, head_memory_bytes
     from tpuswarm.train.user_code import build_recipe
 
     target, preset = recipes.find(file.train.recipe)
@@ -171,7 +171,9 @@ def head_memory_bytes(file: SwarmFile) -> float | None:
     rule = file.train.outer or recipe.defaults.get("outer", "nesterov")
     members = file.train.members or sum(pool.count for pool in file.pool)
     form: Any = file.train.quantize or "plain"
-    return memory_bytes(members, elements_of(recipe), form, "average" if rule == "average" else "nesterov")
+    return head_memory_bytes(
+        members, count_shared_elements(recipe), form, "average" if rule == "average" else "nesterov"
+    )
 
 
 def label_bucket(cloud: Provider, fleet: Fleet, desired: Desired) -> None:

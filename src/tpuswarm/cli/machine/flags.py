@@ -86,7 +86,7 @@ def set_(
 ) -> None:
     """Set flags for programs that start from now on; members of a swarm restart with them, one after the other."""
     given = dict(_parse_flag(value) for value in values)
-    checked = libraries.check(given)
+    checked = libraries.check_flags(given)
     routes = open_routes(find_fleet(fleet)[0])
     snapshot = routes.snapshot()
     layer, scope = _find_scope(snapshot, where, job)
@@ -95,7 +95,7 @@ def set_(
     for name in checked.unchecked:
         say(f"warning: {name}: {libraries.UNCHECKED}", err=True)
     for flag in new:
-        meaning = libraries.meanings().get(flag.name) if flag.variable == "XLA_FLAGS" else None
+        meaning = libraries.xla_flag_help().get(flag.name) if flag.variable == "XLA_FLAGS" else None
         note = ""
         if meaning:
             note = f" ({meaning.text.partition('. ')[0].rstrip('.')}; default {meaning.default or 'empty'})"
@@ -132,7 +132,7 @@ def unset(
 
 def _parse_flag(text: str) -> tuple[str, str]:
     name, equals, value = text.removeprefix("--").partition("=")
-    if not equals or not re.fullmatch(libraries.NAME, name):
+    if not equals or not re.fullmatch(libraries.FLAG_NAME_PATTERN, name):
         raise InputError(f"a flag is KEY=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536, not {text!r}")
     return name, value
 
@@ -238,7 +238,7 @@ def _print_known_flags(as_json: bool) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    meanings = libraries.meanings()
+    meanings = libraries.xla_flag_help()
     if as_json:
         print(json.dumps({name: meaning._asdict() for name, meaning in meanings.items()}))
         return

@@ -19,12 +19,12 @@ from tpuswarm.config.train_table import Train
 from tpuswarm.config.units import check_number, parse_count
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.plan import outlook
-from tpuswarm.plan.cache import Cache
-from tpuswarm.plan.children import Children, no_compiler, other_libtpu
-from tpuswarm.plan.estimate import Estimate, estimate, tables
-from tpuswarm.plan.order import Asked, Order, described
-from tpuswarm.plan.row import Row, document
-from tpuswarm.plan.table import table
+from tpuswarm.plan.cache import PlanCache
+from tpuswarm.plan.compile_pool import CompilePool, no_compiler, other_libtpu
+from tpuswarm.plan.request import CompileRequest, PlanOptions, describe_slice
+from tpuswarm.plan.row import Row, plan_document
+from tpuswarm.plan.swarm import SwarmEstimate, estimate_swarm, swarm_tables
+from tpuswarm.plan.table import plan_table
 from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS
 from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import say
@@ -85,7 +85,7 @@ def plan(
     target, preset = recipes.find(recipe)
     if ":" not in recipe:  # a user's file may import JAX, so only the compiling process reads it
         make_recipe(recipe, {}, recipe_words, context)
-    question = Asked(
+    options = PlanOptions(
         target,
         {**preset, **recipe_words},
         batch=None if batch == "auto" else parse_count(batch, "batch"),
@@ -101,21 +101,21 @@ def plan(
     tpus = {tpu.name: tpu for tpu in map(catalog.find, machines.counts if machines else on or DEFAULT_TPUS)}
     batches = machines.batches if machines and batch == "auto" else {}
     token_count = None if tokens is None else parse_count(tokens, "tokens")
-    rows = _compile(title, question, tpus, batches, token_count, free or mine, as_json)
+    rows = _compile(title, options, tpus, batches, token_count, free or mine, as_json)
     counts = machines.counts if machines else dict.fromkeys(tpus, members or 0)
-    swarms: dict[str, Estimate] = {}
+    swarms: dict[str, SwarmEstimate] = {}
     if members is not None or sum(counts.values()) > 1:
-        estimates = {row.accelerator.name: estimate(row, counts[row.accelerator.name]) for row in rows}
+        estimates = {row.accelerator.name: estimate_swarm(row, counts[row.accelerator.name]) for row in rows}
         swarms = {name: swarm for name, swarm in estimates.items() if swarm}
     forecast = _forecast(machines, rows, token_count, free) if machines else None
     if as_json:
-        _print_json(document(title, question, rows), swarms, forecast)
+        _print_json(plan_document(title, options, rows), swarms, forecast)
     else:
         _print_swarms(swarms)
         if machines and forecast:
             _print_forecast(machines, forecast, rows, len(swarms) > 1)
-    if all(row.found.fits is None and row.found.program is None for row in rows):
-        raise RunFailed(f"no answer for {recipe} on these TPUs: {rows[0].found.problem}")
+    if all(row.result.fits is None and row.result.program is None for row in rows):
+        raise RunFailed(f"no answer for {recipe} on these TPUs: {rows[0].result.problem}")
 
 
 plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def _batch_of(train: Train) -> str:
 
 def _compile(
     title: str,
-    question: Asked,
+    options: PlanOptions,
     tpus: dict[str, Any],
     batches: dict[str, int],
     tokens: int | None,
@@ -136,18 +136,18 @@ def _compile(
 ) -> list[Row]:
     """Compile the step for each TPU and show the answers; return them in the order of the TPUs."""
     reason = no_compiler()
-    orders = [
-        Order(replace(question, batch=batches.get(tpu.name, question.batch)), described(tpu), reason)
+    requests = [
+        CompileRequest(replace(options, batch=batches.get(tpu.name, options.batch)), describe_slice(tpu), reason)
         for tpu in tpus.values()
     ]
     rows: dict[str, Row] = {}
-    with _open_view(title, orders, as_json) as view:
-        children = Children(Cache(cache_folder("plan")), view.show_state)
-        for order, answer in children.answers(orders):
-            name = order.place.name
-            rows[name] = Row(tpus[name], answer, tokens, is_free)
+    with _open_view(title, requests, as_json) as view:
+        pool = CompilePool(PlanCache(cache_folder("plan")), view.show_state)
+        for request, result in pool.results(requests):
+            name = request.tpu.name
+            rows[name] = Row(tpus[name], result, tokens, is_free)
             view.show_row(rows[name])
-    for note in (reason, "" if reason else other_libtpu(), children.unkept):
+    for note in (reason, "" if reason else other_libtpu(), pool.cache_error):
         if note:
             say(f"note: {note}", err=True)
     return [rows[name] for name in tpus]
@@ -161,10 +161,10 @@ def _forecast(machines: Machines, rows: list[Row], tokens: int | None, free: boo
     if speeds and sum(machines.counts.values()) > 1:
         save_interval_s = DEFAULT_CYCLE_STEPS * min(speed.seconds.high for speed in speeds.values())
     rates = {name: speed.tokens_per_s for name, speed in speeds.items()}
-    return outlook.outlook(groups, rates, save_interval_s, tokens, time.time())
+    return outlook.make_outlook(groups, rates, save_interval_s, tokens, time.time())
 
 
-def _print_json(whole: dict[str, Any], swarms: dict[str, Estimate], forecast: outlook.Outlook | None) -> None:
+def _print_json(whole: dict[str, Any], swarms: dict[str, SwarmEstimate], forecast: outlook.Outlook | None) -> None:
     for row in whole["rows"]:
         if swarm := swarms.get(row["accelerator"]):
             row["swarm"] = swarm.document()
@@ -173,9 +173,9 @@ def _print_json(whole: dict[str, Any], swarms: dict[str, Estimate], forecast: ou
     print(json.dumps(whole))
 
 
-def _print_swarms(swarms: dict[str, Estimate]) -> None:
+def _print_swarms(swarms: dict[str, SwarmEstimate]) -> None:
     for count in dict.fromkeys(swarm.members for swarm in swarms.values()):
-        for swarm_table in tables([swarm for swarm in swarms.values() if swarm.members == count]):
+        for swarm_table in swarm_tables([swarm for swarm in swarms.values() if swarm.members == count]):
             make_console().print("", swarm_table)
 
 
@@ -185,25 +185,25 @@ def _print_forecast(machines: Machines, forecast: outlook.Outlook, rows: list[Ro
     if has_types:
         say("Machines of all types can train one model: their speeds and their traffic add up.")
     if forecast.groups:
-        unit = next((row.unit for row in rows if row.found.program), "tokens")
-        make_console().print("", outlook.table(forecast, unit))
-        for sentence in outlook.sentences(forecast, unit):
+        unit = next((row.unit for row in rows if row.result.program), "tokens")
+        make_console().print("", outlook.outlook_table(forecast, unit))
+        for sentence in outlook.outlook_sentences(forecast, unit):
             say(sentence)
 
 
 class _View:
     """Shows answers as they come: on a terminal in a table that is redrawn, elsewhere as lines on stderr."""
 
-    def __init__(self, title: str, orders: list[Order]):
+    def __init__(self, title: str, requests: list[CompileRequest]):
         self._title = title
-        self._states: dict[str, str] = {order.place.name: "waiting" for order in orders}
+        self._states: dict[str, str] = {request.tpu.name: "waiting" for request in requests}
         self.rows: dict[str, Row] = {}
         self.is_live = False
 
-    def show_state(self, order: Order, state: str) -> None:
-        self._states[order.place.name] = state
+    def show_state(self, request: CompileRequest, state: str) -> None:
+        self._states[request.tpu.name] = state
         if not self.is_live:
-            say(f"{order.place.name}: {state}", err=True)
+            say(f"{request.tpu.name}: {state}", err=True)
 
     def show_row(self, row: Row) -> None:
         self.rows[row.accelerator.name] = row
@@ -211,12 +211,12 @@ class _View:
             say(f"{row.accelerator.name}: {row.sentence}", err=True)
 
     def draw(self) -> Any:
-        return table(self._title, [(name, self.rows.get(name), state) for name, state in self._states.items()])
+        return plan_table(self._title, [(name, self.rows.get(name), state) for name, state in self._states.items()])
 
 
 @contextmanager
-def _open_view(title: str, orders: list[Order], as_json: bool) -> Iterator[_View]:
-    console, view = make_console(), _View(title, orders)
+def _open_view(title: str, requests: list[CompileRequest], as_json: bool) -> Iterator[_View]:
+    console, view = make_console(), _View(title, requests)
     if console.is_terminal and not as_json:
         from tpuswarm.train.process.drawn import Drawn
 

@@ -7,9 +7,9 @@ from tpuswarm import catalog, recipes
 from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
-from tpuswarm.plan.cache import Cache
-from tpuswarm.plan.children import Children, no_compiler
-from tpuswarm.plan.order import Asked, Order, described
+from tpuswarm.plan.cache import PlanCache
+from tpuswarm.plan.compile_pool import CompilePool, no_compiler
+from tpuswarm.plan.request import CompileRequest, PlanOptions, describe_slice
 from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import say
 from tpuswarm.train.run.directory import CONFIG
@@ -53,22 +53,24 @@ def _choose(file: SwarmFile, train: Train) -> dict[str, int]:
     if reason := no_compiler():
         raise InputError(f'batch = "auto" needs the TPU compiler: {reason}; or make batch a number')
     target, preset = recipes.find(train.recipe)
-    options = {**preset, **{name: str(value) for name, value in train.options.items()}}
+    recipe_options = {**preset, **{name: str(value) for name, value in train.options.items()}}
     shard = train.shard if train.shard != "auto" else None
-    question = Asked(
-        target, options, precision=train.precision, shard=shard, accumulate=train.accumulate, freeze=train.freeze
+    options = PlanOptions(
+        target, recipe_options, precision=train.precision, shard=shard, accumulate=train.accumulate, freeze=train.freeze
     )
-    tpus = {tpu.name: described(tpu) for tpu in (catalog.find(pool.type) for pool in file.pool)}
-    children = Children(Cache(cache_folder("plan")), lambda order, text: say(f"{order.place.name}: {text}", err=True))
+    tpus = {tpu.name: describe_slice(tpu) for tpu in (catalog.find(pool.type) for pool in file.pool)}
+    compile_pool = CompilePool(
+        PlanCache(cache_folder("plan")), lambda request, text: say(f"{request.tpu.name}: {text}", err=True)
+    )
     largest: dict[str, int] = {}
-    for order, answer in children.answers([Order(question, tpu, "") for tpu in tpus.values()]):
-        name = order.place.name
-        if not answer.fits or answer.program is None:
+    for request, result in compile_pool.results([CompileRequest(options, tpu, "") for tpu in tpus.values()]):
+        name = request.tpu.name
+        if not result.fits or result.program is None:
             raise InputError(
-                f"{train.recipe} does not fit on a {name}: {answer.problem or answer.smallest}. Details: "
+                f"{train.recipe} does not fit on a {name}: {result.problem or result.smallest}. Details: "
                 f"`tpuswarm plan {train.recipe} --on {name}`"
             )
-        largest[name] = answer.program.batch
+        largest[name] = result.program.batch
     types = {pool.name: catalog.find(pool.type).name for pool in file.pool}
     devices = {pool: tpus[type_].devices for pool, type_ in types.items()}
     return choose_batches({pool: largest[type_] for pool, type_ in types.items()}, devices)

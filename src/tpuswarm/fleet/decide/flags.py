@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tpuswarm.plan.flags import Variable, written
+from tpuswarm.plan.flags import FlagVariable, format_flag
 
 Layer = Literal["all", "generation", "pool", "machine"]
 LAYERS: tuple[Layer, ...] = ("all", "generation", "pool", "machine")
@@ -16,7 +16,7 @@ LAYERS: tuple[Layer, ...] = ("all", "generation", "pool", "machine")
 class Flag:
     name: str
     value: str
-    variable: Variable
+    variable: FlagVariable
     layer: Layer
     where: str
     """The generation, pool or machine, or `all`."""
@@ -49,9 +49,9 @@ def shell_exports(flags: Mapping[str, Flag]) -> str:
 
     XLA and libtpu use the last value if a flag occurs twice, so these win over flags that are set already.
     """
-    arguments: dict[Variable, list[str]] = {}
+    arguments: dict[FlagVariable, list[str]] = {}
     for name, flag in sorted(flags.items()):
-        arguments.setdefault(flag.variable, []).append(written(flag.variable, name, flag.value))
+        arguments.setdefault(flag.variable, []).append(format_flag(flag.variable, name, flag.value))
     return "".join(
         f'export {variable}="${{{variable}:+${variable} }}"{shlex.quote(" ".join(words))}; '
         for variable, words in sorted(arguments.items())

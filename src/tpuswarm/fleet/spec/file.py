@@ -17,7 +17,7 @@ from tpuswarm.config.units import parse_seconds
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import DownWhen
 from tpuswarm.fleet.decide.names import ALL, ZONE_PATTERN
-from tpuswarm.plan.flags import NAME
+from tpuswarm.plan.flags import FLAG_NAME_PATTERN
 from tpuswarm.remote.setup.table import Setup
 
 DEFAULT_FILE = Path("swarm.toml")
@@ -102,7 +102,7 @@ UnixSeconds = Annotated[float, BeforeValidator(_unix_seconds)]
 Seconds = Annotated[float, BeforeValidator(_validated(lambda value: parse_seconds(value, "it")))]
 MachineCount = Annotated[int, Field(strict=True), AfterValidator(_machine_count)]
 FlagName = Annotated[
-    str, match_pattern(NAME, "the name of a flag without dashes, such as xla_tpu_scoped_vmem_limit_kib")
+    str, match_pattern(FLAG_NAME_PATTERN, "the name of a flag without dashes, such as xla_tpu_scoped_vmem_limit_kib")
 ]
 Flags = dict[FlagName, Annotated[str, BeforeValidator(_flag_value)]]
 

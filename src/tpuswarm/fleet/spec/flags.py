@@ -28,7 +28,7 @@ def flag_problems(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
         for place, _, _, flags in _tables(file):
             for name, value in flags.items():
                 try:
-                    known_flags.check({name: value})
+                    known_flags.check_flags({name: value})
                 except InputError as error:
                     yield (*place, name), str(error)
 
@@ -42,8 +42,8 @@ def flag_warnings(file: SwarmFile) -> Iterator[str]:
                 yield f"{name} of {where}: {known_flags.UNCHECKED}"
 
 
-def _check(file: SwarmFile) -> known_flags.Checked:
-    return known_flags.check(*(flags for _, _, _, flags in _tables(file)))
+def _check(file: SwarmFile) -> known_flags.CheckedFlags:
+    return known_flags.check_flags(*(flags for _, _, _, flags in _tables(file)))
 
 
 def _tables(file: SwarmFile) -> Iterator[tuple[TomlPath, Layer, str, Mapping[str, str]]]:

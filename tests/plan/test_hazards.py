@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuswarm.plan.hlo import OTHER, PARAMETER, collectives, gradient_sizes, made_of
+from tpuswarm.plan.hazards import OTHER, PARAMETER, find_collectives, gradient_sizes, shapes_from_parameters
 
 PLANTED = Path(__file__).with_name("planted.py")
 ALL_REDUCE = "  %sum.1 = f32[512,512]{1,0:T(8,128)} all-reduce(%y), channel_id=1, to_apply=%add"
@@ -19,10 +19,10 @@ ALL_REDUCE = "  %sum.1 = f32[512,512]{1,0:T(8,128)} all-reduce(%y), channel_id=1
 
 def test_only_gradients_may_travel_between_replicas():
     gradients = gradient_sizes([(4, 512, 512), (512,)], devices=4)
-    assert "1.0 MiB between devices in every step, although" in collectives(ALL_REDUCE, ())[0].sentence
-    assert collectives(ALL_REDUCE, gradients) == []  # the gradient of one layer of a stack
-    assert collectives(ALL_REDUCE.replace("512,512", "512,511"), gradients)
-    assert collectives(ALL_REDUCE.replace("512,512", "64"), ()) == []  # a norm
+    assert "1.0 MiB between devices in every step, although" in find_collectives(ALL_REDUCE, ())[0].sentence
+    assert find_collectives(ALL_REDUCE, gradients) == []  # the gradient of one layer of a stack
+    assert find_collectives(ALL_REDUCE.replace("512,512", "512,511"), gradients)
+    assert find_collectives(ALL_REDUCE.replace("512,512", "64"), ()) == []  # a norm
 
 
 def test_shapes_made_of_parameters_are_found_in_loops_and_branches():
@@ -36,9 +36,9 @@ def test_shapes_made_of_parameters_are_found_in_loops_and_branches():
         return jax.grad(lambda w: jnp.sin(jax.lax.scan(layer, x, w)[0]).sum())(w)
 
     jaxpr = jax.make_jaxpr(step)(jnp.ones((4, 6, 6)), jnp.ones((7, 18))).jaxpr
-    shapes = made_of(jaxpr, [PARAMETER, OTHER])
+    shapes = shapes_from_parameters(jaxpr, [PARAMETER, OTHER])
     assert (18, 18) in shapes and not any(7 in shape for shape in shapes)
-    assert made_of(jaxpr, [OTHER, OTHER]) == set()
+    assert shapes_from_parameters(jaxpr, [OTHER, OTHER]) == set()
 
 
 @pytest.fixture(scope="module")

@@ -4,50 +4,49 @@ from benchmarks.report import Settings
 
 from tpuswarm import catalog
 from tpuswarm.catalog import Price
-from tpuswarm.plan.published import band
-from tpuswarm.plan.roofline import Range, cost, speed
-from tpuswarm.plan.words import time_span
+from tpuswarm.plan.format import format_hours
+from tpuswarm.plan.speed import Range, estimate_cost, estimate_speed, expected_band
 
 V5E = catalog.find("v5e-8").generation
 PRICE = Price("us-central1", 10.0, None, V5E.figures["peak_bf16"].source)
 
 
 def test_floor_is_the_slower_of_compute_and_memory():
-    compute = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12 / 2, moved_bytes=2 * 0.819e9, tokens=1000)
+    compute = estimate_speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12 / 2, moved_bytes=2 * 0.819e9, tokens=1000)
     assert (compute.floor_seconds, compute.bound, compute.floor_tokens_per_s) == (0.5, "compute", 2000)
-    memory = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, moved_bytes=2 * 8.19e9, tokens=1000)
+    memory = estimate_speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, moved_bytes=2 * 8.19e9, tokens=1000)
     assert memory.bound == "memory" and memory.floor_seconds == pytest.approx(2 * 8.19 / 819, rel=0.03)
 
 
 def test_expected_time_lies_above_the_floor():
-    found = speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12, moved_bytes=0, tokens=1000)
-    guess = band("v5e")
+    found = estimate_speed(V5E, 8, flops=8 * 197e12, least_flops=8 * 197e12, moved_bytes=0, tokens=1000)
+    guess = expected_band("v5e")
     assert found.seconds == Range(1 / guess.high, 1 / guess.low) and found.source == guess.source
     assert found.tokens_per_s.low == pytest.approx(1000 * guess.low)
-    bound = speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, moved_bytes=V5E.bandwidth, tokens=1000)
+    bound = estimate_speed(V5E, 8, flops=8 * 197e10, least_flops=8 * 197e10, moved_bytes=V5E.bandwidth, tokens=1000)
     assert bound.bound == "memory" and bound.floor_seconds == 1
     assert bound.seconds == Range(1 / guess.high, 1 / guess.low)  # no program reaches the whole bandwidth either
 
 
 def test_source_names_bf16_for_other_precisions():
-    bf16, highest = (speed(V5E, 8, 1e15, 1e15, 0, 1000, precision=name).source for name in ("bf16", "highest"))
-    assert bf16 == band("v5e").source and "in bf16, and highest is slower" in highest
+    bf16, highest = (estimate_speed(V5E, 8, 1e15, 1e15, 0, 1000, precision=name).source for name in ("bf16", "highest"))
+    assert bf16 == expected_band("v5e").source and "in bf16, and highest is slower" in highest
 
 
 def test_generation_has_its_own_band_if_enough_systems_are_published():
     """The three figures for v3 are Levanter's, all on v3-256: others' are far outside."""
-    assert (band("v6e").low, band("v6e").high) == (0.23, 0.465)
-    assert "3 published figures for v6e: tpuchat" in band("v6e").source
-    assert "8 published figures for any TPU" in band("v2").source
-    assert band("v3").low == band("v2").low and "any TPU" in band("v3").source
+    assert (expected_band("v6e").low, expected_band("v6e").high) == (0.23, 0.465)
+    assert "3 published figures for v6e: tpuchat" in expected_band("v6e").source
+    assert "8 published figures for any TPU" in expected_band("v2").source
+    assert expected_band("v3").low == expected_band("v2").low and "any TPU" in expected_band("v3").source
 
 
 def test_hours_and_dollars_and_unknown_prices():
-    found = cost(Range(1e6, 2e6), 7.2e9, PRICE, members=3)
+    found = estimate_cost(Range(1e6, 2e6), 7.2e9, PRICE, members=3)
     assert found.hours == Range(1, 2) and found.on_demand == Range(30, 60)
     assert found.spot is None  # no source has a price, so there is no guess
-    assert cost(Range(1e6, 2e6), 7.2e9, PRICE, free=True).on_demand == Range(0, 0)
-    assert cost(Range(1e6, 2e6), 7.2e9, None).on_demand is None
+    assert estimate_cost(Range(1e6, 2e6), 7.2e9, PRICE, free=True).on_demand == Range(0, 0)
+    assert estimate_cost(Range(1e6, 2e6), 7.2e9, None).on_demand is None
 
 
 def test_share_of_the_peak_is_counted_as_maxtext_counts_it(tmp_path):
@@ -62,4 +61,4 @@ def test_share_of_the_peak_is_counted_as_maxtext_counts_it(tmp_path):
     [(2.2e-05, 3e-05, "0.079 to 0.11 s"), (0.1, 0.5, "6 to 30 min"), (0.5, 2, "0.5 to 2 h"), (20, 310, "20 to 310 h")],
 )
 def test_time_is_shown_in_a_readable_unit(low, high, words):
-    assert time_span(Range(low, high)) == words
+    assert format_hours(Range(low, high)) == words

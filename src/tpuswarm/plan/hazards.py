@@ -1,4 +1,4 @@
-"""Hazards of a compiled program: what makes it slow, or what its compiler refuses, with the recipe's line."""
+"""Find what makes a compiled program slow, or why the compiler refuses it, with the recipe's line."""
 
 import math
 import re
@@ -19,65 +19,67 @@ from tpuswarm.train.user_code import CodeLine, is_recipe_file, recipe_line
 
 Kind = Literal["refused", "evaluation", "float32", "matrix unit", "host transfer", "collective", "unrolled"]
 
-REPEATS = 6
-"""Copies of a block from which on a scan pays: compile time grows with each."""
-SMALL_SHARE, SMALL_REPEATS = 0.01, 30
-"""Of a program's FLOPs in all copies of a product, below which it is so quick to compile that it takes this many."""
-SMALL_BYTES = 2**16
-"""A collective that moves less is no hazard: norms, means, metrics."""
+MIN_REPEATS = 6
+"""Copies of a block that a scan should replace: each adds compile time."""
+MIN_SMALL_REPEATS = 30
+"""Of blocks below SMALL_FLOPS_SHARE, which compile quickly."""
+SMALL_FLOPS_SHARE = 0.01
+"""Of the program's FLOPs, in all copies."""
+MIN_COLLECTIVE_BYTES = 2**16
+"""Smaller ones are norms, means and metrics."""
 
 
 @dataclass(frozen=True)
 class Hazard:
-    """One thing to know of a program, in a sentence."""
+    """One thing to know about a program."""
 
     kind: Kind
     sentence: str
     place: CodeLine | None
-    """Line of the recipe; None where nothing led to one."""
+    """Line of the recipe, if known."""
 
     def __str__(self) -> str:
         return f"{self.sentence} ({self.place})" if self.place else self.sentence
 
 
-def hazards(compiled: Compiled, batch: int, unit: int) -> list[Hazard]:
-    """All hazards of a step that compiled; what is not found is none.
+def find_hazards(compiled: Compiled, batch: int, unit: int) -> list[Hazard]:
+    """Return the hazards of a compiled step.
 
     batch: rows of a step over all devices; unit: side of the matrix unit (`tpuswarm.catalog`).
     """
     text = compiled.step.as_text()  # type: ignore[attr-defined]
     shared = jax.tree.leaves(compiled.program.exchange().get(compiled.state))
-    found = [Hazard("matrix unit", str(each), each.place) for each in underfilled(
-        compiled.flops, unit, batch // compiled.choice.accumulate, compiled.mesh.size)]  # fmt: skip
-    found += [Hazard("float32", str(each), each.place) for each in float32_products(compiled)]
+    small = underfilled(compiled.flops, unit, batch // compiled.choice.accumulate, compiled.mesh.size)
+    found = [Hazard("matrix unit", str(product), product.place) for product in small]
+    found += [Hazard("float32", str(product), product.place) for product in float32_products(compiled)]
     if compiled.mesh.size == 1:
-        found += collectives(text, ())
+        found += find_collectives(text, ())
     elif compiled.choice.shard == "replicate":
         leaves = jax.tree.leaves(compiled.state)
-        given = [PARAMETER if any(leaf is each for each in shared) else OTHER for leaf in leaves]
+        kinds = [PARAMETER if any(leaf is parameter for parameter in shared) else OTHER for leaf in leaves]
         jaxpr = compiled.jaxpr.jaxpr
-        given += [OTHER] * (len(jaxpr.invars) - len(given))
-        shapes = {leaf.shape for leaf in shared} | made_of(jaxpr, given)
-        found += collectives(text, gradient_sizes(shapes, compiled.mesh.size))
-    return [*host_transfers(text), *found, *unrolled(compiled.flops)]
+        kinds += [OTHER] * (len(jaxpr.invars) - len(kinds))
+        shapes = {leaf.shape for leaf in shared} | shapes_from_parameters(jaxpr, kinds)
+        found += find_collectives(text, gradient_sizes(shapes, compiled.mesh.size))
+    return [*find_host_transfers(text), *found, *find_unrolled(compiled.flops)]
 
 
-def refusal(error: BaseException, program: ClosedJaxpr) -> Hazard:
-    """Why a traced program does not lower or compile, in the compiler's first line; the place is the call it means."""
+def explain_refusal(error: BaseException, program: ClosedJaxpr) -> Hazard:
+    """Explain why a traced program does not lower or compile, by the compiler's first line, with the call it means."""
     message = str(error)
     first = next(iter(message.splitlines()), type(error).__name__)
     sentence = f"the compiler refuses it: {' '.join(first.split())}"
-    suspected = re.findall(r"^\s+(\S+?):(\d+)(?::\d+)? \[", message, re.MULTILINE)
-    places = [CodeLine(file, int(line)) for file, line in suspected if is_recipe_file(file)]
-    named = re.search(r"rule for primitive '(\w+)'", message)
+    lines = re.findall(r"^\s+(\S+?):(\d+)(?::\d+)? \[", message, re.MULTILINE)
+    places = [CodeLine(file, int(line)) for file, line in lines if is_recipe_file(file)]
+    primitive = re.search(r"rule for primitive '(\w+)'", message)
     kernel = re.search("Mosaic|Pallas|space=vmem", message)
-    if not places and (named or kernel):
-        places = _places(program.jaxpr, named[1] if named else "pallas_call", None)
+    if not places and (primitive or kernel):
+        places = _find_calls(program.jaxpr, primitive[1] if primitive else "pallas_call", None)
     return Hazard("refused", sentence, places[0] if places else None)
 
 
-def _places(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[CodeLine]:
-    """Lines of the recipe that lead to a primitive."""
+def _find_calls(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[CodeLine]:
+    """Return the recipe's lines that lead to a primitive."""
     found: list[CodeLine] = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
@@ -85,26 +87,26 @@ def _places(jaxpr: Jaxpr, primitive: str, caller: Any) -> list[CodeLine]:
             found += [place] if place else []
         else:
             for body in jaxprs_in_params(equation.params):
-                found += _places(body, primitive, library_caller(body, equation, caller))
+                found += _find_calls(body, primitive, library_caller(body, equation, caller))
     return found
 
 
-def unrolled(flops: Flops) -> list[Hazard]:
-    """One block repeated by a Python loop: same stack of calls, same shapes, many times in one program."""
+def find_unrolled(flops: Flops) -> list[Hazard]:
+    """Find blocks that a Python loop repeats: products with the same stack and shapes."""
     copies: Counter[Any] = Counter()
-    counted: Counter[Any] = Counter()
+    flops_by_key: Counter[Any] = Counter()
     places: dict[Any, CodeLine | None] = {}
     for product in flops.products:
         codes, positions = product.trace.raw_frames() if product.trace else ((), ())
         stack = tuple(zip(map(id, codes), positions, strict=True))
         key = (stack, product.scope, product.kind, product.rows, product.contracted, product.columns)
         copies[key] += 1
-        counted[key] += product.flops
+        flops_by_key[key] += product.flops
         places[key] = product.place
     worst: dict[CodeLine | None, int] = {}
     for key, count in copies.items():
-        many = REPEATS if counted[key] >= SMALL_SHARE * flops.total else SMALL_REPEATS
-        if count >= many and places[key] is not None:
+        limit = MIN_REPEATS if flops_by_key[key] >= SMALL_FLOPS_SHARE * flops.total else MIN_SMALL_REPEATS
+        if count >= limit and places[key] is not None:
             worst[places[key]] = max(count, worst.get(places[key], 0))
     return [
         Hazard(
@@ -117,22 +119,22 @@ def unrolled(flops: Flops) -> list[Hazard]:
     ]
 
 
-def host_transfers(text: str) -> list[Hazard]:
+def find_host_transfers(text: str) -> list[Hazard]:
     """Callbacks, prints and feeds: each makes the device wait for its host at every step."""
     frames = _Frames(text)
     found: dict[CodeLine | None, Hazard] = {}
     for line in text.splitlines():
         if "is_host_transfer=true" in line or re.search(r" (infeed|outfeed)\(", line):
             place = frames.place(line)
-            what = re.search(r'op_name="([^"]*)"', line)
-            name = what[1].rpartition("/")[2] if what else "a transfer"
+            operation = re.search(r'op_name="([^"]*)"', line)
+            name = operation[1].rpartition("/")[2] if operation else "a transfer"
             sentence = f"{name} moves data between device and host inside the step, and the device waits for it"
             found.setdefault(place, Hazard("host transfer", sentence, place))
     return list(found.values())
 
 
-def collectives(text: str, expected: Iterable[int]) -> list[Hazard]:
-    """Traffic between devices, SMALL_BYTES or more, of arrays with other than the `expected` numbers of elements."""
+def find_collectives(text: str, expected: Iterable[int]) -> list[Hazard]:
+    """Find large transfers between devices of arrays with other than the `expected` numbers of elements."""
     frames, allowed = _Frames(text), set(expected)
     found: dict[CodeLine | None, tuple[int, str]] = {}
     for line in text.splitlines():
@@ -140,10 +142,10 @@ def collectives(text: str, expected: Iterable[int]) -> list[Hazard]:
         if match is None:
             continue
         arrays = [(_elements(shape), _bytes(kind)) for kind, shape in ARRAY.findall(match["type"])]
-        strange = [count * size for count, size in arrays if count not in allowed or match["op"] == PERMUTE]
-        if sum(strange) >= SMALL_BYTES:
+        unexpected = [count * size for count, size in arrays if count not in allowed or match["op"] == PERMUTE]
+        if sum(unexpected) >= MIN_COLLECTIVE_BYTES:
             place = frames.place(line)
-            found[place] = max(found.get(place, (0, "")), (sum(strange), match["op"]))
+            found[place] = max(found.get(place, (0, "")), (sum(unexpected), match["op"]))
     why = "the program is for one device" if not allowed else "weights are replicated and only gradients need summing"
     return [
         Hazard("collective", f"{op} of {size / 2**20:.1f} MiB between devices in every step, although {why}", place)
@@ -160,7 +162,7 @@ ARRAY = re.compile(r"([a-z]+\d+)\w*\[([\d,]*)\]")
 
 
 def gradient_sizes(shapes: Iterable[tuple[int, ...]], devices: int) -> set[int]:
-    """Numbers of elements in which a gradient is summed: whole, layer by layer, or scattered over devices."""
+    """Return the numbers of elements in which gradients are summed: whole, by layer, or scattered over devices."""
     found = set()
     for shape in shapes:
         whole = math.prod(shape)
@@ -169,22 +171,22 @@ def gradient_sizes(shapes: Iterable[tuple[int, ...]], devices: int) -> set[int]:
 
 
 CONSTANT, PARAMETER, OTHER = range(3)
-"""What a value is computed from; of several the last in this order."""
+"""What a value is computed from; of several inputs the last in this order."""
 
 
-def made_of(jaxpr: Jaxpr, given: Sequence[int]) -> set[tuple[int, ...]]:
-    """Shapes of all that is computed from parameters alone, such as a kernel in another form: its gradient is summed.
+def shapes_from_parameters(jaxpr: Jaxpr, argument_kinds: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the shapes of values computed from parameters alone, such as reshaped kernels: gradients have them too.
 
-    given: PARAMETER or OTHER for each argument. Broadcasts are left out: they may be of a batch's size.
+    argument_kinds: PARAMETER or OTHER for each argument. Broadcasts are left out: they may have a batch's size.
     """
-    kinds = dict(zip(jaxpr.invars, given, strict=True))
+    kinds = dict(zip(jaxpr.invars, argument_kinds, strict=True))
     shapes: set[tuple[int, ...]] = set()
     for equation in jaxpr.eqns:
-        inputs = [CONSTANT if isinstance(each, core.Literal) else kinds.get(each, CONSTANT) for each in equation.invars]
+        inputs = [CONSTANT if isinstance(var, core.Literal) else kinds.get(var, CONSTANT) for var in equation.invars]
         for body in jaxprs_in_params(equation.params):
-            more = len(inputs) - len(body.invars)  # a branch is not given its index
-            if more >= 0:  # a kernel is given its outputs, too
-                shapes |= made_of(body, inputs[more:])
+            extra = len(inputs) - len(body.invars)  # the index of a branch; negative for the outputs of a kernel
+            if extra >= 0:
+                shapes |= shapes_from_parameters(body, inputs[extra:])
         kind = max(inputs, default=CONSTANT)
         if kind == PARAMETER and equation.primitive.name == "broadcast_in_dim":
             kind = OTHER
@@ -203,7 +205,7 @@ def _bytes(kind: str) -> int:
 
 
 class _Frames:
-    """The table of source lines at the head of an HLO text."""
+    """Source lines at the head of an HLO text."""
 
     def __init__(self, text: str):
         self._files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.MULTILINE))
@@ -217,7 +219,7 @@ class _Frames:
         self._frames = {int(id): (location, int(parent)) for id, location, parent in frames}
 
     def place(self, line: str) -> CodeLine | None:
-        """The innermost line of a recipe that led to an instruction."""
+        """Return the innermost recipe line that led to an instruction."""
         match = re.search(r"stack_frame_id=(\d+)", line)
         return next(self._recipe_lines(int(match[1])), None) if match else None
 
@@ -227,7 +229,7 @@ class _Frames:
             place = self._locations[location]
             if is_recipe_file(place.file):
                 yield place
-            frame = parent - 1 if parent <= frame else 0  # the text counts parents from 1, and has 1 for none
+            frame = parent - 1 if parent <= frame else 0  # the text counts parents from 1; 1 is none
 
 
 def _section(text: str, name: str) -> str:

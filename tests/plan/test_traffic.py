@@ -5,13 +5,13 @@ from benchmarks.traffic import MEMBERS, Swarm
 
 from tpuswarm import catalog
 from tpuswarm.config.units import GIB
-from tpuswarm.plan.head import head, holders
-from tpuswarm.plan.swarm import DAY, Exchanged, bills, traffic
+from tpuswarm.plan.head import head_machines, size_head
+from tpuswarm.plan.traffic import DAY_S, Exchange, member_traffic, traffic_bills
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import usual_request
 
-GPT2_124M = Exchanged(124_475_904, step_seconds=1.0, cycle=100, form="int8")
+GPT2_124M = Exchange(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 
 
 def test_real_swarm_sends_and_receives_as_predicted(devices):
@@ -20,8 +20,8 @@ def test_real_swarm_sends_and_receives_as_predicted(devices):
     swarm = Swarm(recipe, compile_step(recipe, usual_request(recipe), devices[:1]), "int8", 5, 4)
     swarm.run()
     steps = swarm._tokens / (swarm.terms.batch * swarm.terms.tokens_per_row) / MEMBERS
-    predicted = traffic(Exchanged(swarm.parameters, step_seconds=1.0, cycle=5, form="int8"))
-    share = MEMBERS * steps / DAY
+    predicted = member_traffic(Exchange(swarm.parameters, step_seconds=1.0, cycle=5, form="int8"))
+    share = MEMBERS * steps / DAY_S
     sent, received = swarm.sent["put"], swarm.received["updates"] + swarm.received["fetch"]
     assert sent == pytest.approx(predicted.sent["contributions"] * share, rel=0.25)
     assert received == pytest.approx(predicted.received["versions"] * share, rel=0.1)
@@ -33,10 +33,10 @@ def test_real_swarm_sends_and_receives_as_predicted(devices):
 )
 def test_paid_traffic_by_distance(place, nearby):
     """GPT-2 124M: 864 exchanges of 0.118 GiB a day, and data. No source has the price of data of another continent."""
-    member = traffic(replace(GPT2_124M, data_bytes=2 * 65_536))
+    member = member_traffic(replace(GPT2_124M, data_bytes=2 * 65_536))
     assert member.sent["contributions"] / GIB == pytest.approx(864 * 124_475_904 * (1 + 1 / 64) / GIB)
-    assert member.data == 65_536 * 2 * DAY
-    found = {bill.relation: bill for bill in bills(member, place)}
+    assert member.data == 65_536 * 2 * DAY_S
+    found = {bill.relation: bill for bill in traffic_bills(member, place)}
     assert list(found) == ["same zone", "same region", "same continent", "other continent", "internet"]
     down, up = sum(member.received.values()) / GIB, sum(member.sent.values()) / GIB
     for relation, price, read in (
@@ -51,32 +51,32 @@ def test_paid_traffic_by_distance(place, nearby):
 
 
 def test_member_with_local_data_pays_for_no_reads():
-    [_, _, _, far, _] = bills(traffic(GPT2_124M), "europe-west4-a")
+    [_, _, _, far, _] = traffic_bills(member_traffic(GPT2_124M), "europe-west4-a")
     assert far.data == 0.0 and far.exchange > 0
-    [_, _, near, far, _] = bills(traffic(GPT2_124M), "me-west1-a")
+    [_, _, near, far, _] = traffic_bills(member_traffic(GPT2_124M), "me-west1-a")
     assert near.exchange is None and far.exchange > 0
 
 
 def test_head_grows_with_its_swarm_and_runs_where_it_has_room():
     slice_ = catalog.find("v3-8")
-    member = traffic(GPT2_124M)
-    small, large = (head(members, GPT2_124M, member, "nesterov") for members in (4, 400))
+    member = member_traffic(GPT2_124M)
+    small, large = (size_head(members, GPT2_124M, member, "nesterov") for members in (4, 400))
     assert small.memory_bytes < 16 * GIB < large.memory_bytes and small.cores == 2 < large.cores
     assert large.mbit_in == pytest.approx(100 * small.mbit_in)
     state = 4 * 124_475_904  # of a version, without its momentum and buffers
     assert small.disk_bytes > 20 * 4 * state and small.disk_bytes_a_day > 864 / 50 * state
-    found = holders(small, slice_, GPT2_124M, "us-central1-a")
+    found = head_machines(small, slice_, GPT2_124M, "us-central1-a")
     assert found[0].own and found[0].name == "a host of v3-8"
     prices = [holder.price.on_demand for holder in found[1:]]
     assert prices == sorted(prices) and len(prices) == 3
     by_name = {machine.name: machine for machine in catalog.machines()}
     assert all(by_name[holder.name].memory_gib * GIB >= small.memory_bytes for holder in found[1:])
     busy = replace(small, cores=96)  # of its 96, a member wants some
-    assert not any(holder.own for holder in holders(busy, slice_, GPT2_124M, "us-central1-a"))
+    assert not any(holder.own for holder in head_machines(busy, slice_, GPT2_124M, "us-central1-a"))
     assert not found[0].network_known  # no source says what network a v3-8 has; of a v6e-1, 100 Gbit/s
-    [known, *_] = holders(small, catalog.find("v6e-1"), GPT2_124M, "us-central1-b")
+    [known, *_] = head_machines(small, catalog.find("v6e-1"), GPT2_124M, "us-central1-b")
     assert known.own and known.network_known
     flooded = replace(small, mbit_out=60_000.0)
-    assert not any(holder.own for holder in holders(flooded, catalog.find("v6e-1"), GPT2_124M, "us-central1-b"))
-    huge = head(4000, GPT2_124M, member, "nesterov")
-    assert not any(holder.own for holder in holders(huge, slice_, GPT2_124M, "us-central1-a"))
+    assert not any(holder.own for holder in head_machines(flooded, catalog.find("v6e-1"), GPT2_124M, "us-central1-b"))
+    huge = size_head(4000, GPT2_124M, member, "nesterov")
+    assert not any(holder.own for holder in head_machines(huge, slice_, GPT2_124M, "us-central1-a"))

@@ -1,0 +1,181 @@
+"""Compile a step for one slice, and return whether and how it fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from tpuswarm.config.units import GIB
+from tpuswarm.errors import InputError
+from tpuswarm.plan.hazards import Hazard, explain_refusal, find_hazards
+from tpuswarm.plan.request import CompileRequest, CompileResult, Program, SliceSpec
+from tpuswarm.train.data.feed import ALIVE, DEPTH
+from tpuswarm.train.program import compiled as compiling
+from tpuswarm.train.program.compiled import DoesNotFit, Placed
+from tpuswarm.train.program.flops import Flops, model_flops
+from tpuswarm.train.program.largest_batch import Sized, Sizes
+from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
+from tpuswarm.train.program.request import Choice, Request, usual_request
+from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.settings import check_batch
+from tpuswarm.train.user_code import build_recipe
+
+Report = Callable[[str], None]
+
+EVALUATION_BATCHES = 3
+"""On the devices at once (train/loop/evaluate.py): two that wait, and the next."""
+TOKEN_BYTES = 2
+"""Tokens are stored as uint16."""
+
+
+def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
+    """Carry out one request; raise InputError for what no slice can do."""
+    options, tpu = compile_request.options, compile_request.tpu
+    recipe = build_recipe(options.target, options.options)
+    request = usual_request(
+        recipe,
+        batch=options.batch,
+        precision=options.precision,
+        shard=options.shard,
+        accumulate=options.accumulate,
+        freeze=options.freeze,
+        ema=options.ema,
+    )
+    if options.batch is not None:
+        try:
+            check_batch(options.batch, tpu.devices, request.accumulate or 1, fewer=False)
+        except InputError as error:  # only here is the recipe's number of micro-batches known
+            return CompileResult(None, problem=str(error))
+    if compile_request.lower_only:
+        return _lower(recipe, request, compile_request)
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu.topology_name, **tpu.compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        return CompileResult(None, problem=f"the compiler has no topology {tpu.topology_name}: {_first_line(error)}")
+    sizes = Sizes(recipe, request, topology.devices, tpu.hbm_bytes, report)
+    try:
+        sized, above = (sizes.asked(), None) if options.batch else sizes.largest()
+        return _describe(recipe, sizes, tpu, sized, above)
+    except DoesNotFit as error:
+        last = error.last
+        return CompileResult(
+            False, needed=last.needed or None, smallest_state=last.state, smallest=last.choice.why,
+            is_sharded=last.choice.shard == "fsdp",
+            rows=error.batch // tpu.devices // last.choice.accumulate, problem=str(error),
+            compilations=sizes.compilations,
+        )  # fmt: skip
+    except compiling.Refused as error:
+        assert error.__cause__ is not None
+        hazard = explain_refusal(error.__cause__, error.jaxpr)
+        return CompileResult(False, problem=f"{error}", hazards=_to_json([hazard]), compilations=sizes.compilations)
+
+
+def _describe(recipe: Recipe, sizes: Sizes, tpu: SliceSpec, sized: Sized, above: int | None) -> CompileResult:
+    memory, compiled = sized.compiled.memory, sized.compiled
+    program = _make_program(recipe, compiled, compiled.choice, sized.rows, compiled.flops)
+    hazards = [*_check_evaluation(sizes, tpu, sized), *find_hazards(compiled, program.batch, tpu.matrix_unit)]
+    return CompileResult(
+        True, program, memory.arguments, memory.temporaries, memory.code, above,
+        hazards=_to_json(hazards), compilations=sizes.compilations,
+    )  # fmt: skip
+
+
+def _check_evaluation(sizes: Sizes, tpu: SliceSpec, sized: Sized) -> list[Hazard]:
+    """Compile the evaluation at its batch while training: the rows of a micro-batch."""
+    compiled = sized.compiled
+    spec = dict(compiled.program.batch_spec(sized.rows * compiled.mesh.size))
+    rows = compiling.with_sharding(spec, batch_sharding(compiled.mesh))
+    traced = compiled.evaluate.trace(compiled.state, rows)  # type: ignore[attr-defined]
+    sizes.compilations += 1
+    try:
+        memory = compiling.memory_of(traced.lower().compile(), "tpu", 0)
+    except Exception as error:  # noqa: BLE001  # ops and kernels without a form for this TPU raise anything
+        if not compiling.lacks_memory(str(error), "tpu"):
+            refused = explain_refusal(error, traced.jaxpr)
+            return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
+        needed = compiling.needed_bytes(str(error))
+    else:
+        state = bytes_per_device(compiled.state)
+        training_batches = (compiled.memory.arguments - state) * DEPTH // ALIVE
+        batches = training_batches + EVALUATION_BATCHES * (memory.arguments - state)
+        needed = state + batches + memory.temporaries + compiled.memory.code + memory.code
+        if tpu.hbm_bytes is None or needed <= tpu.hbm_bytes:
+            return []
+    need = f"needs {needed / GIB:.2f} GiB per device" if needed else "is too large for the compiler"
+    have = f", of {tpu.hbm_bytes / GIB:.2f} available" if tpu.hbm_bytes else ""
+    sentence = f"it trains, but its evaluation of {sized.rows} rows per device {need}{have}: use --eval-batch"
+    return [Hazard("evaluation", sentence, None)]
+
+
+def _lower(recipe: Recipe, request: Request, compile_request: CompileRequest) -> CompileResult:
+    """Without a TPU compiler, check that the program lowers for TPU; return its state and FLOPs.
+
+    It uses as many virtual CPU devices as the slice has, and chooses the form by the size of the state alone.
+    """
+    tpu, devices = compile_request.tpu, jax.devices()
+    options = request.options("tpu", tpu.device_kind)
+    if compile_request.options.batch is None:
+        unit = len(devices) * (request.accumulate or 1)
+        request = replace(request, batch=max(1, request.batch // unit) * unit)
+    choice = next(compiling.ways(recipe, request, "tpu", tpu.device_kind, len(devices), tpu.hbm_bytes))
+    traced = compiling.trace(recipe, options, choice, request.batch, make_mesh(devices))
+    try:
+        traced.step.lower(lowering_platforms=("tpu",))
+    except Exception as error:  # noqa: BLE001  # ops and kernels without a form for TPU raise anything
+        return CompileResult(None, problem=f"the program cannot be lowered for TPU: {_first_line(error)}")
+    rows = request.batch // len(devices) // choice.accumulate
+    program = _make_program(recipe, traced.placed, choice, rows, model_flops(traced.step.jaxpr))
+    return CompileResult(None, program, problem=compile_request.lower_only, compilations=0)
+
+
+def _make_program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flops: Flops) -> Program:
+    state = jax.tree.leaves(placed.state)
+    shared = jax.tree.leaves(placed.program.exchange().get(placed.state))
+    parameters = placed.program.parameters(placed.state)
+    frozen = [leaf for leaf, parameter in zip(shared, parameters, strict=True) if parameter.frozen]
+    return Program(
+        batch=rows * choice.accumulate * placed.mesh.size,
+        micro_batch=rows,
+        micro_batches=choice.accumulate,
+        sharding=choice.shard,
+        remat=choice.remat,
+        why=choice.why,
+        precision=placed.options.precision,
+        attention=placed.options.attention,
+        tokens_per_row=placed.program.tokens_per_row,
+        model_flops=flops.total,
+        least_flops=flops.least,
+        flops_unknown=flops.unknown,
+        state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
+        moved_bytes=2 * bytes_per_device(placed.state) - bytes_per_device(frozen),
+        row_bytes=_row_bytes(placed),
+        shared_elements=sum(leaf.size for leaf in shared),
+        outer=recipe.defaults.get("outer", "nesterov"),
+        is_averaged=placed.program.exchange().average is not None,
+    )
+
+
+def _row_bytes(placed: Placed) -> int:
+    """Return the stored size of a row: of text by its tokens, else as the step takes it, which may be larger."""
+    tokens = placed.program.tokens_per_row
+    if tokens > 1:
+        return TOKEN_BYTES * tokens
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(placed.program.batch_spec(1))))
+
+
+def _to_json(hazards: Sequence[Hazard]) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        {
+            "kind": hazard.kind,
+            "sentence": hazard.sentence,
+            "file": hazard.place.file if hazard.place else None,
+            "line": hazard.place.line if hazard.place else None,
+        }
+        for hazard in hazards
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -6,10 +6,9 @@ square. Llama's shapes are those of its model cards, contexts 8,192 (8B) and 2,0
 second and share of peak agree); tpuchat's FLOPs are those its own figures imply.
 """
 
-from tpuswarm.plan.speed import PUBLISHED, Published, expected_band
-
 from benchmarks.report import Settings, Table
 from tpuswarm import catalog
+from tpuswarm.plan.speed import PUBLISHED, Published, expected_band
 
 
 def run(settings: Settings) -> Table:

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.plan.compile_pool import no_compiler
-
 from benchmarks.plan import cell
 from benchmarks.report import Settings, Skipped, Table
 from benchmarks.torch_modules import in_oracle
 from tpuswarm.config.units import GIB
+from tpuswarm.plan.compile_pool import no_compiler
 
 SLICES = ("v3-8", "v5e-8")
 BATCHES = {"resnet50": 256, "vit_b": 256, "llama_1b": 8}

@@ -5,7 +5,6 @@ import datetime
 from pathlib import Path
 
 import pytest
-from tpuswarm.plan.traffic import Exchange, member_traffic
 
 from tests.fleet.conftest import GOLDEN
 from tpuswarm.cli.fleet import apply
@@ -19,6 +18,7 @@ from tpuswarm.fleet.apply.preflight import Check, run_checks
 from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts, network_keys
 from tpuswarm.fleet.spec.file import SwarmFile
 from tpuswarm.plan.head import size_head
+from tpuswarm.plan.traffic import Exchange, member_traffic
 
 NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC).timestamp()
 ZONE, NETWORK = "us-central1-b", "tpuswarm-mine"

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 from jax.experimental import pallas, topologies
 from jax.experimental.pallas import tpu
-from tpuswarm.plan.hazards import explain_refusal, find_hazards
 
 from tpuswarm import catalog, supervised
+from tpuswarm.plan.hazards import explain_refusal, find_hazards
 from tpuswarm.train.program.compiled import Refused, compile_step
 from tpuswarm.train.program.request import Request
 

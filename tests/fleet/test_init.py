@@ -70,8 +70,8 @@ def test_invalid_grant_is_refused(text, message):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "give --type or --grant"),
-        ("--type v5e-8 --zone us-west4-a", "give --project"),
+        ("", "--type or --grant is needed"),
+        ("--type v5e-8 --zone us-west4-a", "--project is needed"),
         ("--type v5e-8 --zone us-central1-b --project my-project", "no list has a v5e-8 in us-central1-b"),
         ("--type v2-8 --zone us-central1-b --project P", "a project's id"),
         ("--provider azure", "there is no provider 'azure'; known: google, rehearsal"),
@@ -95,7 +95,7 @@ def test_existing_file_is_prepared_for_and_not_overwritten(init):
         assert code == 2 and "swarm.toml exists. Change it there" in err
     Path("swarm.toml").write_text('name = "mine"\n[head]\ntype = "e2-small"\nzone = "us-central1-b"\n')
     code, _, err = init("--dry-run")
-    assert code == 2 and "no project is named" in err
+    assert code == 2 and "no project is set" in err
 
 
 @pytest.mark.parametrize(

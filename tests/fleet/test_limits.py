@@ -48,16 +48,13 @@ def test_grant_covers_the_oldest_machines_up_to_its_count():
     assert found == {(ZONE, "old"), (ZONE, "middle")} and not left.claim("v2-8", ZONE, "spot")
 
 
-def test_prices_of_machines_and_disks():
+def test_prices_of_machines_and_disks_and_their_sums():
     assert money.machine_price(tpu("a", 0.0)) == pytest.approx(1.35)
     assert money.machine_price(tpu("a", 0.0, how="on-demand")) == pytest.approx(4.5)
     assert money.machine_price(tpu("a", 0.0, "v6e-8", "asia-east1-c")) is None
     assert money.machine_price(tpu("a", 0.0, "v99-8")) is None, "a type that only the cloud knows"
     with_disk, without = (money.vm_price("n2-highmem-8", ZONE, False, gib) for gib in (200, 0))
     assert with_disk and without and with_disk - without == pytest.approx(200 * 0.1 / 730)
-
-
-def test_rate_counts_unknown_prices():
     rate = money.Rate().plus(1.35).plus(None).plus(1.35)
     assert rate.hour == "$2.70 and 1 unknown price" and rate.day == "$64.80 and 1 unknown price"
     assert money.Rate().plus(None).plus(None).hour == "2 unknown prices"

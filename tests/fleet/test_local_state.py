@@ -24,14 +24,6 @@ from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.keeper.keeper import Keeper, rotate_log
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.store import document, fleets, history
-from tpuswarm.fleet.store.document import (
-    MAX_ENDED_JOBS,
-    Document,
-    KeeperLease,
-    LocalBucket,
-    state_folder_mark,
-    with_job,
-)
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.train.process.computer import this_computer
 
@@ -55,7 +47,7 @@ def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keep
     def detach(pid: int) -> bool:
         """Return whether a keeper was started while a process of this id leads."""
         before = len(background_keepers)
-        managed.change_document(lease=KeeperLease("x", "here", pid, 1, managed.cloud.now, this_computer()))
+        managed.change_document(lease=document.KeeperLease("x", "here", pid, 1, managed.cloud.now, this_computer()))
         fleets.start_background_keeper(fleet, managed.store, None)
         return len(background_keepers) > before
 
@@ -82,7 +74,7 @@ def test_fleets_of_one_name_in_two_projects_are_distinguished(background_keepers
 
 def test_local_folder_is_private_and_works_as_a_bucket(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    bucket = LocalBucket(document.state_folder() / "documents")
+    bucket = document.LocalBucket(document.state_folder() / "documents")
     assert (tmp_path / "state/tpuswarm").stat().st_mode & 0o777 == 0o700
     (tmp_path / "state/tpuswarm").chmod(0o755)
     assert document.state_folder().stat().st_mode & 0o777 == 0o700
@@ -98,13 +90,13 @@ def test_old_finished_jobs_are_forgotten_but_not_their_run_numbers():
     def job(name: str, run: int, phase="done") -> Job:
         return Job(name, "small", "true", "preempted", (Assignment("small", run=run, phase=phase),))
 
-    made = with_job(Document("a", "google", "p", Desired("a-1", ()), ()), job("long", 3, "running"))
-    for number in range(MAX_ENDED_JOBS + 5):
-        made = with_job(made, job(f"job-{number}", 40 - number if number < 5 else 1))
+    made = document.with_job(document.Document("a", "google", "p", Desired("a-1", ()), ()), job("long", 3, "running"))
+    for number in range(document.MAX_ENDED_JOBS + 5):
+        made = document.with_job(made, job(f"job-{number}", 40 - number if number < 5 else 1))
     names = [job.name for job in made.jobs]
-    assert names[0] == "long" and "job-0" not in names and f"job-{MAX_ENDED_JOBS + 4}" in names
-    assert len(names) == MAX_ENDED_JOBS + 2 and made.last_run == 40
-    assert len(with_job(made, replace(made.jobs[1], line="false")).jobs) == len(names)
+    assert names[0] == "long" and "job-0" not in names and f"job-{document.MAX_ENDED_JOBS + 4}" in names
+    assert len(names) == document.MAX_ENDED_JOBS + 2 and made.last_run == 40
+    assert len(document.with_job(made, replace(made.jobs[1], line="false")).jobs) == len(names)
 
 
 def test_oldest_events_are_forgotten(tmp_path, monkeypatch):
@@ -226,5 +218,5 @@ def test_each_home_has_its_own_mark_in_fleet_ids(people):
     marks = []
     for person in (*people, people[0]):
         person.log_in()
-        marks.append((state_folder_mark(), Fleet("v2-8", "google", "shared", None).mark))
+        marks.append((document.state_folder_mark(), Fleet("v2-8", "google", "shared", None).mark))
     assert marks[0] == marks[2] != marks[1] and marks[0][1] != marks[1][1]

@@ -53,7 +53,7 @@ def test_jobs_have_separate_ports_and_expect_all_members(read):
 
 
 def test_port_range_is_checked():
-    assert (parse_ports("20000-20999"), parse_ports(None)) == (Ports(20000, 20999), None)
+    assert parse_ports("20000-20999") == Ports(20000, 20999)
     for wrong in ("20000", "20999-20000", "20000-20010", "80-2000", "65000-65540", "a-b"):
         with pytest.raises(InputError, match="--ports is FIRST-LAST such as 20000-20999"):
             parse_ports(wrong)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli import my_recipe
 from tpuswarm.cli import main
-from tpuswarm.cli.train.results import print_swarm_result
+from tpuswarm.cli.train.train import print_swarm_result
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.supervision.start import SwarmResult
 from tpuswarm.swarm.supervision.supervisor import RunEnd

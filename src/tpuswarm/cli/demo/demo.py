@@ -51,7 +51,7 @@ def demo(
     )
     platform.load_jax()
     with waiting("loading Ray", short=0.0):
-        from tpuswarm.cli.train.results import print_swarm_result
+        from tpuswarm.cli.train.train import print_swarm_result
         from tpuswarm.recipes.gpt2.recipe import GPT2
         from tpuswarm.swarm.storage.store import Store
         from tpuswarm.swarm.supervision.decide import SwarmOptions

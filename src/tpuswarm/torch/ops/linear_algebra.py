@@ -39,6 +39,39 @@ def _lu_factor(a: Any) -> tuple[Any, Any]:
     return lu, pivots + 1  # torch counts from 1
 
 
+def _lu_factor_ex(a: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
+    if not pivot:
+        raise ValueError("JAX always pivots")
+    return (*_lu_factor(a), _success(a))
+
+
+def _lu_unpack(lu: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
+    rows, size = lu.shape[-2], min(lu.shape[-2:])
+    permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
+    p = jnp.swapaxes(jax.nn.one_hot(permutation, rows, dtype=lu.dtype), -1, -2)
+    return p, jnp.tril(lu[..., :size], -1) + jnp.eye(rows, size, dtype=lu.dtype), jnp.triu(lu[..., :size, :])
+
+
+def _pinv(a: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+    a = jnp.tril(a) + _adjoint(jnp.tril(a, -1)) if hermitian else a
+    u, values, v = jnp.linalg.svd(a, full_matrices=False)
+    if rtol is None:
+        has_atol = 0 if atol is None else jnp.asarray(atol) > 0
+        rtol = jnp.where(has_atol, 0, max(a.shape[-2:]) * jnp.finfo(a.dtype).eps)  # type: ignore[no-untyped-call]
+    absolute, relative = (jnp.asarray(bound, values.dtype)[..., None] for bound in (0 if atol is None else atol, rtol))
+    is_zero = values <= jnp.maximum(absolute, relative * values.max(-1, keepdims=True, initial=0))
+    inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, values)).astype(a.dtype)
+    return (_adjoint(v) * inverse[..., None, :]) @ _adjoint(u)
+
+
+def _triangular_solve(b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
+    a, b = _broadcast_batch((a, 2), (b, 2))
+    x = lax.linalg.triangular_solve(
+        a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
+    )
+    return x, a
+
+
 def _lu_solve(lu: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
     if not left:
         return _adjoint(_lu_solve(lu, pivots, _adjoint(b), adjoint=not adjoint))
@@ -99,7 +132,13 @@ def _fft_c2r(x: Any, dims: Sequence[int], norm: int, last_size: int) -> Any:
 OPS: dict[str, Callable[..., Any]] = {
     "linalg_cholesky_ex": _cholesky_ex, "cholesky": lambda a, upper=False: _cholesky_ex(a, upper=upper)[0],
     "cholesky_solve": lambda b, factor, upper=False: jax.scipy.linalg.cho_solve((factor, not upper), b),
+    "cholesky_inverse": lambda factor, upper=False: jax.scipy.linalg.cho_solve(
+        (factor, not upper), jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
+    ),
     "linalg_solve_triangular": _solve_triangular, "linalg_lu_solve": _lu_solve, "_linalg_solve_ex": _solve_ex,
+    "linalg_lu_factor_ex": _lu_factor_ex, "lu_unpack": _lu_unpack,
+    "linalg_lu": lambda a, *, pivot=True: _lu_unpack(*_lu_factor_ex(a, pivot=pivot)[:2]), "linalg_pinv": _pinv,
+    "linalg_householder_product": lax.linalg.householder_product, "triangular_solve": _triangular_solve,
     "_linalg_det": lambda a: (jnp.linalg.det(a), *_lu_factor(a)),
     "_linalg_slogdet": lambda a: (*jnp.linalg.slogdet(a), *_lu_factor(a)),
     "linalg_inv_ex": lambda a, *, check_errors=False: (jnp.linalg.inv(a), _success(a)),

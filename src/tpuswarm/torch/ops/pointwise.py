@@ -167,7 +167,10 @@ OPS: dict[str, Callable[..., Any]] = {
     **{name: _float(getattr(jnp, f"arc{name[1:]}")) for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh")},
     **{name: _float(getattr(lax, name)) for name in ("rsqrt", "erf", "erfc", "lgamma")},
     "erfinv": _float(lax.erf_inv), "digamma": _digamma, "polygamma": _polygamma,
-    "i0": _float(jax.scipy.special.i0), "special_i1": _float(jax.scipy.special.i1),
+    "i0": _float(jax.scipy.special.i0),
+    **{f"special_{name}": _float(getattr(jax.scipy.special, name)) for name in (
+        "i1", "i0e", "i1e", "ndtri", "log_ndtr",
+    )},
     "relu": jax.nn.relu, "sigmoid": _float(jax.nn.sigmoid), "gelu": gelu, "elu": _elu, "softplus": _softplus,
     "silu": jax.nn.silu, "mish": jax.nn.mish, "hardtanh": _hardtanh,
     "leaky_relu": lambda x, slope=0.01: jnp.where(x > 0, x, x * jnp.asarray(slope, x.dtype)),

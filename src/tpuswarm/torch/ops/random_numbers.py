@@ -95,5 +95,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "randint": _randint, "randint_like": _randint_like, "randperm": _randperm, "exponential": _exponential,
     "uniform": _uniform, "normal": _normal,
     "normal_functional": lambda key, x, mean=0.0, std=1.0: _normal(key, mean, std, x.shape),
+    "log_normal": lambda key, x, mean=1.0, std=2.0: jnp.exp(_normal(key, mean, std, x.shape)),
+    "cauchy": lambda key, x, median=0.0, sigma=1.0: median + sigma * jax.random.cauchy(_require_key(key), x.shape),
+    "geometric": lambda key, x, p: jax.random.geometric(_require_key(key), p, x.shape).astype(x.dtype),
     "multinomial": _multinomial, "rrelu_with_noise_functional": _rrelu,
 }  # fmt: skip

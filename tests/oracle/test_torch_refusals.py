@@ -85,8 +85,8 @@ def test_line_is_the_users_even_in_a_folder_called_torch(tmp_path, monkeypatch, 
 
 
 def test_old_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
-    with pytest.raises(InputError, match=r"torch 2.4.1\+cpu is too old; install torch 2.6 or newer"):
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    with pytest.raises(InputError, match=r"torch 2.12.1\+cpu is too old; install torch 2.13 or newer"):
         export(nn.Linear(8, 2), mean_square, {"input": ROWS["x"]})
 
 

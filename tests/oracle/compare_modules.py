@@ -1,11 +1,13 @@
 """Compare the training of a module with torch: loss, gradients and buffers at several batch sizes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tests.oracle.zoo import nn, step_in_torch, torch
 
-from tpuswarm.torch.export import export
+from tpuswarm.torch.export import export, export_by_rows
 from tpuswarm.torch.interpreter import run_graph
 
 BATCH_SIZES = 2, 3, 4, 7, 64
@@ -38,12 +40,27 @@ def make_batch(rows):
     return {"x": x, "y": y, "t": random.integers(0, 5, rows).astype(np.int32)}
 
 
-def assert_trains_as_in_torch(module, loss=mse_loss, batch_sizes=BATCH_SIZES, make_batch=make_batch):
-    """Compare loss, gradients and buffers in training, and the loss in evaluation."""
-    exported = export(module, loss, make_batch(8))
+def assert_trains_as_in_torch(
+    module, loss=mse_loss, batch_sizes=BATCH_SIZES, make_batch=make_batch, is_file=True
+):  # fmt: skip
+    """Compare loss, gradients and buffers in training, and the loss in evaluation.
+
+    is_file: export the module once for any number of rows, as for a file; else for each number of rows.
+    """
+    if is_file:
+        exported = export(module, loss, make_batch(8))
+    else:
+        exported, graph_of_rows = export_by_rows(module, loss, make_batch(8), 4)
     arrays = {group: {name: jnp.asarray(x) for name, x in named.items()} for group, named in exported.arrays.items()}
-    train = jax.jit(lambda arrays, batch: run_graph(exported.train, arrays, batch, jax.random.key(0)))
-    evaluate = jax.jit(lambda arrays, batch: run_graph(exported.evaluate, arrays, batch, None))
+
+    def step(is_train, arrays, batch):
+        graph = exported.train if is_train else exported.evaluate
+        if not is_file:
+            graph, constants = graph_of_rows(is_train, len(batch["y"]))
+            arrays = {**arrays, "constants": constants}
+        return run_graph(graph, arrays, batch, jax.random.key(0) if is_train else None)
+
+    train, evaluate = (jax.jit(partial(step, is_train)) for is_train in (True, False))
     trained = {name for name, param in module.named_parameters() if param.requires_grad}
     for rows in batch_sizes:
         batch = make_batch(rows)

@@ -6,6 +6,7 @@ import optax
 import pytest
 from tests.oracle.compare_modules import Net, mse_loss
 from tests.oracle.zoo import functional, nn, torch
+from tests.train.toy import clock
 
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import recipe, save
@@ -132,3 +133,51 @@ def test_parameters_without_a_gradient_stay_as_they_are(tmp_path):
         for name in ("first.weight", "first.bias"):
             np.testing.assert_array_equal(params[name], before[name])
         assert (params["last.weight"] != before["last.weight"]).all()
+
+
+class Words(nn.Module):
+    """A language model of 20 words, whose loss ignores -100."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, ids):
+        return self.out(self.table(ids[:, :-1]))
+
+
+def next_word(outputs, batch):
+    return functional.cross_entropy(outputs.flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=-100)
+
+
+IDS = RANDOM.integers(0, 20, (16, 6)).astype(np.int32)
+
+
+@pytest.mark.parametrize(("row", "column", "number"), [(1, 2, 20), (9, 0, -1), (9, 5, 20)])
+def test_index_outside_its_table_is_refused_before_the_first_step(row, column, number, tmp_path):
+    ids = IDS.copy()
+    ids[:, 5], ids[row, column] = -100, number
+    save(Words(), next_word, {"ids": IDS}, tmp_path / "words.safetensors")
+    for module, loss in (Words(), next_word), (tmp_path / "words.safetensors", None):
+        message = rf"ids of the data holds {number}, but test_torch_checked.py:\d+ looks it up among 20 entries"
+        with pytest.raises(InputError, match=message):
+            recipe(module, loss, {"ids": ids}, optax.sgd(0.1)).data("train")
+
+
+def test_error_of_torch_for_the_data_has_the_line():
+    def loss(outputs, batch):
+        return functional.cross_entropy(outputs[:, 0], batch["ids"][:, 0] * 2 + 1)
+
+    message = r"^test_torch_checked\.py:\d+: torch fails over 4 rows of the data: .*Target \d+ is out of bounds"
+    with pytest.raises(InputError, match=message):
+        recipe(Words(), loss, {"ids": IDS}, optax.sgd(0.1)).program(Options())
+
+
+def test_index_outside_its_table_gives_nan():
+    """Data that is not in memory is not searched."""
+    program = recipe(Words(), next_word, {"ids": IDS}, optax.sgd(0.1)).program(Options())
+    state, step = program.init(jax.random.key(0)), jax.jit(program.step)
+    for number, is_finite in (3, True), (20, False), (-1, False):
+        ids = IDS.copy()
+        ids[5, 2] = number
+        assert np.isfinite(step(state, {"ids": ids}, clock(0, 0.0))[1]["loss"]) == is_finite

@@ -14,7 +14,7 @@ from tests.oracle.compare_modules import (
 from tests.oracle.zoo import functional, nn, torch
 
 from tpuswarm import InputError
-from tpuswarm.torch.export import export
+from tpuswarm.torch.export import export, export_by_rows
 from tpuswarm.torch.interpreter import run_graph
 
 INF = math.inf
@@ -116,17 +116,29 @@ def test_number_of_rows_may_be_used_as_a_number(case):
     assert_trains_as_in_torch(Net(function), loss)
 
 
-@pytest.mark.parametrize(
-    ("function", "loss"),
-    [
-        (lambda m, x: torch.stack([m.last(m.first(row)) for row in x]), mse_loss),
-        (lambda m, x: m.last(m.first(x)), lambda o, batch: sum(o[n].sum() for n in range(len(o)))),
-        (lambda m, x: m.last(m.first(x)) * math.log(len(x)), mse_loss),
-    ],
-)
-def test_operations_that_depend_on_the_number_of_rows_are_refused_with_the_line(function, loss):
-    with pytest.raises(InputError, match=r"^test_torch_gradients\.py:\d+: .* use operations on the whole batch"):
+DEPENDS_ON_ROWS = {
+    "loop over rows": (lambda m, x: torch.stack([m.last(m.first(row)) for row in x]), mse_loss),
+    "loop in the loss": (lambda m, x: m.last(m.first(x)), lambda o, batch: sum(o[n].sum() for n in range(len(o)))),
+    "logarithm": (lambda m, x: m.last(m.first(x)) * math.log(len(x)), mse_loss),
+    "minimum": (lambda m, x: m.last(m.first(x)) * min(len(x), 5), mse_loss),
+    "first rows": (lambda m, x: m.last(m.first(x)) + m.first(x[:5]).sum(), mse_loss),
+    "branch": (lambda m, x: m.last(m.first(x)) * (2 if len(x) > 5 else 1), mse_loss),
+}
+
+
+@pytest.mark.parametrize("case", DEPENDS_ON_ROWS)
+def test_operations_may_depend_on_the_number_of_rows_unless_exported_to_a_file(case):
+    function, loss = DEPENDS_ON_ROWS[case]
+    assert_trains_as_in_torch(Net(function), loss, (3, 7), is_file=False)
+    with pytest.raises(InputError, match=r"^test_torch_gradients\.py:\d+: .*on the (number of )?rows"):
         export(Net(function), loss, make_batch(8))
+
+
+def test_parameters_that_train_at_some_numbers_of_rows_are_refused():
+    net = Net(lambda m, x: m.last(m.first(x)) if len(x) < 5 else m.last(x))
+    _, graph_of_rows = export_by_rows(net, mse_loss, make_batch(8), 4)
+    with pytest.raises(InputError, match=r"whether first\.bias is trained depends on the number of rows"):
+        graph_of_rows(True, 8)
 
 
 def test_halves_of_a_batch():

@@ -137,7 +137,8 @@ def step_in_jax(module, loss, batch, key):
         "buffers": {name: to_array(name, buffer) for name, buffer in module.named_buffers()},
         "constants": {},
     }
-    graph = to_graph(trace_batch(module, loss, list(batch), batch, True, show_output=False), True, groups)
+    step = trace_batch(module, loss, list(batch), batch, True, show_output=False)
+    graph = to_graph(step, True, groups["constants"], [])
     check_operators(graph)
     fixed = jax.tree.map(jnp.asarray, {group: groups[group] for group in ("buffers", "constants")})
     args = jax.tree.map(jnp.asarray, (groups["params"], {name: to_array(name, x) for name, x in batch.items()}))

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.export import input_names, to_batch
 from tpuswarm.torch.graph import ExportedModule
 from tpuswarm.torch.interpreter import StepOutputs, run_graph
 from tpuswarm.torch.ops import RANDOM
 from tpuswarm.torch.recipe import CHECKED_ROWS
+from tpuswarm.torch.trace import traceback_line
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.data.placing import in_jax_types
 from tpuswarm.train.process.terminal import say
@@ -73,7 +74,15 @@ def compare_with_torch(
     if (given := min(len(array) for array in rows.values())) < CHECKED_ROWS:
         raise NotComparable(f"it needs {CHECKED_ROWS} rows of the data and got {given}")
     batch = {name: to_batch(name, array, CHECKED_ROWS) for name, array in rows.items()}
-    theirs = _step_in_torch(module, loss, input_names(module, rows), batch)
+    try:
+        theirs = _step_in_torch(module, loss, input_names(module, rows), batch)
+    except NotComparable:
+        raise
+    except Exception as error:  # torch raises many types
+        line = traceback_line(error)
+        raise InputError(
+            f"{line and line + ': '}torch fails over {CHECKED_ROWS} rows of the data: {first_line(error)[:300]}"
+        ) from error
     ours = _step_in_jax(exported, {name: to_numpy(array) for name, array in batch.items()})
     norm = math.sqrt(sum(float(np.sum(np.square(grad, dtype=np.float64))) for grad in theirs.gradients.values()))
     comparisons: list[tuple[str, Any, Any, float]] = [

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,15 @@ import torch
 
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.graph import Dtype, ExportedModule, Graph, Group, Node, Ref, referenced_names, zeros_without_memory
+from tpuswarm.torch.index_limits import find_index_limits
 from tpuswarm.torch.interpreter import check_operators, draws_random_numbers
 from tpuswarm.torch.masks import simplify_attention_masks
 from tpuswarm.torch.merge_traces import TRACED_ROWS, merge_traces
-from tpuswarm.torch.trace import Location, TracedStep, trace, traceback_line
+from tpuswarm.torch.trace import Location, TracedStep, copy_module, trace, traceback_line
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.process.terminal import say
 
-MIN_TORCH = (2, 6)
+MIN_TORCH = (2, 13)
 IDENTITY_OPS = ("clone", "detach", "alias", "lift_fresh_copy")
 IGNORED_ARGUMENTS = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking")
 MAX_INTEGER = 2**31 - 1
@@ -34,50 +36,90 @@ ARRAY_DTYPES: dict[str, Any] = {
 """Dtypes in which arrays of a module train, if they differ."""
 
 
-def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray]) -> ExportedModule:
-    """Trace `loss(module(**inputs), batch)` in training and in evaluation, for any number of rows.
+class Tracer:
+    """Traces a module and its loss in training and in evaluation, for given numbers of rows."""
 
-    row: arrays of the data with at least one row; those named like arguments of `forward` are the inputs.
-    Raise InputError for a module that cannot be exported.
-    """
-    device = _check_module(module)
-    inputs = input_names(module, row)
-    batches = [{name: to_batch(name, array[:1], rows) for name, array in row.items()} for rows in TRACED_ROWS]
-    groups: dict[Group, dict[str, np.ndarray]] = {
-        "params": {name: to_array(name, param) for name, param in module.named_parameters()},
-        "buffers": {name: to_array(name, buffer) for name, buffer in module.named_buffers()},
-        "constants": {},
-    }
+    def __init__(self, module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray]):
+        """row: arrays of the data; those named like arguments of `forward` are the inputs.
 
-    def trace_sizes(train: bool) -> Graph:
-        """Show the output of the module once, for the first batch in training."""
-        steps = (
-            trace_batch(module, loss, inputs, batch, train, show_output=train and batch is batches[0])
-            for batch in batches
+        Raise InputError for a module that cannot be traced.
+        """
+        self._device = _check_module(module)
+        self._module, self._loss, self._inputs = copy_module(module), loss, input_names(module, row)
+        self._row = {name: to_batch(name, array[:1], 1) for name, array in row.items()}
+        self._masks: dict[bool, list[bool | None]] = {True: [], False: []}
+        self._is_output_shown = False
+        self._arrays: dict[Group, dict[str, np.ndarray]] = {
+            "params": {name: to_array(name, param) for name, param in module.named_parameters()},
+            "buffers": {name: to_array(name, buffer) for name, buffer in module.named_buffers()},
+        }
+        for name, param in self._arrays["params"].items():
+            if not np.issubdtype(param.dtype, np.floating):
+                raise InputError(f"parameter {name} is {param.dtype}; parameters must be floats")
+
+    def trace(self, train: bool, rows: int, constants: dict[str, np.ndarray]) -> Graph:
+        """Return the graph for a number of rows; add its constants to `constants`.
+
+        Show the output of the module once. Raise InputError with the module's line.
+        """
+        batch = {
+            name: torch.empty((rows, *array.shape[1:]), dtype=array.dtype, device="meta")
+            for name, array in self._row.items()
+        }
+        show_output, self._is_output_shown = not self._is_output_shown, True
+        step = trace_batch(self._module, self._loss, self._inputs, batch, train, show_output)
+        graph = to_graph(step, train, constants, self._masks[train])
+        check_operators(graph)
+        if not train and (random := next(filter(draws_random_numbers, graph.nodes), None)):
+            raise InputError(f"{random} draws random numbers in evaluation; draw them only in training")
+        return graph
+
+    def to_exported(self, train: Graph, evaluate: Graph, constants: dict[str, np.ndarray]) -> ExportedModule:
+        """Return the module with these graphs; print which parameters are not trained although they could be."""
+        trainable = {name for name, param in self._module.named_parameters() if param.requires_grad}
+        if unreached := sorted(trainable - train.gradients.keys()):
+            more = f" and {len(unreached) - 3} more" if len(unreached) > 3 else ""
+            say(f"No gradient reaches {', '.join(unreached[:3])}{more}; they are not trained, as in torch.", err=True)
+        return ExportedModule(
+            type(self._module).__name__,
+            {**self._arrays, "constants": constants},
+            _tied_names(self._module),
+            train,
+            evaluate,
+            frozen=tuple(name for name in self._arrays["params"] if name not in train.gradients),
+            has_weights=self._device != "meta",
         )
-        return merge_traces([to_graph(step, train, groups) for step in steps])
 
-    training, evaluation = trace_sizes(True), trace_sizes(False)
-    check_operators(training, evaluation)
-    for name, param in groups["params"].items():
-        if not np.issubdtype(param.dtype, np.floating):
-            raise InputError(f"parameter {name} is {param.dtype}; parameters must be floats")
-    if random := next(filter(draws_random_numbers, evaluation.nodes), None):
-        raise InputError(f"{random} draws random numbers in evaluation; draw them only in training")
-    trainable = {name for name, param in module.named_parameters() if param.requires_grad}
-    if unreached := sorted(trainable - training.gradients.keys()):
-        more = f" and {len(unreached) - 3} more" if len(unreached) > 3 else ""
-        say(f"No gradient reaches {', '.join(unreached[:3])}{more}; they are not trained, as in torch.", err=True)
-    return ExportedModule(
-        type(module).__name__,
-        groups,
-        _tied_names(module),
-        training,
-        evaluation,
-        integers=tuple(name for name, array in batches[0].items() if not array.is_floating_point()),
-        frozen=tuple(name for name in groups["params"] if name not in training.gradients),
-        has_weights=device != "meta",
+
+def export(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray]) -> ExportedModule:
+    """Export a module with graphs for any number of rows, which need no torch. Raise InputError if there are none."""
+    tracer, constants = Tracer(module, loss, row), dict[str, np.ndarray]()
+    train, evaluate = (
+        merge_traces(tracer.trace(is_train, rows, constants) for rows in TRACED_ROWS) for is_train in (True, False)
     )
+    return tracer.to_exported(train, evaluate, constants)
+
+
+def export_by_rows(
+    module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray], rows: int
+) -> tuple[ExportedModule, Callable[[bool, int], tuple[Graph, dict[str, np.ndarray]]]]:
+    """Export a module for one number of rows.
+
+    Also return a function that traces it for others: (train, rows) → graph and constants.
+    """
+    tracer, constants = Tracer(module, loss, row), dict[str, np.ndarray]()
+    train, evaluate = (tracer.trace(is_train, rows, constants) for is_train in (True, False))
+
+    @cache
+    def trace(is_train: bool, rows: int) -> tuple[Graph, dict[str, np.ndarray]]:
+        constants: dict[str, np.ndarray] = {}
+        graph, first = tracer.trace(is_train, rows, constants), train if is_train else evaluate
+        for what in ("gradients", "buffers"):
+            if changed := sorted(getattr(graph, what).keys() ^ getattr(first, what).keys()):
+                raise InputError(f"whether {changed[0]} is trained depends on the number of rows; use it always")
+        return graph, constants
+
+    return tracer.to_exported(train, evaluate, constants), trace
 
 
 def _check_module(module: Any) -> str:
@@ -178,10 +220,10 @@ def _tied_names(module: Any) -> dict[str, str]:
     return {name: holder for name, holder in names.items() if name != holder}
 
 
-def to_graph(step: TracedStep, train: bool, groups: dict[Group, dict[str, np.ndarray]]) -> Graph:
-    """Convert a traced step; add its constants to `groups`."""
+def to_graph(step: TracedStep, train: bool, constants: dict[str, np.ndarray], masks: list[bool | None]) -> Graph:
+    """Convert a traced step; add its constants to `constants`. masks: see `simplify_attention_masks`."""
     module, locations, prefix = step.graph, step.locations, "train." if train else "evaluate."
-    simplify_attention_masks(module)
+    simplify_attention_masks(module, masks)
     placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     inputs = dict(zip(placeholders, step.inputs, strict=True))
     aliases: dict[str, Ref] = {}
@@ -190,12 +232,13 @@ def to_graph(step: TracedStep, train: bool, groups: dict[Group, dict[str, np.nda
         if fx_node.op == "get_attr":
             name = f"{prefix}{fx_node.target}"
             inputs[fx_node.name] = ("constants", name)
-            _add_constant(groups["constants"], name, getattr(module, fx_node.target), locations[fx_node])
+            _add_constant(constants, name, getattr(module, fx_node.target), locations[fx_node])
         elif fx_node.op == "call_function":
             node = _to_node(fx_node, locations[fx_node], aliases)
             if node.op == "copy_":
-                _refuse_write(*inputs[node.args[0].name])
-            if node.op in IDENTITY_OPS:
+                group, written = inputs[node.args[0].name]
+                _check_write(group, written, train)
+            elif node.op in IDENTITY_OPS:
                 aliases[node.name] = node.args[0]
             else:
                 nodes.append(node)
@@ -210,7 +253,8 @@ def to_graph(step: TracedStep, train: bool, groups: dict[Group, dict[str, np.nda
     forward = next((number for number, node in enumerate(nodes) if node.name in backward), len(nodes))
     arrays = {name: source for name, source in inputs.items() if source[0] != "batch"}
     batch = {name: source for name, (group, source) in inputs.items() if group == "batch"}
-    return Graph(arrays, batch, tuple(nodes), loss, metrics, buffers, gradients, forward)
+    limits = find_index_limits(module.graph, batch, step.rows, locations)
+    return Graph(arrays, batch, tuple(nodes), loss, metrics, buffers, gradients, forward, limits)
 
 
 def _add_constant(constants: dict[str, np.ndarray], name: str, tensor: Any, location: Location) -> None:
@@ -224,10 +268,12 @@ def _add_constant(constants: dict[str, np.ndarray], name: str, tensor: Any, loca
         )
 
 
-def _refuse_write(group: str, name: str) -> None:
+def _check_write(group: str, name: str, train: bool) -> None:
+    """Raise InputError for a write into an input; one into a parameter ends with the evaluation (RWKV scales them)."""
     if group == "batch":
         raise InputError(f"the module or its loss writes into its input {name}; copy it first (x = x.clone())")
-    raise InputError(f"the module writes into {name}; use a buffer for what changes in training")
+    if train:
+        raise InputError(f"the module writes into {name}; use a buffer for what changes in training")
 
 
 def _used_nodes(nodes: list[Node], outputs: list[Any]) -> list[Node]:
@@ -266,6 +312,9 @@ def _to_node(fx_node: Any, location: Location, aliases: Mapping[str, Ref]) -> No
         for name, argument in fx_node.kwargs.items()
         if name not in IGNORED_ARGUMENTS
     }
+    is_float = isinstance(fx_node.meta.get("val"), torch.Tensor) and fx_node.meta["val"].is_floating_point()
+    if is_float and not op.startswith("slice"):
+        args = tuple(float(value) if isinstance(value, int) and _large_integer(value) else value for value in args)
     node = Node(fx_node.name, op, args, kwargs, location.module, location.source_line)
     if not op.startswith("slice") and (large := _large_integer([*args, *kwargs.values()])):
         raise InputError(f"{node} takes the number {large}; JAX supports integers of 32 bits")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -64,6 +64,32 @@ class Node:
 
 
 @dataclass(frozen=True)
+class IndexLimit:
+    """An array of the data whose numbers index a table: from 0 to size - 1, or `ignored`."""
+
+    array: str
+    slices: tuple[tuple[int, int | None, int | None, int], ...]
+    """Axis, start, end and step of the parts that are looked up."""
+    size: int
+    ignored: int | None
+    source_line: str
+
+    def check(self, array: np.ndarray) -> None:
+        """Raise InputError for a number outside the table."""
+        for axis, *bounds in self.slices:
+            array = array[(slice(None),) * axis + (slice(*bounds),)]
+        if not array.size or (array.min() >= 0 and array.max() < self.size):
+            return
+        outside = array[((array < 0) | (array >= self.size)) & (array != self.ignored)]
+        if outside.size:
+            line = self.source_line or "the module"
+            raise InputError(
+                f"{self.array} of the data holds {outside[0]}, but {line} looks it up among "
+                f"{self.size} entries; use numbers from 0 to {self.size - 1}"
+            )
+
+
+@dataclass(frozen=True)
 class Graph:
     """The traced loss of a batch, in training or in evaluation."""
 
@@ -80,6 +106,7 @@ class Graph:
     """Gradients by parameter, without parameters that no gradient reaches; empty in evaluation."""
     forward: int = 0
     """Number of nodes in the forward pass, which come first."""
+    index_limits: tuple[IndexLimit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,8 +119,6 @@ class ExportedModule:
     """Further names of shared parameters, mapped to the name that holds the array."""
     train: Graph
     evaluate: Graph
-    integers: tuple[str, ...] = ()
-    """Inputs that were traced as integers."""
     frozen: tuple[str, ...] = ()
     """Parameters without a gradient."""
     has_weights: bool = True
@@ -124,7 +149,6 @@ def write(path: Path, exported: ExportedModule) -> None:
         "format": FORMAT,
         "name": exported.name,
         "tied": dict(exported.tied),
-        "integers": list(exported.integers),
         "frozen": list(exported.frozen),
         "shapes": shapes,
         "train": _encode_graph(exported.train),
@@ -163,8 +187,8 @@ def read(path: Path) -> ExportedModule:
         group, _, name = key.partition("/")
         arrays[group][name] = array
     train, evaluate = (_decode_graph(header[name]) for name in ("train", "evaluate"))
-    integers, frozen = tuple(header["integers"]), tuple(header.get("frozen", ()))
-    return ExportedModule(header["name"], arrays, header["tied"], train, evaluate, integers, frozen, not shapes)
+    frozen = tuple(header.get("frozen", ()))
+    return ExportedModule(header["name"], arrays, header["tied"], train, evaluate, frozen, not shapes)
 
 
 def _encode_graph(graph: Graph) -> dict[str, Any]:
@@ -180,6 +204,7 @@ def _encode_graph(graph: Graph) -> dict[str, Any]:
         "buffers": _encode(graph.buffers),
         "gradients": _encode(graph.gradients),
         "forward": graph.forward,
+        "index_limits": [astuple(limit) for limit in graph.index_limits],
     }
 
 
@@ -197,6 +222,10 @@ def _decode_graph(encoded: Mapping[str, Any]) -> Graph:
         _decode(encoded["buffers"]),
         _decode(encoded["gradients"]),
         encoded["forward"],
+        tuple(
+            IndexLimit(array, tuple(map(tuple, slices)), *others)
+            for array, slices, *others in encoded.get("index_limits", ())
+        ),
     )
 
 

@@ -34,12 +34,13 @@ class StepOutputs(NamedTuple):
     """Gradients by parameter; empty in evaluation."""
 
 
-def check_operators(*graphs: Graph) -> None:
-    """Raise InputError with the module's line if an operator is not implemented."""
+def check_operators(*graphs: Graph, advice: str = "") -> None:
+    """Raise InputError with the module's line and the advice if an operator is not implemented."""
     for node in (node for graph in graphs for node in graph.nodes):
         if node.op not in OPS and node.op not in RANDOM and _differentiable_op(node) is None:
             raise InputError(
-                f'{node} is not implemented in JAX; add it with @tpuswarm.torch.op("{node.op}") (see docs/torch.md)'
+                f'{node} is not implemented in JAX; {advice}add it with @tpuswarm.torch.op("{node.op}") '
+                "(see docs/torch.md)"
             )
 
 

@@ -4,11 +4,16 @@ from typing import Any
 
 import torch
 
+MAX_MASK_SIZE = 2**24
+"""Elements; larger masks take much memory."""
 
-def simplify_attention_masks(module: Any) -> None:
+
+def simplify_attention_masks(module: Any, known: list[bool | None]) -> None:
     """Replace masks of a traced graph that are causal or hide nothing by the `causal` argument of attention.
 
     transformers computes such masks from positions. They take memory, and no kernel supports them.
+    known: whether each mask is causal, in the graph of another number of rows; of use for masks that are too large to
+    compute here. Empty before the first graph, which fills it.
     """
     values = dict[Any, Any]()
     kinds: dict[Any, bool | None] = {}
@@ -21,11 +26,14 @@ def simplify_attention_masks(module: Any) -> None:
         if not isinstance(mask, torch.fx.Node):
             continue
         if mask not in kinds:
-            kinds[mask] = _is_causal(_evaluate(module, mask, values))
+            is_large = mask.meta["val"].numel() > MAX_MASK_SIZE and len(kinds) < len(known)
+            kinds[mask] = known[len(kinds)] if is_large else _is_causal(_evaluate(module, mask, values))
         if kinds[mask] is not None:
             args = list(node.args)
             args[first + 3], args[first + 5] = None, kinds[mask]
             node.args = tuple(args)
+    if not known:
+        known += kinds.values()
 
 
 def _is_causal(mask: Any) -> bool | None:

@@ -1,7 +1,7 @@
 """Merge traces of several batch sizes into one graph for any number of rows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.torch.graph import Dtype, Graph, Node, Ref, RowFormula
 
-TRACED_ROWS = (6, 10, 16)
+TRACED_ROWS = (2, 10, 1004)
 """Two sizes give a formula and the third confirms it. They are even so that a batch can be split in half."""
 EXPONENTS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
 DIFFERENT_OPERATIONS = "the operations depend on the number of rows, for example in a loop over the batch"
@@ -20,18 +20,20 @@ class _Mismatch(Exception):
     """Why arguments cannot be merged."""
 
 
-def merge_traces(graphs: Sequence[Graph]) -> Graph:
+def merge_traces(traces: Iterable[Graph]) -> Graph:
     """Merge the graphs for `TRACED_ROWS`, replacing numbers that depend on the rows by formulas.
 
     Raise InputError with the module's line if the operations depend on the number of rows.
     """
-    first = graphs[0]
-    for nodes in zip(*(graph.nodes for graph in graphs), strict=False):
-        if len({(node.name, node.op) for node in nodes}) > 1:
-            raise _refusal(first, nodes[0], DIFFERENT_OPERATIONS)
-    if len({len(graph.nodes) for graph in graphs}) > 1:
-        raise _refusal(first, first.nodes[-1], DIFFERENT_OPERATIONS)
-    merged = []
+    graphs: list[Graph] = []
+    for graph in traces:  # a loop over the largest batch is not traced
+        graphs.append(graph)
+        for nodes in zip(graphs[0].nodes, graph.nodes, strict=False):
+            if (nodes[0].name, nodes[0].op) != (nodes[1].name, nodes[1].op):
+                raise _refusal(graphs[0], nodes[0], DIFFERENT_OPERATIONS)
+        if len(graphs[0].nodes) != len(graph.nodes):
+            raise _refusal(graphs[0], graphs[0].nodes[-1], DIFFERENT_OPERATIONS)
+    first, merged = graphs[0], []
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
         try:
             args = tuple(_merge([list(node.args) for node in nodes]))
@@ -39,7 +41,7 @@ def merge_traces(graphs: Sequence[Graph]) -> Graph:
         except _Mismatch as reason:
             raise _refusal(first, nodes[0], str(reason)) from None
         merged.append(replace(nodes[0], args=args, kwargs=kwargs))
-    return replace(first, nodes=tuple(merged))
+    return replace(first, nodes=tuple(merged), index_limits=graphs[-1].index_limits)
 
 
 def _refusal(graph: Graph, node: Node, reason: str) -> InputError:

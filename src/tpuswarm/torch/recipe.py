@@ -10,19 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.torch.graph import ExportedModule, read, write
+from tpuswarm.torch.graph import ExportedModule, Graph, read, write
 from tpuswarm.torch.interpreter import check_operators, run_graph
 from tpuswarm.train.data.arrays import to_torch
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import Loss
-from tpuswarm.train.recipe import Options
+from tpuswarm.train.recipe import Options, Source
 from tpuswarm.train.run.trees import load
 from tpuswarm.train.supervised import Supervised, supervised
 from tpuswarm.train.supervised_program import SupervisedProgram
 
 CHECKED_ROWS = 4
-"""Rows of the data that are compared with torch: not one of the traced sizes, so that formulas are checked too."""
+"""Rows of the data that are compared with torch; an export traces other numbers, so its formulas are compared too."""
+GraphOfRows = Callable[[bool, int], tuple[Graph, Mapping[str, np.ndarray]]]
+"""(train, rows) → graph and its constants."""
 
 
 @entry_point
@@ -34,7 +36,8 @@ def save(
     row: arrays of the data, with at least four rows for the comparison with torch; check: see `recipe`.
     Raise InputError with the module's line.
     """
-    exported = _export(module, loss, row)
+    exported = _export_module().export(module, loss, row)
+    check_indices(exported, row)
     _check(module, loss, row, exported, check)
     write(Path(path), exported)
 
@@ -70,24 +73,32 @@ def recipe(
         if loss is not None:
             raise InputError(f"{module} contains its loss; leave loss out")
         exported = read(Path(module))
-        check_operators(exported.train, exported.evaluate)
+        check_operators(exported.train, exported.evaluate, advice="export the module again with this tpuswarm, or ")
         return ModuleRecipe(exported, *options)
     if loss is None:
         raise InputError("the loss is missing; call recipe(module, loss, data, optimizer)")
     any_recipe = supervised(lambda key: {}, lambda params, batch, key: 0.0, None, data)
     rows = rows_of(any_recipe.data("train"), 0, CHECKED_ROWS)
-    exported = _export(module, loss, rows)
-    return ModuleRecipe(exported, *options, lambda: _check(module, loss, rows, exported, check))
+    exported, graph_of_rows = _export_module().export_by_rows(module, loss, rows, CHECKED_ROWS)
+    check_indices(exported, rows)
+    return ModuleRecipe(exported, *options, graph_of_rows, lambda: _check(module, loss, rows, exported, check))
 
 
-def _export(module: Any, loss: Callable[..., Any], rows: Mapping[str, Any]) -> ExportedModule:
+def check_indices(exported: ExportedModule, arrays: Mapping[str, Any]) -> None:
+    """Raise InputError if arrays of the data hold indices outside the tables of a module."""
+    for limit in exported.train.index_limits:
+        if limit.array in arrays:
+            limit.check(np.asarray(arrays[limit.array]))
+
+
+def _export_module() -> Any:
     try:
-        from tpuswarm.torch.export import export
+        from tpuswarm.torch import export
     except ImportError as error:
         raise InputError(
             "exporting a module needs torch (pip install 'tpuswarm[torch]'); training the exported file does not"
         ) from error
-    return export(module, loss, rows)
+    return export
 
 
 def _check(*args: Any) -> None:
@@ -101,10 +112,16 @@ class ModuleRecipe(Supervised):
 
     def __init__(
         self, exported: ExportedModule, optimizer: Any, data: Any, schedule: Any, defaults: Any,
-        cast: str | Collection[str], micro_batches: bool, check: Callable[[], None] = lambda: None,
+        cast: str | Collection[str], micro_batches: bool, graph_of_rows: GraphOfRows | None = None,
+        check: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        """check: called before the first program is made, because several hosts must start before JAX computes."""
+        """graph_of_rows: None for a file, which has graphs for any number of rows.
+
+        check: called before the first program is made, because several hosts must start before JAX computes.
+        """
         self.exported, self._check = exported, check
+        self._graph_of_rows = graph_of_rows or self._graph_of_file
+        self._checked_splits: set[str] = set()
         self._state, self._constant_buffers = exported.state, exported.constant_buffers
 
         def init(key: jax.Array) -> dict[str, jax.Array]:
@@ -122,6 +139,14 @@ class ModuleRecipe(Supervised):
             self.forms = ("remat", *self.forms)
         self.name = exported.name.lower()
 
+    def data(self, split: str) -> Source:
+        """Return the rows of a split. Raise InputError if arrays in memory hold indices outside their table."""
+        source, arrays = super().data(split), self._data(split)
+        if isinstance(arrays, Mapping) and split not in self._checked_splits:
+            self._checked_splits.add(split)
+            check_indices(self.exported, {name: x for name, x in arrays.items() if not isinstance(x, np.memmap)})
+        return source
+
     def program(self, options: Options) -> SupervisedProgram:
         """Return the program; compare the module with torch before the first one."""
         check, self._check = self._check, lambda: None
@@ -130,10 +155,9 @@ class ModuleRecipe(Supervised):
 
     def loss(self, options: Options) -> Loss:
         """Return the traced loss, whose derivative is the traced backward pass."""
-        exported, constants = self.exported, self.exported.arrays["constants"]
 
         def step(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
-            graph = exported.evaluate if key is None else exported.train
+            graph, constants = self._graph_of_rows(key is not None, len(next(iter(batch.values()))))
             arrays = {"params": params, "buffers": {**self._constant_buffers, **extra}, "constants": constants}
             outputs = run_graph(graph, arrays, batch, key, options)
             new = {name: jnp.asarray(outputs.buffers.get(name, old)).astype(old.dtype) for name, old in extra.items()}
@@ -164,6 +188,9 @@ class ModuleRecipe(Supervised):
             return loss, metrics
 
         return loss_with_state if self._state else stateless_loss
+
+    def _graph_of_file(self, train: bool, rows: int) -> tuple[Graph, Mapping[str, np.ndarray]]:
+        return self.exported.train if train else self.exported.evaluate, self.exported.arrays["constants"]
 
     def weights(self) -> Any:
         """Return the module's parameters and buffers. Raise InputError if it was exported without weights."""

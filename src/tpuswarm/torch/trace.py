@@ -49,22 +49,25 @@ class TracedStep(NamedTuple):
     """Parameters that have a gradient."""
     locations: Mapping[Any, Location]
     """By node."""
+    rows: int
+    """Of the batch."""
 
 
 def trace(
     module: Any, loss: Callable[..., Any], inputs: list[str], batch: Mapping[str, Any], train: bool
 ) -> TracedStep:  # fmt: skip
-    """Record a step on a batch of tensors; in evaluation (`train=False`) without gradients.
+    """Record a step on a batch of tensors, also without data (meta); in evaluation (`train=False`) without gradients.
 
     Raise InputError for a loss that is not a scalar. Errors of torch pass through.
     """
-    module = _copy_module(module).train(train)  # a forward pass may set attributes
+    module = copy_module(module).train(train)  # a forward pass may set attributes
     fake_mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     params = {name: _off_meta(param.detach(), fake_mode) for name, param in module.named_parameters()}
     buffers = {name: _off_meta(buffer, fake_mode) for name, buffer in module.named_buffers()}
+    batch = {name: _off_meta(array, fake_mode) for name, array in batch.items()}
     step = _Step(module, loss, inputs, train)
     with _export_flags():
-        recorded = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers, dict(batch))
+        recorded = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers, batch)
         locations = step.locations.by_node(recorded.graph)
         _check_as_strided(recorded.graph, locations)
         replayed_locations = SourceLocations()
@@ -89,7 +92,13 @@ def trace(
     groups = {"params": params, "buffers": buffers, "batch": batch}
     graph_inputs = [(group, name) for group, arrays in groups.items() for name in arrays]
     return TracedStep(
-        graph, graph_inputs, step.metrics, list(buffers), step.gradients, replayed_locations.by_node(graph.graph)
+        graph,
+        graph_inputs,
+        step.metrics,
+        list(buffers),
+        step.gradients,
+        replayed_locations.by_node(graph.graph),
+        len(next(iter(batch.values()))),
     )
 
 
@@ -100,7 +109,8 @@ def _check_as_strided(graph: Any, locations: Mapping[Any, Location]) -> None:
             raise InputError(f"{line}: as_strided needs memory without gaps; call contiguous() first")
 
 
-def _copy_module(module: Any) -> Any:
+def copy_module(module: Any) -> Any:
+    """Copy a module, but not its parameters and buffers. Raise InputError if it cannot be copied."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     try:
         return copy.deepcopy(module, tensors)

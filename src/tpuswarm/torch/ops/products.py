@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from tpuswarm.torch.ops.dtypes import promote, saturating_cast
+from tpuswarm.torch.ops.scattering import take
 from tpuswarm.train.program.attention import kernel, usable_form
 from tpuswarm.train.recipe import Options
 
@@ -74,7 +75,7 @@ def _convolution_backward(
 def _embedding(
     w: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:  # fmt: skip
-    return w[indices]
+    return take(w, (indices,))
 
 
 def _attention(

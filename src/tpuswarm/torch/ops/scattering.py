@@ -1,4 +1,4 @@
-"""Read and write elements at positions that an array gives; JAX moves positions outside to the nearest inside."""
+"""Read and write elements at positions that an array gives; reading outside an array gives NaN."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +14,9 @@ def _as_index(indices: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if index is None else index for index in indices)
 
 
-def _index(x: Any, indices: Sequence[Any]) -> Any:
-    return x[_as_index(indices)]
+def take(x: Any, index: tuple[Any, ...], *, is_negative_valid: bool = False) -> Any:
+    """Return elements of x, and NaN or the smallest integer where torch raises an error."""
+    return x.at[index].get(mode="fill", wrap_negative_indices=is_negative_valid)
 
 
 def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
@@ -39,7 +40,11 @@ def _cropped(src: Any, positions: Any) -> Any:
 
 
 def _gather(x: Any, dim: int, positions: Any, *, sparse_grad: bool = False) -> Any:
-    return x[_along(x, dim, positions)] if x.ndim else jnp.broadcast_to(x, positions.shape)
+    return take(x, _along(x, dim, positions)) if x.ndim else jnp.broadcast_to(x, positions.shape)
+
+
+def _index_select(x: Any, dim: int, positions: Any) -> Any:
+    return take(x, (slice(None),) * (dim % x.ndim) + (jnp.atleast_1d(positions),)) if x.ndim else x
 
 
 def _scatter(x: Any, dim: int, positions: Any, src: Any, *, reduce: str | None = None) -> Any:
@@ -153,10 +158,14 @@ def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "index": _index, "_unsafe_index": _index, "index_put": _index_put, "_unsafe_index_put": _index_put,
-    "index_select": lambda x, dim, positions: jnp.take(x, jnp.atleast_1d(positions), axis=dim) if x.ndim else x,
+    "index": lambda x, indices: take(x, _as_index(indices), is_negative_valid=True),
+    "_unsafe_index": lambda x, indices: x[_as_index(indices)], "index_put": _index_put, "_unsafe_index_put": _index_put,
+    "index_select": _index_select,
     "index_add": _index_add, "index_reduce": _index_reduce, "gather": _gather, "scatter": _scatter,
     "scatter_add": lambda x, dim, positions, src: _scatter(x, dim, positions, src, reduce="add"),
+    "put": lambda x, positions, src, accumulate=False: (
+        _index_put(x.ravel(), [positions.ravel()], src.ravel(), accumulate).reshape(x.shape)
+    ),
     "scatter_reduce": _scatter_reduce, "masked_scatter": _masked_scatter,
     "masked_scatter_backward": _masked_scatter_backward, "diagonal_scatter": _diagonal_scatter,
     "as_strided": _as_strided, "as_strided_scatter": _as_strided_scatter, "searchsorted": _searchsorted,

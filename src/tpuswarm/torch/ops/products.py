@@ -156,10 +156,21 @@ def _trilinear(
     return y.reshape([size for at, size in enumerate(shape) if at not in sum_dims])
 
 
+def _grouped_matmul(x: Any, w: Any, ends: Any) -> Any:
+    """Multiply each group of rows of x with its matrix of w; ends: where each group ends."""
+    return lax.ragged_dot(x, w, jnp.diff(ends, prepend=0).astype(jnp.int32))
+
+
+def _grouped_matmul_backward(x: Any, w: Any, ends: Any, gradient: Any) -> Any:
+    return jax.vjp(lambda x, w: _grouped_matmul(x, w, ends), x, w)[1](gradient.astype(x.dtype))
+
+
 OPS: dict[str, Callable[..., Any]] = {
     "_trilinear": _trilinear, "mm": _matmul, "bmm": _matmul, "mv": _matmul, "dot": _matmul, "addmm": _addmm,
     "baddbmm": _addmm, "addmv": _addmm, "addbmm": _addbmm, "convolution": _convolution,
     "convolution_backward": _convolution_backward, "embedding": _embedding,
+    "transformers.grouped_mm_fallback": _grouped_matmul,  # a mixture of experts
+    "transformers.grouped_mm_fallback_backward": _grouped_matmul_backward,
 }  # fmt: skip
 
 DIFFERENTIABLE: dict[str, Callable[..., Any]] = {"tpuswarm.attention": _attention}

@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpuswarm.torch.ops.dtypes import axes
-from tpuswarm.torch.ops.pointwise import gelu
 from tpuswarm.torch.ops.shapes import replication_pad
 
 
@@ -25,14 +22,6 @@ def _dropout_backward(gradient: Any, mask: Any, scale: float) -> Any:
     return jnp.where(mask, gradient * scale, 0).astype(gradient.dtype)
 
 
-def _softmax_backward(gradient: Any, y: Any, dim: int, dtype: Any) -> Any:
-    return (y * (gradient - (gradient * y).sum(axes(dim, y.ndim), keepdims=True))).astype(y.dtype)
-
-
-def _log_softmax_backward(gradient: Any, y: Any, dim: int, dtype: Any) -> Any:
-    return gradient - jnp.exp(y) * gradient.sum(axes(dim, y.ndim), keepdims=True)
-
-
 def _nll_backward(
     gradient: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
 ) -> Any:  # fmt: skip
@@ -44,10 +33,6 @@ def _nll_backward(
     return jnp.where(classes == jnp.expand_dims(target, axis), jnp.expand_dims(scaled, axis), 0).astype(x.dtype)
 
 
-def _gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Any:
-    return _vjp(partial(gelu, approximate=approximate), gradient, x)[0]
-
-
 def _embedding_backward(
     gradient: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:  # fmt: skip
@@ -57,19 +42,6 @@ def _embedding_backward(
         wide = wide / counts[flat][:, None]
     dw = jnp.zeros((num_weights, wide.shape[-1]), jnp.float32).at[flat].add(wide)
     return dw.at[padding_idx].set(0) if padding_idx >= 0 else dw
-
-
-def _select_backward(gradient: Any, sizes: Sequence[int], dim: int, index: int) -> Any:
-    return _slice_backward(jnp.expand_dims(gradient, dim % len(sizes)), sizes, dim, index, index + 1 or None, 1)
-
-
-def _slice_backward(gradient: Any, sizes: Sequence[int], dim: int, start: int, end: Any, step: int) -> Any:
-    dim %= len(sizes)
-    before, _, _ = slice(start, end, step).indices(sizes[dim])
-    count = gradient.shape[dim]
-    after = sizes[dim] - before - ((count - 1) * step + 1 if count else 0)
-    pads = [(before, after, step - 1) if axis == dim else (0, 0, 0) for axis in range(len(sizes))]
-    return lax.pad(gradient, jnp.zeros((), gradient.dtype), pads)
 
 
 def _weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> Any:
@@ -105,12 +77,9 @@ def _replication_pad_backward(gradient: Any, x: Any, padding: Sequence[int]) -> 
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "native_dropout_backward": _dropout_backward, "_softmax_backward_data": _softmax_backward,
-    "_log_softmax_backward_data": _log_softmax_backward, "nll_loss_backward": _nll_backward,
-    "nll_loss2d_backward": _nll_backward, "gelu_backward": _gelu_backward,
-    "silu_backward": lambda gradient, x: _vjp(jax.nn.silu, gradient, x)[0],
-    "embedding_dense_backward": _embedding_backward, "select_backward": _select_backward,
-    "slice_backward": _slice_backward, "_weight_norm_interface_backward": _weight_norm_backward,
+    "native_dropout_backward": _dropout_backward, "nll_loss_backward": _nll_backward,
+    "nll_loss2d_backward": _nll_backward, "embedding_dense_backward": _embedding_backward,
+    "_weight_norm_interface_backward": _weight_norm_backward,
     "_cdist_backward": _pairwise_distances_backward, "rrelu_with_noise_backward": _rrelu_backward,
     **{f"replication_pad{n}d_backward": _replication_pad_backward for n in (1, 2, 3)},
 }  # fmt: skip

@@ -93,18 +93,13 @@ def _to_copy(x: Any, *, dtype: Dtype | None = None) -> Any:
     return x.astype(target)
 
 
-def gelu(x: Any, *, approximate: str = "none") -> Any:
-    """Compute GELU exactly or with tanh."""
+def _gelu(x: Any, *, approximate: str = "none") -> Any:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
 def _elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
     negative = jnp.where(x > 0, 0.0, x * input_scale).astype(x.dtype)
     return jnp.where(x > 0, x * scale, jnp.expm1(negative) * (alpha * scale)).astype(x.dtype)
-
-
-def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    return jnp.where(x * beta > threshold, x, jax.nn.softplus(x * beta) / beta).astype(x.dtype)
 
 
 def _digamma(x: Any) -> Any:
@@ -171,13 +166,9 @@ OPS: dict[str, Callable[..., Any]] = {
     **{f"special_{name}": _float(getattr(jax.scipy.special, name)) for name in (
         "i1", "i0e", "i1e", "ndtri", "log_ndtr",
     )},
-    "relu": jax.nn.relu, "sigmoid": _float(jax.nn.sigmoid), "gelu": gelu, "elu": _elu, "softplus": _softplus,
-    "silu": jax.nn.silu, "mish": jax.nn.mish, "hardtanh": _hardtanh,
-    "leaky_relu": lambda x, slope=0.01: jnp.where(x > 0, x, x * jnp.asarray(slope, x.dtype)),
-    "hardsigmoid": lambda x: jnp.clip(x / 6 + 0.5, 0, 1).astype(x.dtype),
-    "hardswish": lambda x: (x * jnp.clip(x / 6 + 0.5, 0, 1)).astype(x.dtype),
-    "log_sigmoid_forward": lambda x: (jax.nn.log_sigmoid(x), jnp.exp(-jnp.abs(x))),
-    "_to_copy": _to_copy,
+    "relu": jax.nn.relu, "sigmoid": _float(jax.nn.sigmoid), "gelu": _gelu, "elu": _elu,
+    "silu": jax.nn.silu, "hardtanh": _hardtanh,
+    "leaky_relu": lambda x, slope=0.01: jnp.where(x > 0, x, x * jnp.asarray(slope, x.dtype)), "_to_copy": _to_copy,
     "copy": lambda x, source, non_blocking=False: jnp.broadcast_to(jnp.asarray(source, x.dtype), x.shape),
     "fill": lambda x, value: jnp.full(x.shape, value, x.dtype),
 }  # fmt: skip

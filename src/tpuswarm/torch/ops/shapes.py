@@ -88,10 +88,6 @@ def _full_like(x: Any, value: Any, *, dtype: Dtype | None = None) -> Any:
     return jnp.full(x.shape, value, jax_dtype(dtype, x.dtype))
 
 
-def _new_full(x: Any, size: Sequence[int], value: Any, *, dtype: Dtype | None = None) -> Any:
-    return jnp.full(size, value, jax_dtype(dtype, x.dtype))
-
-
 def _arange(start: Any, end: Any = None, step: Any = 1, *, dtype: Dtype | None = None) -> Any:
     start, end = (0, start) if end is None else (start, end)
     has_floats = any(isinstance(bound, float) for bound in (start, end, step))
@@ -104,18 +100,6 @@ def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
     dim %= x.ndim
     starts = np.arange(0, x.shape[dim] - size + 1, step)
     return jnp.moveaxis(jnp.take(x, starts[:, None] + np.arange(size), axis=dim), dim + 1, -1)
-
-
-def _filled(value: float) -> Callable[..., Any]:
-    return lambda size, *, dtype=None: _full(size, value, dtype=dtype)
-
-
-def _filled_like(value: int) -> Callable[..., Any]:
-    return lambda x, *, dtype=None: _full_like(x, value, dtype=dtype)
-
-
-def _new_filled(value: int) -> Callable[..., Any]:
-    return lambda x, size, *, dtype=None: _new_full(x, size, value, dtype=dtype)
 
 
 def _assert_async(x: Any, message: str = "") -> None:
@@ -139,13 +123,12 @@ OPS: dict[str, Callable[..., Any]] = {
     **{f"reflection_pad{n}d": _reflection_pad for n in (1, 2, 3)},
     **{f"replication_pad{n}d": replication_pad for n in (1, 2, 3)},
     "diagonal": jnp.diagonal, "tril": jnp.tril, "triu": jnp.triu, "unfold": _unfold,
-    "full": _full, "full_like": _full_like, "new_full": _new_full,
-    "zeros": _filled(0.0), "ones": _filled(1.0), "empty": _filled(0.0), "_efficientzerotensor": _filled(0.0),
-    "zeros_like": _filled_like(0), "ones_like": _filled_like(1), "empty_like": _filled_like(0),
-    "new_zeros": _new_filled(0), "new_ones": _new_filled(1), "new_empty": _new_filled(0),
-    "new_empty_strided": lambda x, size, stride, *, dtype=None: _new_full(x, size, 0, dtype=dtype),
-    "empty_strided": lambda size, stride, *, dtype=None: _full(size, 0.0, dtype=dtype),
-    "empty_permuted": lambda size, order, *, dtype=None: _full(size, 0.0, dtype=dtype),
+    "full": _full, "full_like": _full_like,
+    **{name: lambda size, *, dtype=None: _full(size, 0.0, dtype=dtype) for name in ("empty", "_efficientzerotensor")},
+    **{name: lambda size, order, *, dtype=None: _full(size, 0.0, dtype=dtype) for name in (
+        "empty_strided", "empty_permuted",
+    )},
+    "new_empty_strided": lambda x, size, stride, *, dtype=None: jnp.zeros(size, jax_dtype(dtype, x.dtype)),
     "scalar_tensor": lambda value, *, dtype=None: _full((), value, dtype=dtype or Dtype("float32")),
     "arange": _arange, "eye": lambda n, m=None, *, dtype=None: jnp.eye(n, m, dtype=jax_dtype(dtype, jnp.float32)),
     "_assert_tensor_metadata": _assert_tensor_metadata, "_assert_async": _assert_async, "getitem": operator.getitem,

@@ -285,7 +285,8 @@ def _check_scalar(value: Any, name: str, rows: int) -> None:
     if not isinstance(value, torch.Tensor) or value.dim():
         got = type(value).__name__
         if isinstance(value, torch.Tensor):
-            got = f"[{', '.join('rows' if size == rows else str(size) for size in value.shape)}]"
+            first, *others = value.shape
+            got = f"[{', '.join(['rows' if first == rows else str(first), *map(str, others)])}]"
         raise InputError(f"{name} is {got}; return a scalar tensor, the mean over the batch")
 
 

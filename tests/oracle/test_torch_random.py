@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.oracle.compare_modules import StraightThrough, assert_trains_as_in_torch
@@ -14,6 +14,7 @@ from tests.oracle.zoo import functional, nn, torch
 from tests.train.toy import clock
 
 from tpuswarm.torch import recipe
+from tpuswarm.torch.check import QUICK_COMPILE
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.recipe import Options
 
@@ -147,15 +148,14 @@ EXAMPLES = st.tuples(
 )
 
 
-@seed(0)  # derandomize alone draws other examples whenever the source changes
-@settings(max_examples=12, derandomize=True)
+@settings(max_examples=35)
 @given(EXAMPLES, st.sampled_from([2, 3, 4, 7, 64]))
 def test_gradients_of_random_modules(example, rows):
     names, loss, seed = example
-    assert_trains_as_in_torch(build(names, seed), LOSSES[loss], (rows,), make_batch)
+    assert_trains_as_in_torch(build(names, seed), LOSSES[loss], (rows,), make_batch, allow_rounding=True)
 
 
-@settings(max_examples=8, derandomize=True)
+@settings(max_examples=15)
 @given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)), st.sampled_from([1, 4]), st.sampled_from([1, 2]))
 def test_five_steps_of_random_modules(example, optimizer, devices, accumulate):
     names, loss, seed = example
@@ -168,7 +168,7 @@ def test_five_steps_of_random_modules(example, optimizer, devices, accumulate):
     mesh = make_mesh(jax.devices()[:devices])
     state = jax.device_put(program.init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
     given_batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
-    step = jax.jit(program.step)
+    step = jax.jit(program.step, compiler_options=QUICK_COMPILE)
     other = copy.deepcopy(module).train()
     updates = theirs([param for param in other.parameters() if param.requires_grad])
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -120,6 +120,7 @@ def test_operator_is_as_in_torch_or_refused(name):
             compare([call])
 
 
+@pytest.mark.torch_all
 @pytest.mark.parametrize("name", REFUSED)
 def test_operator_is_refused(name):
     """Remove an operator from the list once it works."""

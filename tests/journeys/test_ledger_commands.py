@@ -353,4 +353,4 @@ def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
         assert (code, out) == (1, "") and err.endswith("error: runs/a killed\n")
     else:
         resume = "To resume: the same `tpuswarm train` command with --run runs/a"
-        assert (code, out) == (0, f"runs/a: stopped at commit 9; {resume}\n")
+        assert (code, out) == (0, f"runs/a: stopped at commit 9. {resume}\n")

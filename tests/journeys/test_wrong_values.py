@@ -77,7 +77,7 @@ def test_impossible_value_is_refused_by_name(refused, command, option):
 
 @pytest.mark.parametrize("command", ["train", "plan", "sample", "status", "logs", "stop", "ledger show", "evaluate"])
 def test_empty_name_is_refused(refused, command):
-    assert "is given as an empty word" in refused(*command.split(), "")
+    assert "is empty; give it a value" in refused(*command.split(), "")
 
 
 @pytest.mark.parametrize("command", READERS)

@@ -33,7 +33,7 @@ LATE_OUTPUT_S = 0.5
 MAX_CHARS = 1 << 16
 MAX_REQUESTS = 100
 VOLATILE = re.compile(
-    r"\b0x[0-9a-f]+|/tmp/[^\s:'\"]+|\d+(:\d\d)+([.,]\d+)?|(\d[\d.,]*\s?(ns|[µμ]s|us|ms|s|min|h)|[\d.,?]+(it/s|s/it))\b"
+    r"\b0x[0-9a-f]+|/tmp/[^\s:'\"]+|\d+(:\d\d)+([.,]\d+)?|(\d[\d.,]*(e[+-]\d+)?\s?(ns|[µμ]s|us|ms|s|min|h)|[\d.,?]+(it/s|s/it))\b"
 )
 """Addresses, temporary paths and times: they differ between workers that do the same."""
 RESTART = ". A slice is one program, so its other workers were ended too: restart the kernel"

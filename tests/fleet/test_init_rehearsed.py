@@ -107,7 +107,7 @@ def test_project_without_billing_gets_nothing(init):
     ("zone", "found", "way_out"),
     [
         (NO_QUOTA, f"{NO_QUOTA}: 0 (TPUV2sPreemptiblePerProjectPerZoneForTPUAPI)", "mend: ask for more at"),
-        ("asia-east1-c", "Permission denied on 'locations/asia-east1-c'", "mend: take a zone and a type that project"),
+        ("asia-east1-c", "Permission denied on 'locations/asia-east1-c'", "mend: use a zone and a type that project"),
     ],
 )
 def test_zone_that_gives_no_tpu_is_reported_at_the_end(init, zone, found, way_out):
@@ -119,7 +119,7 @@ def test_bucket_name_of_somebody_else_is_refused(init, access, monkeypatch):
     """Whoever writes a fleet's document decides what runs on its machines, and bucket names can be guessed."""
     Project(access("stranger-1")).make_bucket("victim-1-swarm", "us-central1", {})
     code, _, err = init("--yes", "victim-1")
-    assert code != 0 and "bucket victim-1-swarm is not of project victim-1" in err
+    assert code != 0 and "bucket victim-1-swarm is not in project victim-1" in err
     assert "another name, or name its project" in err and not Path("swarm.toml").exists()
     victim = Project(access("victim-1"))
     assert victim.find_bucket("victim-1-swarm", "stranger-1").region == "us-central1", "the file may name that project"

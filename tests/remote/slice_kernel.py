@@ -29,7 +29,7 @@ def total(*values):
     '''The sum over both workers of each one's value.'''
     mine = jnp.full(jax.local_device_count(), float(values[me % len(values)]))
     return jax.jit(jnp.sum)(jax.make_array_from_process_local_data(rows, mine))
-float(total(0))  # gloo reports its connections
+float(total(0))
 """
 
 
@@ -99,6 +99,12 @@ class Kernel:
         self.client.stop_channels()
         self.manager.restart_kernel(now=True)
         self.connect()
+
+    def set_up(self) -> None:
+        """Define SETUP, and have gloo report all of its connections."""
+        for code in (SETUP, "1 / 0", "time.sleep(0.3)"):
+            reply = self.run(code).reply
+        assert reply["status"] == "ok", reply
 
     def start(self, code: str, **options: Any) -> str:
         return self.client.execute(code, **options)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cloud.rehearsal.conftest import until
-from tests.remote.slice_kernel import SETUP, Slice
+from tests.remote.slice_kernel import Slice
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def another_slice(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shared(slice_):
     with slice_.kernel() as kernel:
-        assert kernel.run(SETUP).reply["status"] == "ok"
+        kernel.set_up()
         yield kernel
 
 
@@ -42,7 +42,7 @@ def kernel(shared):
     yield shared
     if shared.run("time, total, me").reply["status"] != "ok":
         shared.restart()
-        assert shared.run(SETUP).reply["status"] == "ok"
+        shared.set_up()
 
 
 def pid_of(kernel, worker: int) -> int:
@@ -151,7 +151,7 @@ def test_lost_worker_is_named_or_its_kernel_restarts(kernel, worker):
         os.kill(kernel.manager.provisioner.process.pid, signal.SIGKILL)
         until(lambda: not Path(f"/proc/{pid}").exists())
         kernel.restart()
-        kernel.run(SETUP)
+        kernel.set_up()
     else:
         lost = kernel.run("if me: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
         assert lost.error.startswith("WorkerLost: worker 1 is lost: its process has ended: killed by signal 9, SIGKILL")
@@ -163,7 +163,7 @@ def test_exit_ends_the_kernel_without_a_complaint(slice_, kernel):
     assert not shown.error and not shown.errors
     until(lambda: kernel.manager.provisioner.process.poll() is not None)
     kernel.restart()
-    kernel.run(SETUP)
+    kernel.set_up()
 
 
 def test_sets_have_one_order(kernel):

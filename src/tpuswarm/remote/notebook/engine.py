@@ -104,6 +104,9 @@ class Mirrored(IPythonKernel):
             self._running = ""
         sys.stdout.flush()
         sys.stderr.flush()
+        published = threading.Event()  # a flush returns before its messages are sent
+        self.iopub_thread.schedule(published.set)
+        published.wait()
         return {"status": "error" if self.error else "ok", **self.error, **(reply or {})}
 
     def show_error(self, error: dict[str, Any], parent: Any = None, ident: bytes = b"error") -> None:

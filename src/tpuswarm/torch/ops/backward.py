@@ -63,7 +63,8 @@ def _pairwise_distances_backward(gradient: Any, a: Any, b: Any, p: float, distan
         is_zero = (distances == 0) | (delta == 0)
         ratio = jnp.where(delta == 0, 1, jnp.abs(delta)) / jnp.where(distances == 0, 1, distances)
         slopes = jnp.where(is_zero, 0, jnp.sign(delta) * ratio ** (p - 1))
-    return (gradient * slopes).sum(-2)
+    total = (gradient * slopes).sum(-2)
+    return _vjp(lambda a: jnp.broadcast_to(a, total.shape), total, a)[0]  # sum over the batches that a is repeated for
 
 
 def _rrelu_backward(

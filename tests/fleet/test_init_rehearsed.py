@@ -127,7 +127,7 @@ def test_bucket_name_of_somebody_else_is_refused(init, access, monkeypatch):
     def deny(self: Access, action: str, question: object) -> None:
         raise Denied(f"{action}: you have no storage.buckets.get access")
 
-    monkeypatch.setattr(Access, "ask", deny)
+    monkeypatch.setattr(Access, "call_with_retries", deny)
     with pytest.raises(Taken, match="choose another name"):
         Project(Access("p", Endpoints("127.0.0.1:1", "http://127.0.0.1:1", "token"))).find_bucket("b")
 

@@ -20,8 +20,8 @@ from tests.watch.fake_run import FakeRun
 from tpuswarm.cli.look.tensorboard import unique_name
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
-from tpuswarm.watch.boards import Far, Made, of_run
-from tpuswarm.watch.page import lines
+from tpuswarm.watch.boards import MachineBoards, SwarmRunBoards, boards_of_run
+from tpuswarm.watch.page import json_lines
 
 pytestmark = pytest.mark.slow
 
@@ -52,10 +52,10 @@ def losses(run: FakeRun) -> list[list[float]]:
 
 
 def test_long_swarm_has_a_curve_for_each_member_from_its_first_row_and_new_rows_are_added(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "AT_ONCE", 5000)
+    monkeypatch.setattr(json_lines, "MAX_NEW_BYTES", 5000)
     run = FakeRun(tmp_path / "run", 2, 1000)
     run.grow(200)
-    made = Made(run.folder, tmp_path / "board")
+    made = SwarmRunBoards(run.folder, tmp_path / "board")
     asyncio.run(made.update())
     run.grow(10)
     asyncio.run(made.update())
@@ -82,7 +82,7 @@ def test_curves_and_traces_are_found_without_following_links_to_folders(tmp_path
     board.close()
     shown = tmp_path / "shown"
     shown.mkdir()
-    for source in (of_run(swarm.folder, True, shown / "swarm"), of_run(plain, False, shown / "plain")):
+    for source in (boards_of_run(swarm.folder, True, shown / "swarm"), boards_of_run(plain, False, shown / "plain")):
         asyncio.run(source.update())
         asyncio.run(source.update())
     found = {Path(at).relative_to(shown) for at, folders, _ in os.walk(shown) if Path(at).name == "profile"}
@@ -100,7 +100,7 @@ def test_files_of_a_machine_are_copied_from_where_the_last_copy_ended(machines, 
     copy = board / "mine" / "tensorboard" / "events" / "events.out"
 
     async def work(connections) -> None:
-        far = Far(connections, lambda: asyncio.sleep(0, host), "runs", board)
+        far = MachineBoards(connections, lambda: asyncio.sleep(0, host), "runs", board)
         await far.update()
         assert copy.read_bytes() == b"a" * 10 and not list(board.rglob("secret"))
         (there / "events.out").write_bytes(b"a" * 10 + b"b" * 5)
@@ -120,7 +120,7 @@ def test_machine_names_no_file_outside_its_copy(tmp_path, monkeypatch):
         return 0, (listing if "find ." in line else "abc").encode(), b""
 
     monkeypatch.setattr("tpuswarm.watch.boards.ask", ask)
-    asyncio.run(Far(None, lambda: asyncio.sleep(0), "runs", board).update())
+    asyncio.run(MachineBoards(None, lambda: asyncio.sleep(0), "runs", board).update())
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [board / "mine" / "tensorboard" / "inside"]
 
 

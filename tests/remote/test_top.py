@@ -21,7 +21,7 @@ from tpuswarm.fleet.hosts.routes import ReachableHosts
 from tpuswarm.remote.host import Host
 from tpuswarm.swarm.views.status import MemberStatus
 from tpuswarm.watch import top
-from tpuswarm.watch.chips import gauges
+from tpuswarm.watch.chips import parse_gauges
 from tpuswarm.watch.follow import Follower, Sample
 
 BURNS = (
@@ -86,20 +86,20 @@ def test_lost_host_is_reported_and_others_go_on(machines):
         follower, first = Follower(connections), machines[0]
         follower.follow(machines.hosts)
         try:
-            while len(follower.samples) < 3 or not all(sample.said for sample in follower.samples.values()):
+            while len(follower.samples) < 3 or not all(sample.data for sample in follower.samples.values()):
                 await asyncio.sleep(0.05)
             assert processes.send([first.id], signal.SIGKILL, is_chips) == 1
-            while follower.samples[first.host.label].said:
+            while follower.samples[first.host.label].data:
                 await asyncio.sleep(0.05)
             why = follower.samples[first.host.label].why
-            assert all(follower.samples[host.label].said for host in machines.hosts[1:])
+            assert all(follower.samples[host.label].data for host in machines.hosts[1:])
             follower.follow(machines.hosts[1:])
             assert set(follower.samples) == {host.label for host in machines.hosts[1:]}
         finally:
             await follower.close()
         return why
 
-    assert machines.run(work).endswith(" says nothing: its program was ended")
+    assert machines.run(work).endswith(" stopped answering: its program ended")
     # Its programs end, as nobody reads them.
     until(lambda: not any(is_chips(pid) for pid in processes.find([machine.id for machine in machines])))
 
@@ -122,7 +122,7 @@ def rows_of(machines, samples, members=(), away=()):
     names = [machine.name for machine in machines]
     hosts = [Host(f"{name}/0", "127.0.0.1", 22, "me", name, (), Path("known")) for name in names]
     reached = ReachableHosts(hosts, away, True, {f"{machine.name}/0": machine for machine in machines})
-    return top.rows(reached, {f"{name}/0": sample for name, sample in samples.items()}, members, NOW)
+    return top.make_host_rows(reached, {f"{name}/0": sample for name, sample in samples.items()}, members, NOW)
 
 
 def test_hosts_that_need_attention_come_first():
@@ -133,7 +133,7 @@ def test_hosts_that_need_attention_come_first():
         "held": sample(owners=[{"pid": 7, "user": "me", "command": "x"}]),
     }  # fmt: skip
     for name in ("duty", "used", "total"):
-        samples["none"].said[name] = samples["held"].said[name] = {}
+        samples["none"].data[name] = samples["held"].data[name] = {}
     found = rows_of(machines, samples, away=("gone/0 is being made",))
     assert [(row.host, row.state) for row in found] == [
         ("gone/0", "away"), ("ill/0", "ill"), ("new/0", "silent"), ("old/0", "silent"), ("none/0", "idle"),
@@ -141,7 +141,7 @@ def test_hosts_that_need_attention_come_first():
     ]  # fmt: skip
     why = {row.host: row.why for row in found}
     assert why["gone/0"] == "is being made" and why["ill/0"] == "a link is down" and "1 min" in why["old/0"]
-    assert why["none/0"] == "shows no chips" and why["held/0"] == "no metrics of libtpu"
+    assert why["none/0"] == "shows no chips" and why["held/0"] == "no libtpu metrics"
 
 
 def test_unknown_figure_is_a_dash_and_not_a_zero():
@@ -152,7 +152,7 @@ def test_unknown_figure_is_a_dash_and_not_a_zero():
     assert (busy.tokens_per_s, busy.loss, busy.version) == (41_234.0, 2.5, 12)
     assert [chip.hbm_used_bytes for chip in busy.chips] == [None, None]
     for width in (80, 120):
-        lines = drawn(top.draw(rows, width, None), width)
+        lines = drawn(top.draw_hosts(rows, width, None), width)
         line = next(line for line in lines if line.startswith("a/0"))
         assert "█▁ 50%" in line and " – " in line and "41,234" in line and max(map(len, lines)) <= width
         words = next(line for line in lines if line.startswith("b/0")).split()
@@ -164,11 +164,11 @@ def test_duty_of_a_chip_is_that_of_both_its_devices_and_many_hosts_fit_a_small_s
     (row,) = rows_of([machine("a")], {"a": sample(used=dict.fromkeys("0123", 1e9), total=dict.fromkeys("0123", 8e9))})
     assert [chip.duty_percent for chip in row.chips] == [90.0, 90.0, 10.0, 10.0]
     machines = [machine(f"m-{number}") for number in range(64)]
-    lines = drawn(top.draw(rows_of(machines, {machine.name: sample() for machine in machines}), 80, 23))
+    lines = drawn(top.draw_hosts(rows_of(machines, {machine.name: sample() for machine in machines}), 80, 23))
     assert len(lines) <= 23 and any("more" in line for line in lines) and "64 hosts: 64 busy" in lines[-1]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x0a", b"\xff" * 9, b"\x0a\x04\x1a\x02\x12\x00"])
 def test_wrong_answer_of_libtpu_has_no_figures(data):
     with suppress(IndexError, ValueError):  # which the caller takes for no answer
-        assert gauges(data) == {}
+        assert parse_gauges(data) == {}

@@ -8,9 +8,9 @@ import pytest
 from tests.watch.fake_run import STEP_S, TOKENS, FakeRun
 from tpuswarm.swarm.views.events import commit_sentence
 from tpuswarm.train.run.directory import EVENTS, METRICS, append_event, append_rows
-from tpuswarm.watch.page import lines
-from tpuswarm.watch.page.history import COLUMNS, MISSED, NEWS, POINTS, History
-from tpuswarm.watch.page.lines import Lines
+from tpuswarm.watch.page import json_lines
+from tpuswarm.watch.page.history import MAX_COLUMNS, MAX_NEW_EVENTS, MAX_POINTS, NOT_COUNTED, History
+from tpuswarm.watch.page.json_lines import JsonLines
 
 
 @pytest.fixture
@@ -33,18 +33,18 @@ def test_short_run_is_complete(run):
 def test_news_comes_once_and_torn_lines_later(run):
     run.grow(2)
     past = History(run.folder, swarm=True)
-    assert past.news() is not None and not past.news()
+    assert past.read_new() is not None and not past.read_new()
     run.lose_member("m1")
     run.grow(1)
     with (run.folder / EVENTS).open("a") as file:
         file.write('{"time": 1.0, "event": "al')
-    news = past.news()
+    news = past.read_new()
     assert [event.kind for event in news.told] == ["lost", "commit"] and "m1 killed" in news.told[0].text
     assert news.columns[0].shares == [500, None, 500] and news.losses[0].tokens == 2 * 3 * TOKENS
-    assert not past.news()
+    assert not past.read_new()
     with (run.folder / EVENTS).open("a") as file:
         file.write('arm", "message": "look"}\n')
-    assert [event.text for event in past.news().told] == ["alarm: look"]
+    assert [event.text for event in past.read_new().told] == ["alarm: look"]
 
 
 def test_dropped_contribution_is_marked_and_damaged_lines_are_skipped(run):
@@ -53,16 +53,16 @@ def test_dropped_contribution_is_marked_and_damaged_lines_are_skipped(run):
     run.event(2.0, "commit", version=2)
     (run.folder / METRICS).write_text('{"step": 1\n[1]\n{"step": 2, "loss": null, "tokens": 1}\n')
     past = History(run.folder, swarm=True)
-    assert past.names == ["m7"] and [column.shares for column in past.columns] == [[MISSED]] and not past.losses
+    assert past.names == ["m7"] and [column.shares for column in past.columns] == [[NOT_COUNTED]] and not past.losses
 
 
 def test_replaced_run_starts_a_new_history(run, tmp_path):
     run.grow(3)
     past = History(run.folder, swarm=True)
     (run.folder / METRICS).unlink()
-    assert past.news() is None
+    assert past.read_new() is None
     append_rows(run.folder / METRICS, [{"step": 1, "loss": 1.0}])
-    assert past.news() is None, "another file of that name"
+    assert past.read_new() is None, "another file of that name"
 
 
 def test_plain_run_has_tokens_and_speed(tmp_path):
@@ -76,50 +76,55 @@ def test_plain_run_has_tokens_and_speed(tmp_path):
 
 
 def test_long_run_keeps_its_shape_in_limited_space(run, monkeypatch):
-    monkeypatch.setattr(lines, "WHOLE", 10_000)
+    monkeypatch.setattr(json_lines, "FULL_READ_BYTES", 10_000)
     run.grow(2000)
     past = History(run.folder, swarm=True)
     versions = [column.version for column in past.columns]
-    assert len(versions) <= COLUMNS + 1 and versions == sorted(set(versions))
+    assert len(versions) <= MAX_COLUMNS + 1 and versions == sorted(set(versions))
     assert versions[0] <= 2 and versions[-1] == 2000 and max(b - a for a, b in pairwise(versions)) < 30
-    assert POINTS / 2 < len(past.losses) <= POINTS
+    assert MAX_POINTS / 2 < len(past.losses) <= MAX_POINTS
     for point in past.losses[5:]:  # made of 2 + 3 / sqrt(version), and noise of 0.05
         version = point.tokens / (3 * TOKENS)
         assert abs(point.mean - (2 + 3 / (version + 1) ** 0.5)) < 0.15
     assert len(past.evaluations) == 200, "every evaluation, wherever it stands"
     for _ in range(10):
         run.grow(50)
-        assert past.news()
-    assert len(past.columns) <= 2 * COLUMNS and len(past.losses) <= 2 * POINTS and past.columns[-1].version == 2500
+        assert past.read_new()
+    assert (
+        len(past.columns) <= 2 * MAX_COLUMNS and len(past.losses) <= 2 * MAX_POINTS and past.columns[-1].version == 2500
+    )
 
 
 def test_too_much_news_reloads_the_page(run):
     past = History(run.folder, swarm=True)
-    run.grow(NEWS + 1)
-    assert past.news() is None
-    assert [event.kind for event in History(run.folder, swarm=True).told] == ["started", *["commit"] * (NEWS + 1)]
+    run.grow(MAX_NEW_EVENTS + 1)
+    assert past.read_new() is None
+    assert [event.kind for event in History(run.folder, swarm=True).told] == [
+        "started",
+        *["commit"] * (MAX_NEW_EVENTS + 1),
+    ]
 
 
 def test_older_events_are_loaded_back_to_the_first(run, monkeypatch):
-    monkeypatch.setattr(lines, "WINDOW", 2000)
+    monkeypatch.setattr(json_lines, "READ_WINDOW_BYTES", 2000)
     run.grow(300)
     past = History(run.folder, swarm=True)
     found, at = [], past.told[0].at
     while at:
-        shown_events, at = past.older(at)
+        shown_events, at = past.read_older(at)
         assert shown_events
         found = shown_events + found
     assert [item.kind for item in (*found, *past.told)] == ["started", *["commit"] * 300]
 
 
 def test_line_longer_than_the_read_window(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "WINDOW", 64)
-    file = Lines(tmp_path / METRICS)
+    monkeypatch.setattr(json_lines, "READ_WINDOW_BYTES", 64)
+    file = JsonLines(tmp_path / METRICS)
     append_rows(tmp_path / METRICS, [{"a": "x" * 1000}, {"b": "y" * 1000}])
-    assert len(file.new()) == 2
-    (last,), at = file.before(None, 64)
+    assert len(file.read_new()) == 2
+    (last,), at = file.read_before(None, 64)
     assert "b" in last.row and at == len(json.dumps({"a": "x" * 1000})) + 1
-    assert file.before(0) == ([], 0)
+    assert file.read_before(0) == ([], 0)
 
 
 def test_commit_of_many_members_is_summarised():

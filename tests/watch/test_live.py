@@ -7,7 +7,7 @@ import pytest
 
 from tests.watch.fake_run import FakeRun
 from tpuswarm.watch.page import live as module
-from tpuswarm.watch.page.live import Live, Subject
+from tpuswarm.watch.page.live import LivePage, Subject
 
 URL = "gs://bucket/run"
 
@@ -39,11 +39,11 @@ async def until(messages, holds) -> dict:
 
 
 def test_bucket_that_fails_once_is_reported_and_still_followed(bucket, monkeypatch):
-    monkeypatch.setattr(module, "EVERY", 0.01)
-    monkeypatch.setattr(module, "EVERY_FAR", 0.01)
+    monkeypatch.setattr(module, "REFRESH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "REMOTE_REFRESH_INTERVAL_S", 0.01)
 
     async def work() -> None:
-        live = Live(Subject(URL))
+        live = LivePage(Subject(URL))
         live.open()
         bucket.errors.append(ConnectionResetError("the library gave up"))
         watching = asyncio.create_task(live.watch())
@@ -61,10 +61,10 @@ def test_bucket_that_fails_once_is_reported_and_still_followed(bucket, monkeypat
 
 
 def test_requests_do_not_each_read_the_bucket(bucket, monkeypatch):
-    monkeypatch.setattr(module, "EVERY", 0.0)
+    monkeypatch.setattr(module, "REFRESH_INTERVAL_S", 0.0)
 
     async def work() -> None:
-        live = Live(Subject(URL))
+        live = LivePage(Subject(URL))
         live.open()
         bucket.grow(2)
         assert (await live.fresh()).swarm.status.version == 5
@@ -76,10 +76,10 @@ def test_requests_do_not_each_read_the_bucket(bucket, monkeypatch):
 
 
 def test_sleeping_page_does_not_slow_the_others(bucket, monkeypatch):
-    monkeypatch.setattr(module, "WAITING", 1)
+    monkeypatch.setattr(module, "MAX_QUEUED_UPDATES", 1)
 
     async def work() -> None:
-        live = Live(Subject(URL))
+        live = LivePage(Subject(URL))
         live.open()
         pages = [live.messages() for _ in range(9)]
         for page in pages:

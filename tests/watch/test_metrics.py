@@ -12,7 +12,7 @@ from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
 from tpuswarm.swarm.views.status import read_run
 from tpuswarm.train.run.listing import status
-from tpuswarm.watch.page.metrics import exposition
+from tpuswarm.watch.page.metrics import metrics_text
 from tpuswarm.watch.state import State
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
@@ -29,7 +29,7 @@ def run(tmp_path):
 
 def samples(state: State, hosts=()) -> dict[tuple, float]:
     found = {}
-    for family in text_string_to_metric_families(exposition(state, hosts).decode()):
+    for family in text_string_to_metric_families(metrics_text(state, hosts).decode()):
         for sample in family.samples:
             found[sample.name, *sorted(sample.labels.items())] = sample.value
     return found
@@ -59,7 +59,7 @@ def test_unknown_values_are_left_out(finished_run):
 
 def test_names_follow_prometheus_conventions(run):
     families = list(
-        text_string_to_metric_families(exposition(State("r", read_run(run.folder), None, 1.0), ()).decode())
+        text_string_to_metric_families(metrics_text(State("r", read_run(run.folder), None, 1.0), ()).decode())
     )
     assert len(families) > 20
     for family in families:

@@ -158,7 +158,7 @@ def test_only_the_token_and_this_origin_give_access(page_of, tmp_path):
     paths = ("/", "/stream", "/metrics", "/log?of=m0", "/events?before=1", "/picture?step=1", "/elsewhere")
     for path in paths:
         assert page.get(path, token="wrong") == (
-            401, "the token is wrong or missing: open the URL that `tpuswarm page` has printed\n",
+            401, "the token is wrong or missing: open the URL that `tpuswarm page` printed\n",
         )  # fmt: skip
         code, text = page.get(path, Origin="https://evil.example")
         assert code == 403 and text == "a page of https://evil.example may not read this one\n"
@@ -184,7 +184,7 @@ def test_wrong_input_is_one_sentence(typed, tmp_path, monkeypatch):
         port = taken.getsockname()[1]
         code, _, err = typed("page", "run", "--port", str(port))
         assert code == 2 and err == (
-            f"error: port {port} of this computer is taken by another program: `--port {port + 1}` takes the next one\n"
+            f"error: port {port} of this computer is in use; for the next one: --port {port + 1}\n"
         )
     for words, sentence in (
         (("nowhere",), "nowhere does not exist"), (("nowhere.toml",), "nowhere.toml"), (("run", "--port", "0"), "port"),

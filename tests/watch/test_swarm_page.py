@@ -14,7 +14,7 @@ from tests.train.look.test_profile import steps_in
 from tests.train.look.test_wandb import files, logged
 from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import METRICS, read_rows
-from tpuswarm.watch.boards import Made
+from tpuswarm.watch.boards import SwarmRunBoards
 
 pytestmark = pytest.mark.slow
 TABLE = "return [...document.querySelectorAll('#members-table tr')].slice(1).map((row) => row.innerText)"
@@ -57,7 +57,7 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
     rows = [row for row in logged(sent) if "m0/loss" in row]
     written = [row for row in read_rows(swarm.run / METRICS) if row["member"] == "m0" and "loss" in row]
     assert [row["m0/loss"] for row in rows] == [row["loss"] for row in written] and rows
-    shown = Made(swarm.run, tmp_path / "shown")
+    shown = SwarmRunBoards(swarm.run, tmp_path / "shown")
     asyncio.run(shown.update())
     assert {path.parent.name for path in (tmp_path / "shown").glob("m1/plugins/profile/*/*.xplane.pb")} == {traced}
 

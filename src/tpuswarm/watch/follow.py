@@ -1,4 +1,4 @@
-"""Hosts that say again and again what their chips are at: one connection and one program on each."""
+"""Sample the chips of hosts continuously, with one connection and one program on each."""
 
 import asyncio
 import json
@@ -13,21 +13,20 @@ from tpuswarm.remote.connect import Connections, on_host
 from tpuswarm.remote.host import Host, NoWay
 from tpuswarm.remote.modules import boot, sent
 
-EVERY = 2.0
-"""Seconds between two samples of a host."""
-AGAIN = 5.0
-"""Seconds until a host that was lost is tried again."""
+SAMPLE_INTERVAL_S = 2.0
+RETRY_S = 5.0
+"""After a host was lost."""
 MODULES = "tpuswarm.doctor.processes", "tpuswarm.watch.chips"
-"""What is sent: the last one runs."""
+"""Sent to a host; the last one runs."""
 
 
 class Sample(NamedTuple):
-    """What a host has said last, or why it says nothing."""
+    """The last sample of a host, or why there is none."""
 
     at: float
-    """Unix seconds, of this computer."""
-    said: dict[str, Any] | None
-    """As watch/chips.py prints it."""
+    """Unix time of this computer."""
+    data: dict[str, Any] | None
+    """The output of watch/chips.py."""
     why: str = ""
 
 
@@ -39,57 +38,57 @@ class Follower:
         self._hosts: dict[str, Host] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.samples: dict[str, Sample] = {}
-        """The last of each host, by its label; of those that have said something."""
+        """By label; only of hosts that answered or failed."""
 
     def follow(self, hosts: Iterable[Host]) -> None:
-        """These from now on."""
-        wanted = {each.label: each for each in hosts}
+        """Follow these hosts, and no others."""
+        wanted = {host.label: host for host in hosts}
         for label, host in list(self._hosts.items()):
-            if wanted.get(label) != host:  # gone, or a machine that came back in its place
+            if wanted.get(label) != host:  # gone, or replaced by another machine
                 self._tasks.pop(label).cancel()
                 self.samples.pop(label, None)
                 del self._hosts[label]
         for label in set(wanted) - set(self._hosts):
             self._hosts[label] = wanted[label]
-            self._tasks[label] = asyncio.ensure_future(self._keep(wanted[label]))
+            self._tasks[label] = asyncio.ensure_future(self._sample_forever(wanted[label]))
 
     async def close(self) -> None:
-        """Follow none of them any longer."""
+        """Stop following all hosts."""
         tasks = list(self._tasks.values())
         self.follow(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, host: Host) -> None:
+    async def _sample_forever(self, host: Host) -> None:
         while True:
             try:
-                await self._hear(host)
+                await self._sample(host)
             except TpuswarmError as error:
                 self.samples[host.label] = Sample(time.time(), None, str(error).removeprefix(f"{host.label} "))
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(RETRY_S)
 
-    async def _hear(self, host: Host) -> None:
+    async def _sample(self, host: Host) -> None:
         connection = await self._connections.to(host)
 
-        async def go() -> None:
-            line = shlex.join(["python3", "-c", boot(MODULES[-1]), str(EVERY)])
-            process = await connection.create_process(shlex.join(["/bin/bash", "-c", f"exec {line}"]), encoding=None)
+        async def read_samples() -> None:
+            command = shlex.join(["python3", "-c", boot(MODULES[-1]), str(SAMPLE_INTERVAL_S)])
+            process = await connection.create_process(shlex.join(["/bin/bash", "-c", f"exec {command}"]), encoding=None)
             try:
                 process.stdin.write(sent(*MODULES))
-                async for said in process.stdout:
-                    if said.endswith(b"\n"):  # else it was ended while it wrote
-                        self.samples[host.label] = Sample(time.time(), _read(host, said))
+                async for line in process.stdout:
+                    if line.endswith(b"\n"):  # else it ended while writing
+                        self.samples[host.label] = Sample(time.time(), _parse_sample(host, line))
                 last = (await process.stderr.read()).decode(errors="replace").strip().rpartition("\n")[2]
             finally:
                 process.close()
-            raise NoWay(host, f"says nothing: {last or 'its program was ended'}")
+            raise NoWay(host, f"stopped answering: {last or 'its program ended'}")
 
-        with suppress(BrokenPipeError):  # it ended before it had read the program; the next try says why
-            await on_host(host, go)
+        with suppress(BrokenPipeError):  # it ended before it read the program; the next try reports why
+            await on_host(host, read_samples)
 
 
-def _read(host: Host, said: bytes) -> dict[str, Any]:
+def _parse_sample(host: Host, line: bytes) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(said)
-    except ValueError as error:  # a login script that prints, for example
-        raise NoWay(host, f"says something else: {said.decode(errors='replace').strip()[:80]}") from error
+        found: dict[str, Any] = json.loads(line)
+    except ValueError as error:  # such as the output of a login script
+        raise NoWay(host, f"sent no sample: {line.decode(errors='replace').strip()[:80]}") from error
     return found

@@ -1,4 +1,4 @@
-"""How a run and its fleet stand at one moment: all that `status`, the page and the metrics say comes from it."""
+"""Hold the state of a run and its fleet, for `status`, the page and the metrics."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Machines(NamedTuple):
-    """A fleet as it was looked at once."""
+    """Snapshot of a fleet."""
 
     document: Document
     listing: Listing
@@ -28,52 +28,55 @@ class State(NamedTuple):
     """A run, its fleet, or both."""
 
     url: str
-    """What a person calls the run; empty where there is none."""
-    look: RunView | Status | None
-    """None: the run has not begun."""
+    """The run's name; empty: no run."""
+    run: RunView | Status | None
+    """None: not begun."""
     machines: Machines | None
-    """None: it is on this computer alone."""
+    """None: no fleet."""
     at: float
-    """Unix seconds."""
+    """Unix time."""
 
     def json(self) -> dict[str, Any]:
-        """The run's object; of a fleet with machines and dollars."""
+        """Return the run for JSON; with a fleet also machines and dollars."""
         if self.swarm is not None:
-            said = self.swarm.json()
-        elif self.look is not None:
-            said = asdict(self.look)
+            document = self.swarm.json()
+        elif self.run is not None:
+            document = asdict(self.run)
         else:
-            said = {"run": self.url, "state": "not begun"}
+            document = {"run": self.url, "state": "not begun"}
         if self.machines is None:
-            return said
-        document, listing, _ = self.machines
-        doing = [{**asdict(each), "member": each.member.id if each.member else None} for each in self.doings()]
-        return said | {"machines": doing, "dollars": total_spending(document, listing, self.at).dollars}
+            return document
+        fleet, listing, _ = self.machines
+        activities = [
+            {**asdict(activity), "member": activity.member.id if activity.member else None}
+            for activity in self.activities()
+        ]
+        return document | {"machines": activities, "dollars": total_spending(fleet, listing, self.at).dollars}
 
     @property
     def there(self) -> Sequence[Machine]:
-        """Machines that the cloud shows, of other fleets too."""
+        """Machines of the project, of other fleets too."""
         return self.machines.listing.machines if self.machines else ()
 
     @property
     def events(self) -> list[Event]:
-        """What happened to its machines."""
+        """Events of the fleet."""
         return self.machines.events if self.machines else []
 
     @property
     def swarm(self) -> RunView | None:
-        """The run, where it is a swarm that has begun."""
-        return self.look if isinstance(self.look, RunView) else None
+        """The run, if it is a swarm that has begun."""
+        return self.run if isinstance(self.run, RunView) else None
 
-    def doings(self) -> list[MachineActivity]:
-        """What each machine is at, those that need a look first."""
+    def activities(self) -> list[MachineActivity]:
+        """Return what each machine does, problems first."""
         if self.machines is None:
             return []
         members = self.swarm.status.members if self.swarm and self.swarm.state == "running" else None
         return list_activities(*self.machines, members, self.at)
 
     def draw(self, width: int, height: int | None = None) -> "RenderableType":
-        """A swarm over a fleet; with a height as much of it as has room, what needs a look first."""
+        """Draw a swarm and its fleet, problems first, cut to a height."""
         from rich.console import Group
         from rich.text import Text
 
@@ -82,19 +85,19 @@ class State(NamedTuple):
         from tpuswarm.swarm.views.drawing import About, draw
 
         assert self.machines is not None
-        (document, listing, _), look = self.machines, self.swarm
-        found = self.doings()
-        left = look.status.left if look else None
-        carried = look.status.carried if look else 0
-        said = [Text(f"{document.desired.fleet}: {count_activities(found) or 'no machine'}")]
-        said.append(Text(costs_line(document, listing, self.at, left, carried)))
-        if look is None:
-            return Group(Text(f"{self.url} has not begun"), *activities_table(found, "tokens", width, height), *said)
-        if look.state != "running":
-            said.append(Text(f"{look.state}{': ' if look.message else ''}{look.message}"))
-        about = About(look.recipe, look.run, look.tokens_per_step, look.unit, ended=look.state != "running")
-        room = None if height is None else height - count_lines(said, width)
+        (document, listing, _), run = self.machines, self.swarm
+        found = self.activities()
+        left = run.status.left if run else None
+        carried = run.status.carried if run else 0
+        lines = [Text(f"{document.desired.fleet}: {count_activities(found) or 'no machine'}")]
+        lines.append(Text(costs_line(document, listing, self.at, left, carried)))
+        if run is None:
+            return Group(Text(f"{self.url} has not begun"), *activities_table(found, "tokens", width, height), *lines)
+        if run.state != "running":
+            lines.append(Text(f"{run.state}{': ' if run.message else ''}{run.message}"))
+        about = About(run.recipe, run.run, run.tokens_per_step, run.unit, ended=run.state != "running")
+        room = None if height is None else height - count_lines(lines, width)
         picture = draw(
-            about, look.status, (), width, room, lambda rows: activities_table(found, about.unit, width, rows)
+            about, run.status, (), width, room, lambda rows: activities_table(found, about.unit, width, rows)
         )
-        return Group(picture, *said)
+        return Group(picture, *lines)

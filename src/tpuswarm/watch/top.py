@@ -1,4 +1,4 @@
-"""What `top` shows: of each host its chips, who has them, what they train, and whether it needs a look."""
+"""Show hosts for `top`: chips, their owners, training, and problems."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,27 +11,26 @@ from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.routes import ReachableHosts
 from tpuswarm.swarm.views.status import MemberStatus
-from tpuswarm.watch.follow import EVERY, Sample
+from tpuswarm.watch.follow import SAMPLE_INTERVAL_S, Sample
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 State = Literal["away", "ill", "silent", "idle", "busy"]
-ORDER: Sequence[State] = ("away", "ill", "silent", "idle", "busy")
-"""Those that need a look first."""
+STATE_ORDER: Sequence[State] = ("away", "ill", "silent", "idle", "busy")
+"""Problems first."""
 COLORS: Mapping[State, str] = {"away": "red", "ill": "red", "silent": "yellow", "idle": "yellow", "busy": "green"}
-LATE = 5 * EVERY
-"""Seconds after which a host that has said nothing is silent."""
+SILENT_AFTER_S = 5 * SAMPLE_INTERVAL_S
 BLOCKS = "▁▂▃▄▅▆▇█"
 DASH = "–"
-"""For what nobody says: it is not zero."""
-ALWAYS = ("host", "state", "busy", "HBM GiB", "owner", "age")
-"""Columns that are shown although no row says anything in them."""
+"""Unknown, not zero."""
+FIXED_COLUMNS = ("host", "state", "busy", "HBM GiB", "owner", "age")
+"""Shown even if empty."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device, as JAX counts them on v2 and v3 two a chip; None for what libtpu does not say."""
+    """One JAX device (v2 and v3 have two per chip); None: unknown."""
 
     device: int
     duty_percent: float | None
@@ -48,21 +47,21 @@ class Row:
     why: str
     chips: tuple[Chip, ...] = ()
     owners: tuple[Mapping[str, Any], ...] = ()
-    """Processes that have a chip: pid, user, command, age_s, libtpu, and the last row they wrote (watch/chips.py)."""
+    """Processes with a chip: pid, user, command, age_s, libtpu, and their last metrics (watch/chips.py)."""
     step: int | None = None
     tokens_per_s: float | None = None
     loss: float | None = None
     version: int | None = None
-    """The commit that its member has adopted."""
+    """Of its member."""
     age_s: float | None = None
     """Of its machine."""
 
 
-def rows(
+def make_host_rows(
     reached: ReachableHosts, samples: Mapping[str, Sample], members: Iterable[MemberStatus], now: float
 ) -> list[Row]:
-    """Of all hosts, those that need a look first; samples: by label; members: of the swarm that the fleet trains."""
-    known = {each.id.removeprefix("j-"): each for each in members}
+    """Return a row for each host, problems first; samples: by label; members: of the fleet's swarm."""
+    known = {member.id.removeprefix("j-"): member for member in members}
     made = []
     for sentence in reached.away:
         name, _, why = sentence.partition(" ")
@@ -71,20 +70,20 @@ def rows(
         machine, sample = reached.machines[host.label], samples.get(host.label)
         made.append(_row(host.label, machine, sample, known.get(machine.name), now))
 
-    def place(row: Row) -> Any:
+    def sort_key(row: Row) -> Any:
         name, _, worker = row.host.partition("/")
-        return ORDER.index(row.state), by_number(name), int(worker or 0)
+        return STATE_ORDER.index(row.state), by_number(name), int(worker or 0)
 
-    return sorted(made, key=place)
+    return sorted(made, key=sort_key)
 
 
 def _row(label: str, machine: Machine, sample: Sample | None, member: MemberStatus | None, now: float) -> Row:
-    made = Row(label, "silent", "asked, and not heard from yet")
-    if sample is not None and sample.said is None:
+    made = Row(label, "silent", "no answer yet")
+    if sample is not None and sample.data is None:
         made = Row(label, "away", sample.why)
-    elif sample is not None and sample.said is not None:
-        chips, owners = _chips(sample.said), tuple(sample.said["owners"])
-        row: Mapping[str, Any] = next((each["row"] for each in owners if each.get("row")), {})
+    elif sample is not None and sample.data is not None:
+        chips, owners = _chips(sample.data), tuple(sample.data["owners"])
+        row: Mapping[str, Any] = next((owner["row"] for owner in owners if owner.get("row")), {})
         made = Row(label, *_state(machine, sample, chips, owners, now), chips, owners, row.get("step"),
                    row.get("tokens_per_s"), row.get("loss"))  # fmt: skip
     if member is not None:
@@ -92,43 +91,43 @@ def _row(label: str, machine: Machine, sample: Sample | None, member: MemberStat
     return replace(made, age_s=now - machine.created if machine.created else None)
 
 
-def _chips(said: Mapping[str, Any]) -> tuple[Chip, ...]:
-    values = {name: {int(device): one for device, one in said[name].items()} for name in ("duty", "used", "total")}
-    if duty := sorted(values["duty"].items()):  # of a chip; memory is of a device, of which v2 and v3 have two a chip
-        each_has = max(1, len(values["used"]) // len(duty))
-        first = [chip * each_has for chip in range(len(duty))] if each_has > 1 else [number for number, _ in duty]
-        values["duty"] = {at + n: one for at, (_, one) in zip(first, duty, strict=True) for n in range(each_has)}
+def _chips(data: Mapping[str, Any]) -> tuple[Chip, ...]:
+    values = {name: {int(device): value for device, value in data[name].items()} for name in ("duty", "used", "total")}
+    if duty := sorted(values["duty"].items()):  # per chip, but memory is per device
+        per_chip = max(1, len(values["used"]) // len(duty))
+        first = [chip * per_chip for chip in range(len(duty))] if per_chip > 1 else [number for number, _ in duty]
+        values["duty"] = {at + n: value for at, (_, value) in zip(first, duty, strict=True) for n in range(per_chip)}
     devices = sorted(set().union(*values.values()))
-    return tuple(Chip(each, *(values[name].get(each) for name in ("duty", "used", "total"))) for each in devices)
+    return tuple(Chip(device, *(values[name].get(device) for name in ("duty", "used", "total"))) for device in devices)
 
 
 def _state(
     machine: Machine, sample: Sample, chips: Sequence[Chip], owners: Sequence[Mapping[str, Any]], now: float
 ) -> tuple[State, str]:
-    assert sample.said is not None
+    assert sample.data is not None
     if machine.healthy is False:
-        return "ill", machine.why or "the cloud says that it is not healthy"
-    if now - sample.at > LATE:
+        return "ill", machine.why or "the cloud calls it unhealthy"
+    if now - sample.at > SILENT_AFTER_S:
         return "silent", f"silent for {format_age(now - sample.at)}"
     if chips:
         return "busy", ""
-    if not sample.said["chips"]:
+    if not sample.data["chips"]:
         return "idle", "shows no chips"
     if owners:
-        return "busy", "no metrics of libtpu"
+        return "busy", "no libtpu metrics"
     return "idle", "no program"
 
 
-def draw(found: Sequence[Row], width: int, height: int | None = None, devices: bool = False) -> "RenderableType":
-    """A table; with a height as many rows as have room. devices: below each host a row for each of its devices."""
+def draw_hosts(found: Sequence[Row], width: int, height: int | None = None, devices: bool = False) -> "RenderableType":
+    """Draw a table, cut to a height. devices: add a row for each device below its host."""
     from rich.console import Group
     from rich.text import Text
 
     from tpuswarm.train.look.live import Column, table
 
     parts = [Text(_summary(found))]
-    libraries = sorted({_library(each) for row in found for each in row.owners} - {""})
-    parts += [Text(f"libtpu: {each}", style="dim") for each in libraries]
+    libraries = sorted({_library(owner) for row in found for owner in row.owners} - {""})
+    parts += [Text(f"libtpu: {library}", style="dim") for library in libraries]
     columns = [
         Column("host"), Column("state"), Column("busy"), Column("HBM GiB", right=True), Column("owner", rank=3),
         Column("step", right=True, rank=3), Column("tokens/s", right=True, rank=1),
@@ -136,17 +135,17 @@ def draw(found: Sequence[Row], width: int, height: int | None = None, devices: b
         Column("age", right=True, rank=2), Column("why", wraps=16),
     ]  # fmt: skip
     lines: list[tuple[State, tuple[str, ...]]] = []
-    for each in found:
-        lines.append((each.state, _cells(each)))
-        for chip in each.chips if devices else ():
-            blank = ("",) * (len(columns) - 4)  # what is said of the host is not said of its devices
-            lines.append((each.state, (f"  device {chip.device}", "", _busy([chip]), _memory([chip]), *blank)))
+    for row in found:
+        lines.append((row.state, _cells(row)))
+        for chip in row.chips if devices else ():
+            blank = ("",) * (len(columns) - 4)
+            lines.append((row.state, (f"  device {chip.device}", "", _busy([chip]), _memory([chip]), *blank)))
     room = len(lines) if height is None else max(1, height - len(parts) - 2)
     shown = lines[:room]
-    said = [{cells[number] for _, cells in shown} - {"", DASH} for number in range(len(columns))]
-    used = [number for number, each in enumerate(columns) if said[number] or each.name in ALWAYS]
+    values = [{cells[number] for _, cells in shown} - {"", DASH} for number in range(len(columns))]
+    used = [number for number, column in enumerate(columns) if values[number] or column.name in FIXED_COLUMNS]
     columns = [columns[number] for number in used]
-    cells = [tuple(each[number] for number in used) for _, each in shown]
+    cells = [tuple(row_cells[number] for number in used) for _, row_cells in shown]
     colors = [COLORS[state] for state, _ in shown]
     made: list[RenderableType] = [table(columns, cells, width, colors)]
     if len(shown) < len(lines):
@@ -166,19 +165,19 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _busy(chips: Sequence[Chip]) -> str:
-    """A block for each, and their mean."""
-    known = [each.duty_percent for each in chips if each.duty_percent is not None]
+    """Draw a block for each chip, and their mean."""
+    known = [chip.duty_percent for chip in chips if chip.duty_percent is not None]
     if not known:
         return DASH
     blocks = "".join(
-        DASH if each.duty_percent is None else BLOCKS[min(7, int(each.duty_percent / 12.5))] for each in chips
+        DASH if chip.duty_percent is None else BLOCKS[min(7, int(chip.duty_percent / 12.5))] for chip in chips
     )
     return f"{blocks} {sum(known) / len(known):.0f}%"
 
 
 def _memory(chips: Sequence[Chip]) -> str:
-    """Of the fullest."""
-    known = [(each.hbm_used_bytes, each.hbm_total_bytes) for each in chips]
+    """Format the fullest device."""
+    known = [(chip.hbm_used_bytes, chip.hbm_total_bytes) for chip in chips]
     full = max(((used, total) for used, total in known if used is not None and total is not None), default=None)
     return DASH if full is None else f"{full[0] / GIB:.1f}/{full[1] / GIB:.0f}"
 
@@ -192,12 +191,12 @@ def _owner(owners: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _library(owner: Mapping[str, Any]) -> str:
-    said = owner.get("libtpu") or {}
-    told = ", ".join(f"{name}={value}" for name, value in sorted(said.items()) if name != "loaded")
-    return " ".join(each for each in (said.get("loaded", ""), told) if each)
+    facts = owner.get("libtpu") or {}
+    variables = ", ".join(f"{name}={value}" for name, value in sorted(facts.items()) if name != "loaded")
+    return " ".join(part for part in (facts.get("loaded", ""), variables) if part)
 
 
 def _summary(found: Sequence[Row]) -> str:
-    counts = [(state, sum(each.state == state for each in found)) for state in ORDER]
+    counts = [(state, sum(row.state == state for row in found)) for state in STATE_ORDER]
     states = ", ".join(f"{count} {state}" for state, count in counts if count)
     return f"{time.strftime('%H:%M:%S')}  {len(found)} host{'s' * (len(found) != 1)}: {states}"

@@ -190,7 +190,7 @@ class FleetTraining(NamedTuple):
                     time.sleep(POLL_INTERVAL_S)
                     continue
                 live.update(state.draw(console.width, console.height - 1), refresh=True)
-                if state.look and state.look.state == "finished":
+                if state.run and state.run.state == "finished":
                     return
                 time.sleep(POLL_INTERVAL_S)
 

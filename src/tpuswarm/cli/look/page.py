@@ -16,7 +16,7 @@ from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.listing import find_run, list_runs
 from tpuswarm.train.storage.folders import is_url
 from tpuswarm.watch.page.guard import LOOPBACK, page_token
-from tpuswarm.watch.page.live import Live, Subject
+from tpuswarm.watch.page.live import LivePage, Subject
 
 DEFAULT_PORT = 8787
 
@@ -32,14 +32,14 @@ def page(
     Without an argument: ./swarm.toml and its run, else the run in ./runs that was used last. A fleet without a run of
     its own comes with that one too.
     """
-    from tpuswarm.watch.page.server import listener, serve
+    from tpuswarm.watch.page.server import open_listener, serve
 
     found = _find_subject(subject)
-    socket = listener(port)
+    socket = open_listener(port)
     token = page_token()
 
     async def run() -> None:
-        live = Live(found)
+        live = LivePage(found)
         with waiting(f"reading {found.run or subject or 'the fleet'}"):
             await asyncio.to_thread(live.open)
         url = f"http://{LOOPBACK}:{port}/?token={token}"

@@ -28,7 +28,7 @@ from tpuswarm.train.process.terminal import say
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import find_run, list_runs
 from tpuswarm.train.storage.folders import is_url
-from tpuswarm.watch.boards import Far, Source, of_run
+from tpuswarm.watch.boards import BoardSource, MachineBoards, boards_of_run
 
 DEFAULT_PORT = 6006
 POLL_INTERVAL_S = 5.0
@@ -51,9 +51,9 @@ def tensorboard(
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise InputError("TensorBoard is not installed: pip install 'tpuswarm[tensorboard]' (it needs no TensorFlow)")
-    from tpuswarm.watch.page.server import listener
+    from tpuswarm.watch.page.server import open_listener
 
-    listener(port).close()  # its error is shorter than TensorBoard's
+    open_listener(port).close()  # its error is shorter than TensorBoard's
     routes = open_routes(find_fleet(fleet)[0]) if any(_match_remote(run) for run in runs or ()) else None
     with tempfile.TemporaryDirectory(prefix="tpuswarm-tensorboard-") as folder:
         asyncio.run(_serve(runs or [], port, routes, Path(folder)))
@@ -127,12 +127,12 @@ async def _wait_until_listening(ended: "Future[int]", last_line: "Future[str]", 
 
 def _find_sources(
     runs: list[str], routes: Routes | None, connections: Connections | None, folder: Path
-) -> dict[str, Source]:
+) -> dict[str, BoardSource]:
     """Return the sources of rows by their names in TensorBoard."""
     chosen = runs or [str(run) for run in list_runs()]
     if not chosen:
         raise InputError("no runs in ./runs. Name some, or train one: `tpuswarm train gpt2-tiny`")
-    sources: dict[str, Source] = {}
+    sources: dict[str, BoardSource] = {}
     for run in chosen:
         name = unique_name(run, sources)
         if remote := _match_remote(run):
@@ -141,12 +141,12 @@ def _find_sources(
             async def find(routes: Routes = routes, host: str = remote[1]) -> Host:
                 return await asyncio.to_thread(find_one_host, routes, host)
 
-            sources[name] = Far(connections, find, remote[2], folder / name)
+            sources[name] = MachineBoards(connections, find, remote[2], folder / name)
             continue
         if is_url(run):
             use_rehearsed_buckets()
         local = find_run(run)
-        sources[name] = of_run(local, "swarm" in read_config(local), folder / name, run if is_url(run) else "")
+        sources[name] = boards_of_run(local, "swarm" in read_config(local), folder / name, run if is_url(run) else "")
     return sources
 
 

@@ -18,8 +18,8 @@ from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.swarm.views.status import MemberStatus, read_run
 from tpuswarm.train.storage.copy import bring
-from tpuswarm.watch.follow import EVERY, Follower
-from tpuswarm.watch.top import Row, draw, rows
+from tpuswarm.watch.follow import SAMPLE_INTERVAL_S, Follower
+from tpuswarm.watch.top import Row, draw_hosts, make_host_rows
 
 REFRESH_INTERVAL_S = 10.0
 """How often the cloud's machines and the swarm's members are listed again."""
@@ -76,7 +76,7 @@ async def _watch(watched: WatchedHosts, key: Any, once: bool, as_json: bool, con
         follower = Follower(connections)
 
         def make_rows() -> list[Row]:
-            return rows(watched.hosts, follower.samples, watched.members, time.time())
+            return make_host_rows(watched.hosts, follower.samples, watched.members, time.time())
 
         try:
             follower.follow(watched.hosts.hosts)
@@ -87,13 +87,13 @@ async def _watch(watched: WatchedHosts, key: Any, once: bool, as_json: bool, con
                 if as_json:
                     print(json.dumps({"hosts": [asdict(row) for row in make_rows()]}))
                 else:
-                    console.print(draw(make_rows(), console.width, devices=not watched.hosts.group))
+                    console.print(draw_hosts(make_rows(), console.width, devices=not watched.hosts.group))
                 return
             with Drawn(console=console, auto_refresh=False) as live:
                 while True:
-                    picture = draw(make_rows(), console.width, console.height - 1, not watched.hosts.group)
+                    picture = draw_hosts(make_rows(), console.width, console.height - 1, not watched.hosts.group)
                     live.update(picture, refresh=True)
-                    await asyncio.sleep(EVERY if follower.samples else FIRST_DRAW_INTERVAL_S)
+                    await asyncio.sleep(SAMPLE_INTERVAL_S if follower.samples else FIRST_DRAW_INTERVAL_S)
                     await watched.refresh()
                     follower.follow(watched.hosts.hosts)
         finally:

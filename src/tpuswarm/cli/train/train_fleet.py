@@ -178,12 +178,12 @@ def _follow(path: Path, url: str) -> None:
                 if event not in printed:
                     say(format_event(event))
             printed |= set(state.events)
-            if state.look:
+            if state.run:
                 logs = logs or Logs(folder_of(url))
                 for line in logs.new():
                     if line.source == RUN:
                         say(str(line))
-                is_finished = state.look.state == "finished"
+                is_finished = state.run.state == "finished"
             sys.stdout.flush()
             if not is_finished:
                 time.sleep(POLL_INTERVAL_S)

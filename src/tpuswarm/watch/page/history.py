@@ -1,4 +1,4 @@
-"""What a run's files say of its past, small enough for a page however long the run: curves, shares, what happened."""
+"""Summarise a run's past for a page, however long the run: curves, shares of members, events."""
 
 import math
 from bisect import bisect_left
@@ -10,28 +10,29 @@ from typing import Any, NamedTuple
 
 from tpuswarm.swarm.views.events import sentence
 from tpuswarm.train.run.directory import EVENTS, METRICS
-from tpuswarm.watch.page.lines import Line, Lines, Row
+from tpuswarm.watch.page.json_lines import JsonLines, Line, Row
 
-POINTS = 500
-"""Of a curve, at first; the page and this hold up to twice as many."""
-COLUMNS = 200
-"""Versions whose shares are shown, as far apart as can be; up to twice as many."""
-GROUP = 1 << 13
-"""Bytes of rows that one point of a long run is the mean of."""
-AMONG = 1 << 11
-"""Bytes of events among which one is looked for that is a version."""
-LETTERS = 240
-"""Of what is said of an event."""
-HAPPENED, TOLD = 100, 300
-"""Events but for versions that are looked for at first, and events in all; more are asked for."""
-NEWS = 60
-"""Events in one update; of more all is read anew."""
-MISSED = -1
-"""For a share: what it contributed was not counted."""
+MAX_POINTS = 500
+"""Of a curve at first; it grows to twice as many."""
+MAX_COLUMNS = 200
+"""Versions with shares, evenly spaced; up to twice as many."""
+GROUP_BYTES = 1 << 13
+"""Rows that one point of a long run averages."""
+COMMIT_SEARCH_BYTES = 1 << 11
+"""Of events, in which a sample looks for a commit."""
+MAX_EVENT_CHARS = 240
+MIN_EVENTS = 100
+"""Other than commits, read at first."""
+MAX_EVENTS = 300
+"""Kept in all; the page requests older ones."""
+MAX_NEW_EVENTS = 60
+"""In one update; with more the page gets the whole view."""
+NOT_COUNTED = -1
+"""Share of a member whose contribution was not counted."""
 
 
 class Point(NamedTuple):
-    """Of a curve, over the tokens counted."""
+    """A point of a curve."""
 
     tokens: float
     mean: float
@@ -40,7 +41,7 @@ class Point(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A version: when it was made, and thousandths that each member contributed, by its place among the names."""
+    """A version, with the share of each member in thousandths, in the order of the names."""
 
     version: int
     tokens: int
@@ -48,102 +49,107 @@ class Column(NamedTuple):
     shares: list[int | None]
 
 
-class Told(NamedTuple):
-    """An event in words."""
+class EventText(NamedTuple):
+    """An event as a sentence."""
 
     at: int
-    """Its place in the file."""
+    """Offset in the file."""
     time: float
     kind: str
     text: str
 
 
-class News(NamedTuple):
-    """What has come."""
+class Updates(NamedTuple):
+    """What is new since the last read."""
 
     losses: list[Point]
     speeds: list[Point]
     evaluations: list[list[float]]
-    """Tokens, loss."""
+    """Tokens and loss."""
     columns: list[Column]
-    told: list[Told]
+    told: list[EventText]
 
     def __bool__(self) -> bool:
         return any(self)
 
 
 class History:
-    """Of one run; read once, then only what is new."""
+    """The history of one run; later reads are incremental."""
 
     def __init__(self, folder: Path, swarm: bool):
-        """swarm: whether rows have a version, and tokens are those of their member."""
+        """swarm: rows have a version, and tokens of their member."""
         self._swarm = swarm
-        self._metrics, self._events = Lines(folder / METRICS), Lines(folder / EVENTS)
+        self._metrics, self._events = JsonLines(folder / METRICS), JsonLines(folder / EVENTS)
         self.names: list[str] = []
-        """Members, in the order in which they are met: a column's place."""
-        self._place: dict[str, int] = {}
+        """Members, in the order of the columns."""
+        self._indices: dict[str, int] = {}
         self._versions: list[int] = []
         self._tokens: list[float] = []
-        """Of commits that are known: versions, tokens counted."""
-        self._before: Column | None = None
+        """Of the known commits."""
+        self._last_column: Column | None = None
         self.losses: list[Point] = []
         self.speeds: list[Point] = []
         self.evaluations: list[list[float]] = []
         self.columns: list[Column] = []
-        self.told: list[Told] = []
-        self._begin()
+        self.told: list[EventText] = []
+        self._read_all()
 
-    def _begin(self) -> None:
+    def _read_all(self) -> None:
         if self._swarm:
-            found = ([row for row in _rows(lines) if _is_commit(row)] for lines in self._events.spread(COLUMNS, AMONG))
+            found = (
+                [row for row in _rows(lines) if _is_commit(row)]
+                for lines in self._events.sample(MAX_COLUMNS, COMMIT_SEARCH_BYTES)
+            )
             commits = [rows[0] for rows in found if rows]
             self._add_columns(commits)
         else:
-            self._events.new()
-        told, at = self._events.before(None)
-        while sum(b'"commit"' not in each.text[:80] for each in told) < HAPPENED and at > 0 and len(told) < TOLD:
-            more, at = self._events.before(at)
+            self._events.read_new()
+        told, at = self._events.read_before(None)
+        while (
+            sum(b'"commit"' not in line.text[:80] for line in told) < MIN_EVENTS and at > 0 and len(told) < MAX_EVENTS
+        ):
+            more, at = self._events.read_before(at)
             told = more + told
-        self.told = [each for line in told if (each := _told(line))][-TOLD:]
+        self.told = [text for line in told if (text := _event_text(line))][-MAX_EVENTS:]
         if self._swarm:
-            self._add_columns([row for row in _rows(told[-HAPPENED:]) if _is_commit(row)][-1:])
+            self._add_columns([row for row in _rows(told[-MIN_EVENTS:]) if _is_commit(row)][-1:])
             self._thin()
-        groups = list(self._metrics.spread(POINTS, GROUP))
-        if groups and len(groups[0]) == 1:  # of a short run all rows are known
-            size = max(1, len(groups) // POINTS)
+        groups = list(self._metrics.sample(MAX_POINTS, GROUP_BYTES))
+        if groups and len(groups[0]) == 1:  # a short run: all rows were read
+            size = max(1, len(groups) // MAX_POINTS)
             groups = [[*chain(*groups[at : at + size])] for at in range(0, len(groups), size)]
         for group in groups:
             self._add_rows(_rows(group))
-        if rows := _rows(self._metrics.having(b'"eval_loss"')):
-            self.evaluations = _evaluations(rows[:: max(1, len(rows) // POINTS)])
+        if rows := _rows(self._metrics.search(b'"eval_loss"')):
+            self.evaluations = _evaluations(rows[:: max(1, len(rows) // MAX_POINTS)])
 
-    def news(self) -> News | None:
-        """What was written since; None where the files are others now, so that all is to be read anew."""
-        events, rows = self._events.new(), self._metrics.new()
+    def read_new(self) -> Updates | None:
+        """Return what was written since; None if the files were replaced, or for too many events."""
+        events, rows = self._events.read_new(), self._metrics.read_new()
         if events is None or rows is None:
             return None
         losses, speeds, evaluations = len(self.losses), len(self.speeds), len(self.evaluations)
         columns = self._add_columns([row for row in _rows(events) if _is_commit(row)])
-        told = [each for line in events if (each := _told(line))]
-        if len(told) > NEWS:  # nobody has looked for long: a page gets the whole
+        told = [text for line in events if (text := _event_text(line))]
+        if len(told) > MAX_NEW_EVENTS:
             return None
-        self.told = (self.told + told)[-TOLD:]
+        self.told = (self.told + told)[-MAX_EVENTS:]
         self._add_rows(_rows(rows))
-        found = News(self.losses[losses:], self.speeds[speeds:], self.evaluations[evaluations:], columns, told)
+        found = Updates(self.losses[losses:], self.speeds[speeds:], self.evaluations[evaluations:], columns, told)
         self._thin()
         return found
 
     def _thin(self) -> None:
         for curve in (self.losses, self.speeds):
-            while len(curve) > 2 * POINTS:
-                curve[:] = _halved(curve)
-        if len(self.columns) > 2 * COLUMNS:
-            self.columns = _thinned(self.columns)
+            while len(curve) > 2 * MAX_POINTS:
+                curve[:] = _halve_curve(curve)
+        if len(self.columns) > 2 * MAX_COLUMNS:
+            self.columns = _thin_columns(self.columns)
 
-    def older(self, at: int) -> tuple[list[Told], int]:
-        """Events before a place in their file, and the place where the first of them is; 0: there are no others."""
-        lines, begin = self._events.before(at)
-        return [each for line in lines if (each := _told(line))], begin
+    def read_older(self, at: int) -> tuple[list[EventText], int]:
+        """Return events before an offset of their file, and the offset of the first; 0: there are no older ones."""
+        lines, begin = self._events.read_before(at)
+        return [text for line in lines if (text := _event_text(line))], begin
 
     def _add_columns(self, commits: Iterable[Row]) -> list[Column]:
         found = []
@@ -156,7 +162,7 @@ class History:
                 continue
             self._versions.append(column.version)
             self._tokens.append(column.tokens)
-            before, self._before = self._before, column
+            before, self._last_column = self._last_column, column
             if before is not None and column.time > before.time:
                 speed = (column.tokens - before.tokens) / (column.time - before.time)
                 self.speeds.append(Point(column.tokens, speed, speed, speed))
@@ -166,20 +172,20 @@ class History:
 
     def _column(self, row: Row) -> Column:
         shares: list[int | None] = [None] * len(self.names)
-        for each in (*row["contributors"], *row["others"]):
-            place = self._place.setdefault(each["member"], len(self.names))
-            if place == len(self.names):
-                self.names.append(each["member"])
-            shares += [None] * (place + 1 - len(shares))
-            if each["fate"] == "applied":
-                shares[place] = max(shares[place] or 0, 0) + round(1000 * each["weight"])
-            elif shares[place] is None:
-                shares[place] = MISSED
+        for part in (*row["contributors"], *row["others"]):
+            index = self._indices.setdefault(part["member"], len(self.names))
+            if index == len(self.names):
+                self.names.append(part["member"])
+            shares += [None] * (index + 1 - len(shares))
+            if part["fate"] == "applied":
+                shares[index] = max(shares[index] or 0, 0) + round(1000 * part["weight"])
+            elif shares[index] is None:
+                shares[index] = NOT_COUNTED
         return Column(row["version"], row["tokens"], row["time"], shares)
 
     def _add_rows(self, rows: Sequence[Row]) -> None:
-        """Rows that become one point of each curve."""
-        trained = [row for row in rows if _number(row.get("loss"))]
+        """Add rows as one point of each curve."""
+        trained = [row for row in rows if _is_number(row.get("loss"))]
         self.evaluations += _evaluations(rows)
         if not trained:
             return
@@ -189,12 +195,12 @@ class History:
             tokens = max(tokens, self.losses[-1].tokens)
         self.losses.append(Point(tokens, fmean(losses), min(losses), max(losses)))
         if not self._swarm:
-            speeds = [row["tokens_per_s"] for row in trained if _number(row.get("tokens_per_s"))]
+            speeds = [row["tokens_per_s"] for row in trained if _is_number(row.get("tokens_per_s"))]
             if speeds:
                 self.speeds.append(Point(tokens, fmean(speeds), min(speeds), max(speeds)))
 
     def _counted(self, row: Row) -> float:
-        """Tokens of the run when a row was made: in a swarm those of the version on which its member stood."""
+        """Return the run's tokens at a row; in a swarm those of its member's version."""
         if not self._swarm:
             return float(row.get("tokens") or 0)
         version = row.get("version") or 0
@@ -216,7 +222,7 @@ def _evaluations(rows: Iterable[Row]) -> list[list[float]]:
     return [
         [row["tokens"], row["eval_loss"]]
         for row in rows
-        if _number(row.get("eval_loss")) and _number(row.get("tokens"))
+        if _is_number(row.get("eval_loss")) and _is_number(row.get("tokens"))
     ]
 
 
@@ -224,28 +230,30 @@ def _is_commit(row: Row) -> bool:
     return row.get("event") == "commit"
 
 
-def _told(line: Line) -> Told | None:
+def _event_text(line: Line) -> EventText | None:
     row = line.row
-    if not isinstance(row.get("event"), str) or not _number(row.get("time")):
+    if not isinstance(row.get("event"), str) or not _is_number(row.get("time")):
         return None
     text = sentence(row)
-    return Told(line.at, row["time"], row["event"], text if len(text) <= LETTERS else f"{text[:LETTERS]}…")
+    return EventText(
+        line.at, row["time"], row["event"], text if len(text) <= MAX_EVENT_CHARS else f"{text[:MAX_EVENT_CHARS]}…"
+    )
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _thinned(columns: Sequence[Column]) -> list[Column]:
-    """COLUMNS of them, as far apart as can be, the last one among them."""
-    versions = [each.version for each in columns]
-    step = (versions[-1] - versions[0]) / (COLUMNS - 1)
-    wanted = (bisect_left(versions, versions[0] + number * step - 1e-6) for number in range(COLUMNS))
+def _thin_columns(columns: Sequence[Column]) -> list[Column]:
+    """Select MAX_COLUMNS evenly spaced columns, the last one among them."""
+    versions = [column.version for column in columns]
+    step = (versions[-1] - versions[0]) / (MAX_COLUMNS - 1)
+    wanted = (bisect_left(versions, versions[0] + number * step - 1e-6) for number in range(MAX_COLUMNS))
     return [columns[at] for at in dict.fromkeys(wanted)]
 
 
-def _halved(curve: Sequence[Point]) -> list[Point]:
-    """Pairs become one."""
+def _halve_curve(curve: Sequence[Point]) -> list[Point]:
+    """Merge pairs of points."""
     return [
         Point(fmean(tokens), fmean(mean), min(low), max(high))
         for tokens, mean, low, high in (zip(*curve[at : at + 2], strict=True) for at in range(0, len(curve), 2))

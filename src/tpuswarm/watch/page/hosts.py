@@ -1,4 +1,4 @@
-"""The hosts of a page's fleet: what their chips are at, and what their jobs print."""
+"""Follow the hosts of a page's fleet: their chips and their jobs' output."""
 
 import asyncio
 import time
@@ -13,23 +13,23 @@ from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.supervisor import Supervisor
 from tpuswarm.watch.follow import Follower
 from tpuswarm.watch.state import State
-from tpuswarm.watch.top import Row, rows
+from tpuswarm.watch.top import Row, make_host_rows
 
-SHOWN = 200
-"""Lines of each job on each host."""
+MAX_LOG_LINES = 200
+"""Of each job on each host."""
 
 
-class Hosts:
-    """Followed from the first `follow` on; to be used as a context, in one event loop."""
+class FollowedHosts:
+    """A context that follows hosts between `follow` and `pause`, in one event loop."""
 
     def __init__(self, routes: Routes | None):
-        """None: there is no fleet."""
+        """None: no fleet."""
         self._routes = routes
         self._reached: ReachableHosts | None = None
         self._connections: Connections | None = None
         self._follower: Follower | None = None
 
-    async def __aenter__(self) -> "Hosts":
+    async def __aenter__(self) -> "FollowedHosts":
         if self._routes is not None:
             self._connections = await Connections(self._routes.key).__aenter__()
             self._follower = Follower(self._connections)
@@ -41,42 +41,42 @@ class Hosts:
             await self._connections.__aexit__(*about)
 
     async def follow(self) -> None:
-        """Those that are there now."""
+        """List the hosts and follow them."""
         if self._routes is None or self._follower is None:
             return
         try:
             self._reached = await asyncio.to_thread(self._routes.find, ALL)
-        except TpuswarmError:  # no machine that is ready; the table of machines says why
+        except TpuswarmError:  # no machine is ready; the table of machines says why
             self._reached = None
         self._follower.follow(self._reached.hosts if self._reached else ())
 
-    def rest(self) -> None:
-        """Follow none of them until `follow`."""
+    def pause(self) -> None:
+        """Stop following until `follow`."""
         if self._follower is not None:
             self._follower.follow(())
 
     def rows(self, state: State) -> Sequence[Row]:
-        """As `top` shows them."""
+        """Return the rows that `top` shows."""
         if self._reached is None or self._follower is None:
             return ()
         members = state.swarm.status.members if state.swarm else ()
-        return rows(self._reached, self._follower.samples, members, time.time())
+        return make_host_rows(self._reached, self._follower.samples, members, time.time())
 
     async def log(self, machine: str, document: Document) -> str:
-        """The last lines of what the jobs of a machine print, by worker. Raises InputError where there is none."""
+        """Return the last log lines of the jobs on a machine, by worker; raise InputError if there are none."""
         hosts = (
-            [each for each in self._reached.hosts if each.label.partition("/")[0] == machine] if self._reached else []
+            [host for host in self._reached.hosts if host.label.partition("/")[0] == machine] if self._reached else []
         )
-        jobs = [each.name for each in document.jobs if any(seat.machine == machine for seat in each.assignments)]
+        jobs = [job.name for job in document.jobs if any(part.machine == machine for part in job.assignments)]
         if not hosts or not jobs or self._connections is None:
             raise InputError(f"{machine} cannot be reached" if not hosts else f"no job is on {machine}")
         connections = self._connections
 
-        async def one(host: Any, job: str) -> str:
+        async def read_log(host: Any, job: str) -> str:
             try:
-                _, data = await Supervisor(connections, host).log(job, SHOWN)
+                _, data = await Supervisor(connections, host).log(job, MAX_LOG_LINES)
             except TpuswarmError as error:
                 return f"── {host.label} {job}: {error}\n"
             return f"── {host.label} {job}\n{data.decode(errors='replace')}"
 
-        return "\n".join(await asyncio.gather(*(one(host, job) for host in hosts for job in jobs)))
+        return "\n".join(await asyncio.gather(*(read_log(host, job) for host in hosts for job in jobs)))

@@ -1,4 +1,4 @@
-"""The page's web server: on loopback alone, behind a token, with nothing from elsewhere."""
+"""Serve the page: on loopback only, behind a token, without anything from other servers."""
 
 import asyncio
 import base64
@@ -20,17 +20,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.look.pictures import FOLDER
-from tpuswarm.watch.page.guard import LOOPBACK, refusal
-from tpuswarm.watch.page.live import Live
-from tpuswarm.watch.page.metrics import CONTENT_TYPE, exposition
+from tpuswarm.watch.page.guard import LOOPBACK, refuse_request
+from tpuswarm.watch.page.live import LivePage
+from tpuswarm.watch.page.metrics import CONTENT_TYPE, metrics_text
 
-TAIL = 1 << 16
-"""Bytes at the end of a process's log that are shown."""
+LOG_TAIL_BYTES = 1 << 16
 
 
-def listener(port: int) -> socket.socket:
-    """Raises InputError where the port is taken."""
-    # asyncio turns off Nagle's algorithm, which delays answers by 40 ms, only where the protocol number says TCP.
+def open_listener(port: int) -> socket.socket:
+    """Listen on a port of this computer; raise InputError if it is taken."""
+    # asyncio turns off Nagle's algorithm (40 ms delay) only if the protocol number is TCP's.
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -39,15 +38,13 @@ def listener(port: int) -> socket.socket:
     except OSError as error:
         found.close()
         if error.errno == errno.EADDRINUSE:
-            raise InputError(
-                f"port {port} of this computer is taken by another program: `--port {port + 1}` takes the next one"
-            ) from error
+            raise InputError(f"port {port} of this computer is in use; for the next one: --port {port + 1}") from error
         raise
     return found
 
 
-async def serve(live: Live, listens: socket.socket, token: str, ready: Callable[[], None]) -> None:
-    """Until a signal ends it."""
+async def serve(live: LivePage, listens: socket.socket, token: str, ready: Callable[[], None]) -> None:
+    """Serve until a signal ends it."""
     import uvicorn
 
     app = make_app(live, token, listens.getsockname()[1])
@@ -62,8 +59,8 @@ async def serve(live: Live, listens: socket.socket, token: str, ready: Callable[
     await serving
 
 
-def make_app(live: Live, token: str, port: int) -> ASGIApp:
-    """All that it answers."""
+def make_app(live: LivePage, token: str, port: int) -> ASGIApp:
+    """Make the web application."""
 
     @asynccontextmanager
     async def watching(_: Any) -> AsyncIterator[None]:
@@ -95,7 +92,7 @@ def make_app(live: Live, token: str, port: int) -> ASGIApp:
     async def log(request: Request) -> Response:
         name = request.query_params.get("of", "")
         try:
-            return PlainTextResponse(await _log(live, name))
+            return PlainTextResponse(await _read_log(live, name))
         except InputError as error:
             return PlainTextResponse(str(error), 404)
 
@@ -108,40 +105,40 @@ def make_app(live: Live, token: str, port: int) -> ASGIApp:
 
     async def metrics(request: Request) -> Response:
         state = await live.fresh()
-        return Response(exposition(state, live.hosts.rows(state)), media_type=CONTENT_TYPE)
+        return Response(metrics_text(state, live.hosts.rows(state)), media_type=CONTENT_TYPE)
 
     known = {"/": page, "/stream": stream, "/events": events, "/log": log, "/picture": picture, "/metrics": metrics}
     routes = [Route(path, answer) for path, answer in known.items()]
-    return _guarded(Starlette(routes=routes, lifespan=watching), token, port)
+    return _guard(Starlette(routes=routes, lifespan=watching), token, port)
 
 
-async def _log(live: Live, name: str) -> str:
-    """The last lines of a process of the run, or of the jobs of a machine. Raises InputError."""
+async def _read_log(live: LivePage, name: str) -> str:
+    """Return the last log lines of a process of the run, or of the jobs on a machine."""
     folder = live.folder
     for path in [*folder.glob("*.log"), *folder.glob("logs/*.log")] if folder else ():
         if path.stem == name:
-            return await asyncio.to_thread(_tail, path)
+            return await asyncio.to_thread(_read_log_tail, path)
     state = live.state()
     if state.machines is not None:
         return await live.hosts.log(name.removeprefix("j-"), state.machines.document)
-    raise InputError(f"{name or 'nothing'} has said nothing here")
+    raise InputError(f"there is no log of {name or 'nothing'} here")
 
 
-def _tail(path: Path) -> str:
+def _read_log_tail(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        file.seek(max(0, size - TAIL))
+        file.seek(max(0, size - LOG_TAIL_BYTES))
         data = file.read()
-    return (data if size <= TAIL else data.partition(b"\n")[2]).decode(errors="replace")
+    return (data if size <= LOG_TAIL_BYTES else data.partition(b"\n")[2]).decode(errors="replace")
 
 
-def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
+def _guard(app: ASGIApp, token: str, port: int) -> ASGIApp:
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
         request = Request(scope)
-        if refused := refusal(request.headers, request.query_params.get("token"), token, port):
+        if refused := refuse_request(request.headers, request.query_params.get("token"), token, port):
             code, sentence = refused
             await PlainTextResponse(f"{sentence}\n", code)(scope, receive, send)
             return
@@ -161,7 +158,7 @@ def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
 
 @cache
 def document() -> tuple[str, str]:
-    """The page, style and program in it, and the policy by which a browser runs nothing else and asks nobody else."""
+    """Return the page with its style and script, and the policy by which a browser runs and contacts nothing else."""
     here = files("tpuswarm.watch.page").joinpath("static")
 
     def text(name: str) -> str:
@@ -169,7 +166,7 @@ def document() -> tuple[str, str]:
 
     style, script = text("page.css"), "\n".join(map(text, ("plot.js", "page.js")))
     made = text("page.html").replace("/*page.css*/", style).replace("/*page.js*/", script)
-    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (style, script)]
+    digests = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script)]
     policy = (
         f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; connect-src 'self'; "
         "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

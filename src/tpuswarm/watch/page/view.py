@@ -1,4 +1,4 @@
-"""What a page is sent of a state: facts, and tables of members and machines, of which later only what changed."""
+"""Turn a state into what a page gets: facts, and tables of members and machines; later only changes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from tpuswarm.watch.state import State
 from tpuswarm.watch.top import Row as Host
 
 Table = dict[str, list[Any]]
-"""Rows by what they are about."""
+"""Rows by name."""
 Sections = dict[str, Any]
 
 
-def sections(state: State, hosts: Sequence[Host]) -> Sections:
-    """Everything about one moment: `facts`, `alarms`, and the tables `members` and `machines`."""
+def make_sections(state: State, hosts: Sequence[Host]) -> Sections:
+    """Return `facts`, `alarms`, and the tables `members` and `machines`."""
     return {
         "facts": _facts(state),
         "alarms": list(state.swarm.status.alarms) if state.swarm else [],
@@ -26,8 +26,8 @@ def sections(state: State, hosts: Sequence[Host]) -> Sections:
     }
 
 
-def changes(before: Sections, now: Sections) -> Sections:
-    """What differs: of a table the rows that do, None for those that are gone; of all else the whole."""
+def changed_sections(before: Sections, now: Sections) -> Sections:
+    """Return the sections that differ; of tables only the changed rows, with None for deleted ones."""
     found: Sections = {}
     for name, value in now.items():
         old = before[name]
@@ -42,25 +42,25 @@ def changes(before: Sections, now: Sections) -> Sections:
 
 
 def _facts(state: State) -> dict[str, Any]:
-    look = state.look
+    run = state.run
     found: dict[str, Any] = {"at": state.at, "run": state.url, "state": "not begun" if state.url else ""}
-    if look is not None:
+    if run is not None:
         found |= {
-            "run": look.run, "recipe": look.recipe, "state": look.state, "pid": look.pid, "message": look.message,
-            "unit": look.unit, "step": look.step, "steps": look.steps, "tokens": look.tokens, "loss": look.loss,
-            "eval_loss": look.eval_loss, "tokens_per_s": look.tokens_per_s,
+            "run": run.run, "recipe": run.recipe, "state": run.state, "pid": run.pid, "message": run.message,
+            "unit": run.unit, "step": run.step, "steps": run.steps, "tokens": run.tokens, "loss": run.loss,
+            "eval_loss": run.eval_loss, "tokens_per_s": run.tokens_per_s,
         }  # fmt: skip
-    if isinstance(look, RunView):
-        status = look.status
+    if isinstance(run, RunView):
+        status = run.status
         found |= {
             "horizon": status.horizon, "goodput": status.goodput, "version": status.version, "phase": status.phase,
             "left": status.left, "elapsed": status.elapsed, "eval_version": status.eval_version,
             "heard": status.time, "lost": status.tokens.lost, "dropped": status.tokens.dropped,
             "outstanding": status.tokens.outstanding, "swarm": True,
         }  # fmt: skip
-    elif look is not None:
-        horizon = look.tokens * look.steps // look.step if look.step else 0
-        found |= {"horizon": horizon, "left": look.left, "elapsed": look.elapsed, "devices": look.devices}
+    elif run is not None:
+        horizon = run.tokens * run.steps // run.step if run.step else 0
+        found |= {"horizon": horizon, "left": run.left, "elapsed": run.elapsed, "devices": run.devices}
     if state.machines is not None:
         document, listing, _ = state.machines
         rate = running_rate(machine_rows(document.desired, listing, (), state.at))
@@ -72,48 +72,50 @@ def _facts(state: State) -> dict[str, Any]:
     return found
 
 
-def _members(look: RunView) -> Table:
-    """state, place among those that need a look, why it does, tokens/s, loss, commit, lag, tokens, pid, incarnation."""
-    found = find_urgent_members(look.status) if look.state == "running" else []
-    needs = {each.id: (place, why) for place, (each, why) in enumerate(found)}
+def _members(run: RunView) -> Table:
+    """Columns: state, rank among urgent members, why, tokens/s, loss, commit, lag, tokens, pid, incarnation."""
+    urgent = find_urgent_members(run.status) if run.state == "running" else []
+    ranks = {member.id: (rank, why) for rank, (member, why) in enumerate(urgent)}
     return {
-        each.id: [
-            each.state, *needs.get(each.id, (None, "")),
-            None if each.tokens_per_s is None else round(each.tokens_per_s),
-            None if each.loss is None else float(f"{each.loss:.4g}"), each.base, each.lag, each.tokens, each.pid,
-            (each.incarnation or "")[:8],
+        member.id: [
+            member.state, *ranks.get(member.id, (None, "")),
+            None if member.tokens_per_s is None else round(member.tokens_per_s),
+            None if member.loss is None else float(f"{member.loss:.4g}"), member.base, member.lag, member.tokens,
+            member.pid, (member.incarnation or "")[:8],
         ]
-        for each in look.status.members
+        for member in run.status.members
     }  # fmt: skip
 
 
 def _machines(state: State, hosts: Sequence[Host]) -> Table:
-    """pool, type, zone, state, its colour, what it is at, its colour, why, age, losses, $/h, $, busy (%), HBM (used and
-    total of the fullest device, in bytes), hosts.
+    """Columns: pool, type, zone, state, its color, activity, its color, why, age, losses, $/h, $, busy (%), HBM, hosts.
+
+    HBM: used and total bytes of the fullest device.
     """
     if state.machines is None:
         return {}
     document, listing, events = state.machines
-    at: dict[str, list[Host]] = {}
+    hosts_by_machine: dict[str, list[Host]] = {}
     for host in hosts:
-        at.setdefault(host.host.partition("/")[0], []).append(host)
-    doings = state.doings() if state.url else []
-    doing = {each.machine: each for each in doings}
+        hosts_by_machine.setdefault(host.host.partition("/")[0], []).append(host)
+    activities = state.activities() if state.url else []
+    by_machine = {activity.machine: activity for activity in activities}
     found: Table = {}
     for row in machine_rows(document.desired, listing, events, state.at):
-        here, does = at.get(row.name, []), doing.get(row.name)
-        what = (does.kind, ACTIVITY_COLORS.get(does.kind, ""), does.why) if does else ("", "", row.why)
+        own_hosts, activity = hosts_by_machine.get(row.name, []), by_machine.get(row.name)
+        kind = activity.kind if activity else ""
+        cells = (kind, ACTIVITY_COLORS.get(kind, ""), activity.why) if activity else ("", "", row.why)
         color = "red" if row.healthy is False else STATE_COLORS.get(row.state, "yellow")
         found[row.name] = [
-            row.pool, row.type, row.zone, "unhealthy" if row.healthy is False else row.said.lower(), color, *what,
+            row.pool, row.type, row.zone, "unhealthy" if row.healthy is False else row.said.lower(), color, *cells,
             None if row.age_s is None else format_age(row.age_s), row.preemptions, row.hourly,
-            None if row.cost is None else round(row.cost, 2), _busy(here), _memory(here), len(row.workers),
+            None if row.cost is None else round(row.cost, 2), _busy(own_hosts), _memory(own_hosts), len(row.workers),
         ]  # fmt: skip
-    for each in doings:
-        if each.kind == "missing":
+    for activity in activities:
+        if activity.kind == "missing":
             empty = [None] * 7
-            found[f"{each.pool}: missing"] = [
-                each.pool, "", "", "missing", "red", each.kind, "red", each.why, *empty,
+            found[f"{activity.pool}: missing"] = [
+                activity.pool, "", "", "missing", "red", activity.kind, "red", activity.why, *empty,
             ]  # fmt: skip
     return found
 
@@ -124,7 +126,7 @@ def _busy(hosts: Sequence[Host]) -> float | None:
 
 
 def _memory(hosts: Sequence[Host]) -> list[float | None] | None:
-    """Of the fullest."""
+    """Return used and total bytes of the fullest device."""
     chips = [chip for host in hosts for chip in host.chips]
-    known = [[each.hbm_used_bytes, each.hbm_total_bytes] for each in chips if each.hbm_used_bytes is not None]
-    return max(known, key=lambda each: each[0] or 0.0, default=None)
+    known = [[chip.hbm_used_bytes, chip.hbm_total_bytes] for chip in chips if chip.hbm_used_bytes is not None]
+    return max(known, key=lambda pair: pair[0] or 0.0, default=None)

@@ -178,7 +178,7 @@ def _begin_script(host: Host) -> str:
 
 def slice_files() -> dict[str, str]:
     """The package of the slice kernel and its launcher, by path on a host."""
-    modules = ("__init__.py", "engine.py", "kernel.py", "worker.py")
+    modules = ("__init__.py", "engine.py", "kernel.py", "output.py", "worker.py")
     return {"code/run.py": RUN, **{f"code/tpuswarm_slice/{name}": _text(name) for name in modules}}
 
 

@@ -6,10 +6,8 @@ the end of a cell if it differs. A first line `%%worker 2` sends a cell to one w
 
 import asyncio
 import base64
-import hashlib
 import json
 import os
-import re
 import socket
 import threading
 from collections import defaultdict
@@ -23,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from .engine import COLLECTIVE, MAGIC, App, Mirrored, has_devices, in_thread
+from .output import MAX_CHARS, Output
 from .worker import FOLDER, shut_down, tune
 
 CONNECT_TIMEOUT_S, JOIN_TIMEOUT_S = 20.0, 300.0
@@ -30,12 +29,7 @@ MEET_TIMEOUT_S, SPLIT_MEET_TIMEOUT_S = 60.0, 5.0
 SETTLE_S = 1.5
 """How long other workers may run on after one has failed."""
 LATE_OUTPUT_S = 0.5
-MAX_CHARS = 1 << 16
 MAX_REQUESTS = 100
-VOLATILE = re.compile(
-    r"\b0x[0-9a-f]+|/tmp/[^\s:'\"]+|\d+(:\d\d)+([.,]\d+)?|(\d[\d.,]*(e[+-]\d+)?\s?(ns|[µμ]s|us|ms|s|min|h)|[\d.,?]+(it/s|s/it))\b"
-)
-"""Addresses, temporary paths and times: they differ between workers that do the same."""
 RESTART = ". A slice is one program, so its other workers were ended too: restart the kernel"
 Reply = dict[str, Any]
 Work = Callable[[], Awaitable[Any]]
@@ -43,28 +37,6 @@ Work = Callable[[], Awaitable[Any]]
 
 class Lost(Exception):
     """The slice's program cannot go on."""
-
-
-class Output:
-    """One worker's text in one stream: its beginning, and a digest without addresses, paths and times."""
-
-    def __init__(self) -> None:
-        self.text, self.line, self.chars, self.digest = "", "", 0, hashlib.sha256()
-
-    def add(self, text: str) -> None:
-        """Add text."""
-        self.text += text[: MAX_CHARS - len(self.text)]
-        self.chars += len(text)
-        *lines, self.line = (self.line + text).split("\n")
-        for line in lines:
-            if not line.startswith("[Gloo]"):  # JAX's CPU collectives report each worker's number
-                line = line.rpartition("\r")[2]  # the last state of a progress bar
-                self.digest.update(f"{VOLATILE.sub('…', line) if len(line) < MAX_CHARS else line}\n".encode())
-
-    def finish(self) -> bytes:
-        """End the last line; return the digest."""
-        self.add("\n" if self.line else "")
-        return self.digest.digest()
 
 
 @dataclass

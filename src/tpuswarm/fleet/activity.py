@@ -1,6 +1,6 @@
 """Combine machines, jobs and swarm members into an overview of the fleet."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +36,11 @@ def list_activities(
     desired, events = document.desired, sorted(events)
     own = sorted(desired.own(listing.machines), key=lambda machine: by_number(machine.name))
     by_id = None if members is None else {member.id: member for member in members}
-    found = [_machine_activity(machine, document, events, by_id, now) for machine in own]
+    found = []
+    for machine in own:
+        member = (by_id or {}).get(f"j-{machine.name}")
+        kind, why = _kind_and_reason(machine, document, events, by_id is not None, member, now)
+        found.append(MachineActivity(machine.pool or "", machine.name, kind, why, member))
     found += list_missing(desired, [machine for machine in own if machine.state != "dead"], events, now)
     own_members = {f"j-{machine.name}" for machine in own}
     own_members |= {f"j-{event.machine}" for event in events if event.kind in LOSS_EVENTS}
@@ -70,18 +74,6 @@ def _why_missing(pool: PoolSpec, count: int, events: Sequence[Event], now: float
     if not reasons:
         reasons.append(f"requested in {', '.join(pool.zones)}")
     return f"{count} {pool.type} missing: {'; '.join(reasons)}"
-
-
-def _machine_activity(
-    machine: Machine,
-    document: Document,
-    events: Sequence[Event],
-    members: Mapping[str, MemberStatus] | None,
-    now: float,
-) -> MachineActivity:
-    member = (members or {}).get(f"j-{machine.name}")
-    kind, why = _kind_and_reason(machine, document, events, members is not None, member, now)
-    return MachineActivity(machine.pool or "", machine.name, kind, why, member)
 
 
 def _kind_and_reason(

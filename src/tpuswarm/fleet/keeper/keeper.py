@@ -167,7 +167,7 @@ class Keeper:
             document = replace(document, desired=replace(document.desired, down=plan.end))
             plan = make_plan(document.desired, observed, now)
         if role == "leads":
-            self._answers = self._act([_with_flags(action, document) for action in plan.actions])
+            self._answers = self._act(plan.actions, document)
         return Tick(document, observed, plan, events, role == "leads", now)
 
     def _new_events(self, stored: tuple[Event, ...]) -> tuple[Event, ...]:
@@ -305,32 +305,28 @@ class Keeper:
 
     # Acting.
 
-    def _act(self, actions: list[Action]) -> list[CloudAnswer]:
+    def _act(self, actions: tuple[Action, ...], document: Document) -> list[CloudAnswer]:
         if self._threads == 1 or len(actions) == 1:
-            results = [self._call(action) for action in actions]
+            results = [self._call(action, document) for action in actions]
         else:
             with ThreadPoolExecutor(self._threads) as pool:
-                results = list(pool.map(self._call, actions))
+                results = list(pool.map(lambda action: self._call(action, document), actions))
         return [result for result in results if result is not None]
 
-    def _call(self, action: Action) -> ActionResult | None:
+    def _call(self, action: Action, document: Document) -> ActionResult | None:
         """Carry out an action; return None if another keeper may lead by now."""
         if not self._lease_is_safe():
             return None
         provider = self._provider
         try:
             if isinstance(action, Create):
-                return ActionResult(action, provider.create(action.spec), None)
+                return ActionResult(action, provider.create(add_flag_metadata(action.spec, document)), None)
             if isinstance(action, Delete):
                 return ActionResult(action, provider.delete(action.machine), None)
             call = provider.stop if isinstance(action, Stop) else provider.start
             return ActionResult(action, call(action.machine), None)
         except CloudError as error:
             return ActionResult(action, None, error)
-
-
-def _with_flags(action: Action, document: Document) -> Action:
-    return action._replace(spec=add_flag_metadata(action.spec, document)) if isinstance(action, Create) else action
 
 
 def _holder_is_gone(lease: KeeperLease | None, document: Document, listing: Listing) -> bool:

@@ -36,7 +36,7 @@ def test_sync_refuses_secrets_and_homes_and_asks_above_100_mb(fleet, project):
     with (project / "weights.bin").open("wb") as file:
         file.truncate(150_000_000)
     out, err = fleet.run("sync", "--fleet", "trio", cwd=project, code=2)
-    assert "150.0 MB that git does not ignore" in out and "give --yes" in err
+    assert "150.0 MB that git does not ignore" in out and "add --yes" in err
     for no, code in ((b"n\r", 1), (b"\x04", 1), (CTRL_C, 130)):
         with terminal(["sync", "--fleet", "trio"], project, env=fleet.environment) as screen:
             screen.asked("[y/N]: ")

@@ -91,7 +91,7 @@ def test_killed_run_is_reported_and_a_finished_one_is_not(typed, tmp_path, finis
         code, out, err = typed("doctor", run, "--json")
         found = [row for row in json.loads(out)["found"] if row["check"] != "finding"]
         assert [row["check"] for row in found] == checks, err
-        assert not checks or (code, found[0]["what"]) == (1, "its process was killed, and nobody resumed it")
+        assert not checks or (code, found[0]["what"]) == (1, "its process was killed, and the run was not resumed")
 
 
 def test_fix_is_refused_for_a_run(typed, finished_run):

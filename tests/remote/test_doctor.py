@@ -23,7 +23,7 @@ FINDINGS = {
     "tpu-logs": ("tpu-logs", "/tmp/tpu_logs belongs to .* with mode 555: .* cannot write there"),
     "preload": ("preload", "/etc/environment preloads /usr/lib/.*libtcmalloc.so.4, which does not exist"),
     "apt": ("apt", r".* \(process \d+, started .* ago\) has apt's lock$"),
-    "worker-id": ("worker", "it is worker 0, but TPU_WORKER_ID says '7'"),
+    "worker-id": ("worker", "the cloud calls it worker 0, but TPU_WORKER_ID says '7'"),
     "read-only": ("bucket", "its access scopes allow writing to no bucket: .*devstorage.read_only"),
     "maintenance": ("notice", "its metadata announces maintenance: MIGRATE"),
     "symptom": ("symptom", r"the cloud reports LOW_MEMORY on worker 0 at 20\d\d-"),

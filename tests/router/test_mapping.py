@@ -77,7 +77,7 @@ def ranges(*tables: tuple[str, str]) -> str:
         (ranges(("80", "10.0.0.3:80")) + ONE, "ranges 1 and targets 1 both have port 80"),
         (ranges(("20-29", "10.0.0.1-10.0.0.9:22")), "line 4: ranges 1: 10.0.0.1-10.0.0.9 is 9 addresses for 20-29"),
         (ranges(("1-3", "10.0.0.1:7-8")), ":7-8 is 2 ports for 1-3, which is 3"),
-        (ranges(("48000-48256", "10.48.{i}.2:8470")), "10.48.256.2 is not an IPv4 address (i = 256 of 0 to 256)"),
+        (ranges(("48000-48256", "10.48.{i}.2:8470")), "10.48.256.2 is not an IPv4 address (i = 256, from 0 to 256)"),
         (ranges(("80", "10.0.0:80")), "10.0.0 is not an IPv4 address"),
         (ranges(("80", "10.0.0.{j}:80")), "10.0.0.{j} is not an IPv4 address"),
         (ranges(("80", "fe80::1:80")), "a target looks like 10.0.0.2:8470"),

@@ -18,7 +18,7 @@ ACCESSES: tuple[Access, ...] = get_args(Access)
 
 
 class Gke(NamedTuple):
-    """The labels and machine type by which GKE requests a slice."""
+    """Labels and machine type for requesting a slice from GKE."""
 
     accelerator: str
     topology: str

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Source:
-    """Where and when a figure was read."""
+    """Title, address and reading date of a source."""
 
     title: str
     url: str

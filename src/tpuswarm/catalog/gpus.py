@@ -16,7 +16,7 @@ class Gpu:
     device_kinds: tuple[str, ...]
     peak_bf16: float
     peak_f32: float | None
-    """Of float32 matmuls as JAX runs them by default: in TF32. None: unknown."""
+    """For float32 matmuls as JAX runs them by default: in TF32. None: unknown."""
     bandwidth: float
     figures: Mapping[str, Figure] = field(hash=False, repr=False)
 

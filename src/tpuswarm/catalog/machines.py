@@ -9,7 +9,7 @@ from tpuswarm.catalog.prices import Price, cheapest_first, region_of
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine type; `network_gbps` is what it can send."""
+    """One machine type; `network_gbps` limits outgoing traffic."""
 
     name: str
     vcpus: int

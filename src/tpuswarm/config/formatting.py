@@ -51,7 +51,7 @@ def format_share(part: float) -> str:
 
 
 def token_unit(tokens_per_row: int) -> str:
-    """Return what a run counts: tokens, or rows if a row is one token."""
+    """Return `tokens`, or `rows` if a row is one token."""
     return "tokens" if tokens_per_row > 1 else "rows"
 
 

@@ -48,7 +48,7 @@ def nearest_name(wrong: str, known: Iterable[str], min_similarity: float = 0.5) 
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return the end of an error sentence: the nearest known name, or all of them."""
+    """Return the end of an error sentence: the nearest known name, or all known names."""
     known = sorted(known)
     if near := nearest_name(wrong, known):
         return f"did you mean {near}?"

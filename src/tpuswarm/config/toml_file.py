@@ -38,7 +38,7 @@ Count = Annotated[int, BeforeValidator(_parse_count)]
 
 
 def match_pattern(pattern: str, expected: str) -> AfterValidator:
-    """Accept only texts that match; the error names what is `expected`."""
+    """Accept only texts that match; the error says `expected`."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):

@@ -1,4 +1,4 @@
-"""Read the table [train], from swarm.toml or from a file of its own."""
+"""Read the table [train], from swarm.toml or a separate file."""
 
 from pathlib import Path
 from typing import Any, Literal

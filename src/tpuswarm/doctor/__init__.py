@@ -1,4 +1,4 @@
-"""Find what is wrong with hosts, the fleet or a run.
+"""Find problems of hosts, the fleet or a run.
 
 `collect.py` runs on a host and prints facts; `checks.py` turns them into findings; `examine.py` brings both together.
 """

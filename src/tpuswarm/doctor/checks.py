@@ -132,14 +132,14 @@ def check_worker(host: CheckedHost) -> Iterator[Problem]:
         ("its metadata", metadata.get("worker"), replace),
     ):
         if number is not None and number != str(host.worker):
-            yield Problem(f"it is worker {host.worker}, but {source} says {number!r}", advice)
-    remove = "remove TPU_ACCELERATOR_TYPE from the environment: libtpu lays out the slice by it"
+            yield Problem(f"the cloud calls it worker {host.worker}, but {source} says {number!r}", advice)
+    remove = "remove TPU_ACCELERATOR_TYPE from the environment: libtpu derives the layout of the slice from it"
     for source, tpu_type, advice in (
         ("TPU_ACCELERATOR_TYPE", host.facts["accelerator"], remove),
         ("its metadata", metadata.get("type"), replace),
     ):
         if tpu_type is not None and host.tpu_type is not None and not _same_type(tpu_type, host.tpu_type):
-            yield Problem(f"it is a {host.tpu_type}, but {source} says {tpu_type!r}", advice)
+            yield Problem(f"the cloud calls it a {host.tpu_type}, but {source} says {tpu_type!r}", advice)
 
 
 def _same_type(one: str, other: str) -> bool:
@@ -189,7 +189,7 @@ def check_notice(host: CheckedHost) -> Iterator[Problem]:
     """Find announced preemptions and maintenance."""
     metadata = host.facts["metadata"] or {}
     if metadata.get("preempted") == "TRUE":
-        yield Problem("it is being preempted: it has at most 30 seconds left")
+        yield Problem("a preemption has begun: at most 30 seconds are left")
     event = metadata.get("maintenance") or "NONE"
     if event != "NONE":
         yield Problem(f"its metadata announces maintenance: {event}")
@@ -258,7 +258,7 @@ def check_fork(host: CheckedHost) -> Iterator[Problem]:
 
 
 def check_idle(host: CheckedHost) -> Iterator[Problem]:
-    """Find a machine without work, from its first worker: no chip open, no requested process, nobody logged in."""
+    """Find a machine without work, from its first worker: no open chip, no requested process, no log-in."""
     if host.age_s is None or host.age_s < IDLE_AFTER_S or not host.chips or host.worker or host.facts["is_blind"]:
         return
     holds_chip = any(process["path"].startswith("/dev") for process in host.facts["holders"])
@@ -343,7 +343,7 @@ CHECKS = (
     Check("preload", "LD_PRELOAD in /etc/environment, job logs of the last day",
           "every program prints an error at its start, and some fail: TPU VMs preload tcmalloc, which newer systems "
           "have elsewhere", "remove the LD_PRELOAD line from /etc/environment, and log in again", check_preload),
-    Check("apt", "/var/lib/dpkg/lock-frontend", "nobody else can install anything meanwhile",
+    Check("apt", "/var/lib/dpkg/lock-frontend", "no other program can install packages meanwhile",
           "wait: a new machine updates itself for some minutes; set-up waits by itself", check_apt),
     Check("fork", "job logs of the last day",
           "a forked child of a process with JAX's threads may wait forever for a lock",

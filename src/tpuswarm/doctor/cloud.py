@@ -22,7 +22,7 @@ WHY = {
     "waits": "a queue is no promise: another zone or `how` may have capacity today",
     "health": "a machine that the cloud calls unhealthy fails sooner or later, and takes its slice with it",
     "symptom": "the cloud reports something that ends programs, although it calls the machine healthy",
-    REACH: "an unreachable host cannot be checked, and a slice does not start without all of its workers",
+    REACH: "an unreachable host cannot be checked, and a slice needs all workers to start",
 }
 
 
@@ -61,7 +61,7 @@ def check_fleet(document: Document, listing: Listing, now: float) -> Iterator[Fi
 
 
 def check_health(machine: Machine) -> Iterator[Finding]:
-    """Report what the cloud says about a machine, if that is bad."""
+    """Report bad health and symptoms from the cloud."""
     replace = f"`tpuswarm down {machine.name}`: a keeper, or `tpuswarm up`, recreates it"
     if machine.healthy is False:
         problem = f"the cloud calls it unhealthy: {machine.why or 'no reason given'}"

@@ -150,7 +150,7 @@ def wanted_libtpu() -> "str | None":
 
 
 def find_messages() -> "list[dict[str, str]]":
-    """Return the last line with each of KNOWN_MESSAGES in each job's log."""
+    """Return the last line with each known message in each job's log."""
     found = []
     for log in sorted((Path.home() / ".tpuswarm/jobs").glob("*/log")):
         try:

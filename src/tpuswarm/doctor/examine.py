@@ -48,7 +48,7 @@ async def examine(
     bucket: str = "",
     checks: Sequence[Check] = CHECKS,
 ) -> list[Finding]:
-    """Check hosts, and what the cloud says about their machines.
+    """Check hosts and their machines' health in the cloud.
 
     head: HOST:PORT of the swarm's head; bucket: the fleet's. Empty: none.
     """
@@ -96,7 +96,7 @@ def _judge_host(host: CheckedHost, checks: Sequence[Check]) -> list[Finding]:
 
 def _report_lost(host: str, fact: str, why: str, skipped: list[str]) -> Finding:
     affected = f"; skipped or incomplete: {', '.join(skipped)}" if skipped else ""
-    return unreachable(host, f"{fact} could not be read: {why}", f"fix what the message says{affected}")
+    return unreachable(host, f"{fact} could not be read: {why}", f"fix the reported error{affected}")
 
 
 def fix_here(findings: Iterable[Finding]) -> list[str]:

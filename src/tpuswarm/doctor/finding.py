@@ -1,4 +1,4 @@
-"""Define what a check looks at and what it finds."""
+"""Define checks, hosts and findings."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ THIS_COMPUTER = "here"
 
 @dataclass(frozen=True)
 class CheckedHost:
-    """A host with its facts, and what it should be."""
+    """A host: its facts, and its expected hardware."""
 
     label: str
     """`node-3/1`, or `here`."""
@@ -23,9 +23,9 @@ class CheckedHost:
     """Expected number on this host."""
     worker: int | None = None
     age_s: float | None = None
-    """Of its machine."""
+    """Age of the machine."""
     dollars_per_hour: float | None = None
-    """Of its whole machine."""
+    """Price of the whole machine."""
 
 
 class Problem(NamedTuple):
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One problem: with what, found by which check, why it matters, and what to do."""
+    """One problem: subject, check, reason and advice."""
 
     subject: str
     """A host, machine, pool, project, run or member."""

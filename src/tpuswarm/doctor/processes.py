@@ -1,4 +1,4 @@
-"""Find the processes that hold a host's chips, and those that jobs and `exec` started.
+"""Find processes that hold chips, and processes of jobs and `exec`.
 
 Runs on a host with only its Python, 3.6 or later; changes nothing.
 """
@@ -43,7 +43,7 @@ def file_identity(found: os.stat_result) -> "tuple[int, ...]":
 
 
 def find_holders(paths: "list[Path]") -> "list[dict[str, Any]]":
-    """Return the processes that have one of the files open; only root sees those of other users."""
+    """Return the processes with one of the files open; only root sees other users' processes."""
     wanted = {}
     for path in paths:
         try:

@@ -19,14 +19,14 @@ MIN_SPEED_RATIO = 0.5
 """Slower members, relative to the median, are stragglers."""
 MIN_MEMBERS = 3
 """With fewer the median means nothing."""
-RESUME = "the same `tpuswarm train` command with --run resumes it"
+RESUME = "resume with the same `tpuswarm train` command and --run"
 WHY = {
-    "ended": "nothing trains, and machines rented for it still cost",
+    "ended": "nothing trains, but rented machines still cost",
     "silent": "while its first process hangs, nothing replaces members or shows the status",
     "alarm": "the swarm runs, but not as it should: it wastes work or learns worse",
     "straggler": "its work comes late, counts less, and may be dropped",
     "lost-often": "each loss costs uncommitted work and the minutes until the member is back",
-    "finding": "it costs speed at every step, or changes what is trained",
+    "finding": "it slows every step, or changes the training itself",
 }
 
 
@@ -41,7 +41,7 @@ def check_run(folder: Path, name: str, now: float | None = None) -> Iterator[Fin
     if life.state == "failed":
         yield _finding(name, "ended", f"it failed: {life.message}", f"fix that; then {RESUME}")
     elif life.state == "killed":
-        yield _finding(name, "ended", "its process was killed, and nobody resumed it", RESUME)
+        yield _finding(name, "ended", "its process was killed, and the run was not resumed", RESUME)
     status = read_status(folder)
     if status is not None and life.pid is not None:
         yield from _check_swarm(status, name, events, now)
@@ -78,7 +78,7 @@ def _stragglers(members: tuple[MemberStatus, ...]) -> Iterator[Finding]:
 
 
 def _diagnostics(events: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Report what the newest process of the run found, each kind and place once."""
+    """Report the findings of the newest process, each kind and place once."""
     starts = [number for number, event in enumerate(events) if event["event"] == "started"]
     current = events[starts[-1] :] if starts else events
     found = [event for event in current if event["event"] == "diagnostic"]

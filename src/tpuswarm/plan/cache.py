@@ -21,7 +21,7 @@ from tpuswarm.train.process.atomic import write_atomically
 
 BASE_PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm")
 SETTING_PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "PYTHONPATH")
-"""Of environment variables that may change the compiler, or which recipe is found."""
+"""Environment variables with these prefixes may change the compiler or the recipe."""
 
 
 class DependencyTracker:
@@ -85,9 +85,9 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def cache_key(request: CompileRequest, settings: Mapping[str, str]) -> str:
-    """Return all that is known before compiling; settings: the environment of the compiling process.
+    """Return everything known before compiling; settings: the environment of the compiling process.
 
-    It includes stamps of files that options name, because a recipe may read them through a cache of its own. A user's
+    It includes stamps of files that options name, because a recipe may read them through its own cache. A user's
     recipe also depends on the working folder.
     """
     options = request.options

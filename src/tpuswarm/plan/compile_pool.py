@@ -1,4 +1,4 @@
-"""Compile several requests in parallel, each in a process of its own with a time limit."""
+"""Compile several requests in parallel, each in a separate process with a time limit."""
 
 import importlib.metadata
 import importlib.util
@@ -47,7 +47,7 @@ class CompilePool:
     def results(self, requests: Sequence[CompileRequest]) -> Iterator[tuple[CompileRequest, CompileResult]]:
         """Yield each request with its result as results arrive.
 
-        Raise InputError for what is wrong with all of them: the recipe, or a batch that no slice can divide.
+        Raise InputError if all fail alike: a wrong recipe, or a batch that no slice can divide.
         """
         problems = [_batch_problem(request) for request in requests]
         if all(problems):
@@ -97,7 +97,7 @@ class CompilePool:
                 timer.cancel()
                 process.kill()
                 code = process.wait()
-                with suppress(BrokenPipeError), process:  # close its pipes, one of which may hold an unread request
+                with suppress(BrokenPipeError), process:  # close its pipes; one may hold an unread request
                     pass
                 self._running.discard(process)
             if "refused" in answer:

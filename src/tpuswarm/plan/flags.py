@@ -1,4 +1,4 @@
-"""Ask XLA and libtpu about flags, each in a process of its own, which a wrong flag ends."""
+"""Ask XLA and libtpu about flags, each in a separate process, which a wrong flag ends."""
 
 import importlib.util
 import os

@@ -22,9 +22,9 @@ Kind = Literal["refused", "evaluation", "float32", "matrix unit", "host transfer
 MIN_REPEATS = 6
 """Copies of a block that a scan should replace: each adds compile time."""
 MIN_SMALL_REPEATS = 30
-"""Of blocks below SMALL_FLOPS_SHARE, which compile quickly."""
+"""For blocks below SMALL_FLOPS_SHARE, which compile quickly."""
 SMALL_FLOPS_SHARE = 0.01
-"""Of the program's FLOPs, in all copies."""
+"""Share of the program's FLOPs, over all copies."""
 MIN_COLLECTIVE_BYTES = 2**16
 """Smaller ones are norms, means and metrics."""
 
@@ -111,7 +111,7 @@ def find_unrolled(flops: Flops) -> list[Hazard]:
     return [
         Hazard(
             "unrolled",
-            f"the same block is repeated {count} times in the program, and each copy adds compile time: stack the "
+            f"one block is repeated {count} times in the program, and each copy adds compile time: stack the "
             "layers' parameters and use jax.lax.scan",
             place,
         )
@@ -171,7 +171,7 @@ def gradient_sizes(shapes: Iterable[tuple[int, ...]], devices: int) -> set[int]:
 
 
 CONSTANT, PARAMETER, OTHER = range(3)
-"""What a value is computed from; of several inputs the last in this order."""
+"""Origin of a value; several inputs count as the last in this order."""
 
 
 def shapes_from_parameters(jaxpr: Jaxpr, argument_kinds: Sequence[int]) -> set[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Size the head of a swarm, and find the cheapest machines for it."""
+"""Size a swarm's head, and find the cheapest machines with that size."""
 
 import math
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from tpuswarm.swarm.supervision.needs import HOST_COPIES, PROCESS_BYTES, serving
 from tpuswarm.train.recipe import Options, Recipe
 
 PEAK_TO_MEAN_RATIO = 2.0
-"""Of the head's traffic: pushes come in bursts."""
-CORES_OF_MEASUREMENT = 2
-"""Of the machine on which MERGED_PARAMETERS_PER_S was measured."""
+"""Head traffic comes in bursts."""
+MEASURED_CORES_COUNT = 2
+"""Cores used to measure MERGED_PARAMETERS_PER_S."""
 RECORD_BYTES = 512.0
-"""Of one contribution in the ledger: 410 KB for a record of 980 (`python -m benchmarks scale`), plus its header."""
+"""One contribution in the ledger: 410 KB for a record of 980 (`python -m benchmarks scale`), plus its header."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a head needs."""
+    """Requirements of a head."""
 
     memory_bytes: float
     """Processes, and the arrays of one commit; a head with less reads them from disk each time."""
@@ -60,11 +60,11 @@ def head_memory_bytes(members: int, elements: int, form: Form, rule: Rule, avera
 
 
 def size_head(members: int, exchange: Exchange, member: Traffic, rule: Rule) -> Head:
-    """Return what a head needs for members with this traffic."""
+    """Compute the requirements for members with this traffic."""
     stored = estimate_disk(exchange.elements, exchange.form, rule, members, exchange.averaged)
     versions = DAY_S / exchange.cycle_seconds
     merging_cores = (
-        members * exchange.elements / exchange.cycle_seconds / (MERGED_PARAMETERS_PER_S / CORES_OF_MEASUREMENT)
+        members * exchange.elements / exchange.cycle_seconds / (MERGED_PARAMETERS_PER_S / MEASURED_CORES_COUNT)
     )
     return Head(
         head_memory_bytes(members, exchange.elements, exchange.form, rule, exchange.averaged),

@@ -1,4 +1,4 @@
-"""Estimate what machines train together although spot machines are preempted.
+"""Estimate how much machines train together despite preemptions.
 
 A spot machine trains, is preempted, and resumes from its last push or checkpoint. With exponential uptimes, renewal
 theory gives the share of the time that counts; ranges go from the worst to the best of the measured spot TPUs
@@ -29,25 +29,25 @@ class MachineGroup:
     """spot, on-demand, queued or reserved."""
     count: int
     dollars: float | None = 0.0
-    """Per hour of all of them; 0: free; None: unknown."""
+    """Hourly, for the whole group; 0: free; None: unknown."""
     ends: float | None = None
     """Unix time when they are given back."""
 
 
 @dataclass(frozen=True)
 class GroupOutlook:
-    """What a group trains."""
+    """Training of one group."""
 
     group: MachineGroup
     share: Range
-    """Of its time that counts."""
+    """Share of time that counts."""
     tokens_per_s: Range
-    """Of all its machines, preemptions included."""
+    """All its machines, preemptions included."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What all groups train; ranges combine slow and fast expectations with bad and good luck."""
+    """Training of all groups; ranges combine slow and fast expectations with bad and good luck."""
 
     groups: tuple[GroupOutlook, ...]
     left_out: tuple[str, ...]
@@ -58,7 +58,7 @@ class Outlook:
     hours: Range | None
     """Until then; None: not requested, or the machines may end before."""
     dollars: Range | None
-    """Of the machines in that time."""
+    """Machine costs in that time."""
     ends: float | None
     """Unix time when the last machine is given back; None: some stay."""
     until_then: Range | None
@@ -162,7 +162,7 @@ def _dollars(groups: Sequence[MachineGroup], left_hours: Sequence[float], hours:
 
 
 def preemption_source() -> str:
-    """Say what the preemptions are estimated from."""
+    """Name the source of the preemption rates."""
     records = spot_records()
     lost, ran = sum(record.lost for record in records), sum(record.ran for record in records)
     away = sum(record.hours - record.ran for record in records) / sum(record.lost + 1 for record in records)

@@ -14,7 +14,7 @@ class PlanOptions:
     target: str
     """`module:name` or `file.py:name` of the recipe."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of the recipe, as typed."""
+    """Recipe options, as typed."""
     batch: int | None = None
     """Rows of a step over all devices; None: the largest micro-batch that fits."""
     precision: str | None = None
@@ -88,11 +88,11 @@ class Program:
     flops_unknown: tuple[str, ...]
     """Operations that could not be counted; the FLOPs are a lower bound then."""
     state_bytes: int
-    """Of all devices, without copies."""
+    """Sum over devices, without copies."""
     moved_bytes: int
     """State that one device reads and writes per step; frozen parameters are only read."""
     row_bytes: int
-    """Of one row on disk."""
+    """Size of a row on disk."""
     shared_elements: int
     """Numbers that the members of a swarm share."""
     outer: str
@@ -106,7 +106,7 @@ class CompileResult:
     """The compiler's answer for one slice."""
 
     fits: bool | None
-    """None: unknown; `problem` has the reason."""
+    """Unknown if None; `problem` has the reason."""
     program: Program | None = None
     arguments: int | None = None
     """Bytes per device, as the next two."""
@@ -122,7 +122,7 @@ class CompileResult:
     """In words."""
     is_sharded: bool = False
     rows: int = 1
-    """Of its micro-batch, per device."""
+    """Micro-batch rows per device."""
     problem: str = ""
     hazards: tuple[Mapping[str, Any], ...] | None = None
     """kind, sentence, file and line of each; None if the program was not compiled."""

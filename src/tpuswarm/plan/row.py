@@ -26,7 +26,7 @@ class Row:
 
     @property
     def speed(self) -> Speed | None:
-        """Of one step; None without a program."""
+        """Speed of a step; None without a program."""
         program = self.result.program
         if program is None:
             return None
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def cost(self) -> Cost | None:
-        """Of the tokens, if given."""
+        """Cost of the tokens, if given."""
         speed = self.speed
         if speed is None or self.tokens is None:
             return None
@@ -123,7 +123,7 @@ class Row:
 
 
 def explain_no_fit(accelerator: Accelerator, result: CompileResult) -> str:
-    """Say by how much the smallest form is too large and what would help; mark what was not compiled."""
+    """Explain how much memory is missing and which changes would help; mark estimates."""
     available, state = accelerator.generation.compiler_hbm_bytes, result.smallest_state or 0
     if not result.needed:
         return f"even its smallest form ({result.smallest}) does not fit; the compiler does not say by how much"
@@ -143,7 +143,7 @@ def explain_no_fit(accelerator: Accelerator, result: CompileResult) -> str:
     return (
         f"even its smallest form ({result.smallest}) needs {result.needed / GIB:.2f} GiB per device, "
         f"{(result.needed - available) / GIB:.2f} more than the {available / GIB:.2f} available; "
-        f"{state / GIB:.2f} of it is the state; what would help: {'; '.join(options)}"
+        f"its state takes {state / GIB:.2f}; options: {'; '.join(options)}"
     )
 
 

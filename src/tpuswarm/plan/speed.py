@@ -42,7 +42,7 @@ PUBLISHED = (
     Published("modded-nanogpt in JAX", "GPT-2 124M", "v6e", "v6e-8", 0.23, None, "nor-blog.pages.dev, 2025-08-21"),
 )
 MIN_SYSTEMS = 3
-"""Published systems that give a generation a band of its own."""
+"""With fewer published systems a generation uses the band of all TPUs."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Speed:
 
     floor_seconds: float
     bound: Literal["compute", "memory"]
-    """What limits the floor."""
+    """Limit of the floor."""
     seconds: Range
     """Expected."""
     tokens_per_s: Range
     """Expected."""
     floor_tokens_per_s: float
     source: str
-    """Of the expectation."""
+    """Source of the expectation."""
 
 
 def estimate_speed(
@@ -135,7 +135,7 @@ class Cost:
 def estimate_cost(
     tokens_per_s: Range, tokens: float, price: Price | None, *, members: int = 1, free: bool = False
 ) -> Cost:
-    """Estimate hours and dollars at `tokens_per_s` of all members together; `price` is that of one member's slice."""
+    """Estimate hours and dollars at `tokens_per_s` of all members together; `price`: one member's slice."""
     hours = Range(*(tokens / rate / 3600 for rate in (tokens_per_s.high, tokens_per_s.low)))
 
     def dollars(rate: float | None) -> Range | None:

@@ -20,7 +20,7 @@ RELATIONS = get_args(network.Relation)
 
 @dataclass(frozen=True)
 class SwarmEstimate:
-    """A swarm with a member on each of `members` slices."""
+    """A swarm of `members` equal slices."""
 
     row: Row
     members: int
@@ -29,13 +29,13 @@ class SwarmEstimate:
     cost: Cost | None
     traffic: Traffic
     bills: Sequence[TrafficBill]
-    """Of one member by distance of the head; empty if no zone has the slice."""
+    """One member's, by distance to the head; empty if no zone has the slice."""
     head: Head
     head_machines: Sequence[HeadMachine]
 
     @property
     def name(self) -> str:
-        """Of the slice."""
+        """Name of the slice."""
         return self.row.accelerator.name
 
     def document(self) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from tpuswarm.swarm.core.values import Form
 
 DAY_S = 86_400.0
 SENT_MESSAGES_BYTES_PER_S, RECEIVED_MESSAGES_BYTES_PER_S = 1_700.0, 1_100.0
-"""Of one member in heartbeats, headers and leases: `python -m benchmarks traffic` (docs/benchmarks.md)."""
+"""One member's heartbeats, headers and leases: `python -m benchmarks traffic` (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a member shares, and how often."""
+    """Parameters that a member shares, and its cycle."""
 
     elements: int
     """Float32 numbers that the swarm shares: the parameters."""
@@ -91,7 +91,7 @@ def traffic_bills(member: Traffic, place: str) -> list[TrafficBill]:
 
 
 def _bill(member: Traffic, place: str, relation: network.Relation) -> TrafficBill:
-    """Google bills what leaves its machines. What a head on the internet sends costs its owner, and is not included."""
+    """Google bills outgoing traffic. Traffic sent by a head outside Google costs its owner, and is not included."""
     price = _dollars(network.transfer_price(relation, place))
     paid_gib = sum(member.sent.values()) / GIB
     if relation != "internet":  # a GiB costs the same in both directions

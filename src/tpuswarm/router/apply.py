@@ -19,12 +19,12 @@ HEADER_PATTERN = re.compile(r"# tpuswarm router apply (.*)\n# sha256 of its rule
 
 @dataclass(frozen=True)
 class Applied:
-    """Content of RULES: what the last apply loaded."""
+    """Content of RULES: the state after the last apply."""
 
     file: str
     """ROUTER.toml, absolute."""
     digest: str
-    """Of the generated ruleset."""
+    """SHA-256 of the generated ruleset."""
     listing: Listing
     """The table as nft printed it after loading."""
 
@@ -49,7 +49,7 @@ class Plan:
     file: Path
     mapping: Mapping
     rules: str | None
-    """None: already loaded."""
+    """Already loaded if None."""
     settings: tuple[Setting, ...]
     files: dict[Path, str]
     notes: tuple[str, ...]

@@ -118,7 +118,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def delete_files() -> None:
-    """Delete all of FILES."""
+    """Delete FILES."""
     for path in FILES:
         path.unlink(missing_ok=True)
         part(path).unlink(missing_ok=True)  # an apply that was killed leaves it

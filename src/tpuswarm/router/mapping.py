@@ -11,7 +11,7 @@ TO = re.compile(r"(?P<host>[^:]*):(?P<ports>[^:]*)")
 
 
 class Target(NamedTuple):
-    """Where connections to a port go; without an address to a port of the router itself."""
+    """Destination of a port; without an address it is a port of the router itself."""
 
     address: str | None
     port: int
@@ -69,7 +69,7 @@ def _hosts(text: str, count: int) -> list[str | None]:
     if not text:
         return [None]
     if "{" in text:
-        return [_address(text.replace("{i}", str(i)), f" (i = {i} of 0 to {count - 1})") for i in range(count)]
+        return [_address(text.replace("{i}", str(i)), f" (i = {i}, from 0 to {count - 1})") for i in range(count)]
     ends = [IPv4Address(_address(end)) for end in text.split("-", 1)]
     if ends[0] > ends[-1]:
         raise ValueError(f"an address range goes from low to high, not {text}")

@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
 
 def forwarding(mapping: Mapping) -> tuple[Setting, ...]:
-    """Return the settings without which no target can be reached.
+    """Return the settings that every router needs.
 
     They cover two interfaces only: turning on forwarding for all of them resets other settings of the kernel.
     """

@@ -1,4 +1,4 @@
-"""Compare the file, the kernel and what was applied."""
+"""Compare the file, the kernel and the last apply."""
 
 import re
 from collections import Counter
@@ -29,17 +29,17 @@ class Row:
     attempts: int
     """Connections tried since the rules were loaded, including refused and repeated ones."""
     open: int | None
-    """None: unknown."""
+    """Unknown if None."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What `tpuswarm router status` shows."""
+    """Output of `tpuswarm router status`."""
 
     file: str | None
     rows: tuple[Row, ...]
     kept: int | None
-    """Open connections of these ports to earlier targets; None: unknown."""
+    """Open connections to earlier targets of these ports; unknown if None."""
     followed: tuple[int, int] | None
     """Connections that the kernel tracks, and its limit; it drops packets beyond."""
     drift: tuple[str, ...]

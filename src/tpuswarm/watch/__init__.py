@@ -1,1 +1,1 @@
-"""What machines are at, while they are at it."""
+"""Watch machines and runs while they work."""

@@ -21,7 +21,7 @@ from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.watch.page.json_lines import JsonLines, Line
 
 FETCH_BYTES = 4 << 20
-"""Of a machine's file, in one answer."""
+"""Per answer, from a machine's file."""
 LIST_COMMAND = "cd {folder} 2>/dev/null || exit 66; find . -type f -path '*tensorboard/*' -printf '%s %P\\n'"
 """Prints sizes and names; exit code 66: no such folder."""
 
@@ -30,7 +30,7 @@ class BoardSource(Protocol):
     """A source of event files."""
 
     async def update(self) -> None:
-        """Fetch what is new; raise TpuswarmError for temporary errors."""
+        """Fetch new data; raise TpuswarmError for temporary errors."""
 
 
 class PlainRunBoards:
@@ -98,7 +98,7 @@ class MachineBoards:
         self._folder = shlex.quote(folder) if folder.startswith("/") else f"~/{shlex.quote(below)}"
 
     async def update(self) -> None:
-        """Copy what was written since the last copy."""
+        """Copy the bytes written since the last copy."""
         host = await self._find()
         listing = await self._run(host, LIST_COMMAND.format(folder=self._folder))
         for line in listing.decode(errors="replace").splitlines():

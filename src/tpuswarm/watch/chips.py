@@ -22,7 +22,7 @@ METRICS = {
     "total": "tpu.runtime.hbm.memory.total.bytes",
 }
 METRICS_PORTS = os.environ.get("TPU_RUNTIME_METRICS_PORTS", "8431")
-"""Of libtpu's service; several programs have several, separated by commas."""
+"""Ports of libtpu's service, separated by commas."""
 RPC_PATH = "/tpu.monitoring.runtime.RuntimeMetricService/GetRuntimeMetric"
 ANSWER_TIMEOUT_S = 1.0
 ROW_SEARCH_BYTES = 1 << 14

@@ -30,9 +30,9 @@ class State(NamedTuple):
     url: str
     """The run's name; empty: no run."""
     run: RunView | Status | None
-    """None: not begun."""
+    """Not begun if None."""
     machines: Machines | None
-    """None: no fleet."""
+    """No fleet if None."""
     at: float
     """Unix time."""
 

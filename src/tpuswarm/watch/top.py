@@ -52,9 +52,9 @@ class Row:
     tokens_per_s: float | None = None
     loss: float | None = None
     version: int | None = None
-    """Of its member."""
+    """Version of its member."""
     age_s: float | None = None
-    """Of its machine."""
+    """Age of its machine."""
 
 
 def make_host_rows(

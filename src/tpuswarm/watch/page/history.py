@@ -13,13 +13,13 @@ from tpuswarm.train.run.directory import EVENTS, METRICS
 from tpuswarm.watch.page.json_lines import JsonLines, Line, Row
 
 MAX_POINTS = 500
-"""Of a curve at first; it grows to twice as many."""
+"""Initial points of a curve, which grows to twice as many."""
 MAX_COLUMNS = 200
 """Versions with shares, evenly spaced; up to twice as many."""
 GROUP_BYTES = 1 << 13
 """Rows that one point of a long run averages."""
 COMMIT_SEARCH_BYTES = 1 << 11
-"""Of events, in which a sample looks for a commit."""
+"""Range of events that is searched for a commit."""
 MAX_EVENT_CHARS = 240
 MIN_EVENTS = 100
 """Other than commits, read at first."""
@@ -60,7 +60,7 @@ class EventText(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """What is new since the last read."""
+    """Changes since the last read."""
 
     losses: list[Point]
     speeds: list[Point]
@@ -85,7 +85,7 @@ class History:
         self._indices: dict[str, int] = {}
         self._versions: list[int] = []
         self._tokens: list[float] = []
-        """Of the known commits."""
+        """Counted at the known commits."""
         self._last_column: Column | None = None
         self.losses: list[Point] = []
         self.speeds: list[Point] = []
@@ -124,7 +124,7 @@ class History:
             self.evaluations = _evaluations(rows[:: max(1, len(rows) // MAX_POINTS)])
 
     def read_new(self) -> Updates | None:
-        """Return what was written since; None if the files were replaced, or for too many events."""
+        """Return the changes since the last read; None if the files were replaced, or for too many events."""
         events, rows = self._events.read_new(), self._metrics.read_new()
         if events is None or rows is None:
             return None
@@ -200,7 +200,7 @@ class History:
                 self.speeds.append(Point(tokens, fmean(speeds), min(speeds), max(speeds)))
 
     def _counted(self, row: Row) -> float:
-        """Return the run's tokens at a row; in a swarm those of its member's version."""
+        """Return the tokens of the whole run at a row; in a swarm by its member's version."""
         if not self._swarm:
             return float(row.get("tokens") or 0)
         version = row.get("version") or 0

@@ -16,14 +16,14 @@ from tpuswarm.watch.state import State
 from tpuswarm.watch.top import Row, make_host_rows
 
 MAX_LOG_LINES = 200
-"""Of each job on each host."""
+"""Per job and host."""
 
 
 class FollowedHosts:
     """A context that follows hosts between `follow` and `pause`, in one event loop."""
 
     def __init__(self, routes: Routes | None):
-        """None: no fleet."""
+        """Without routes there is no fleet."""
         self._routes = routes
         self._reached: ReachableHosts | None = None
         self._connections: Connections | None = None

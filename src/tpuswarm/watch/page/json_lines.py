@@ -1,4 +1,4 @@
-"""Read growing files of JSON lines of any size: a sample of all lines, the new ones, or those before a place.
+"""Read growing files of JSON lines of any size: a sample, the new lines, or lines before an offset.
 
 Rows are parsed with `pydantic_core.from_json` and not checked, which would take too long for millions of them.
 """
@@ -17,7 +17,7 @@ FULL_READ_BYTES = 4 << 20
 READ_WINDOW_BYTES = 1 << 18
 """Read at once; longer lines take several."""
 MAX_NEW_BYTES = 8 << 20
-"""Of more new bytes, the first are skipped."""
+"""If more are new, the first are skipped."""
 MAX_SEARCHED_BYTES = 1 << 29
 """Larger files are not searched."""
 

@@ -22,13 +22,13 @@ from tpuswarm.watch.state import Machines, State
 
 REFRESH_INTERVAL_S = 1.0
 REMOTE_REFRESH_INTERVAL_S = 5.0
-"""Of buckets and clouds."""
+"""For buckets and clouds."""
 MAX_QUEUED_UPDATES = 32
 """For a page that does not read them; then it gets the whole view."""
 HEARTBEAT_INTERVAL_S = 10.0
 """Sent to pages without updates."""
 MAX_PICTURES = 500
-"""Of the model, the newest."""
+"""The newest samples of the model."""
 
 Message = tuple[str, str]
 """Kind and data of a server-sent event."""
@@ -196,7 +196,7 @@ class LivePage:
                 self._publish("update", changed)
 
     def _read_changes(self) -> dict[str, Any] | None:
-        """Read what is new in the run's files; None if they were replaced."""
+        """Read the changes in the run's files; None if they were replaced."""
         if not self._subject.run:
             self._read_at = time.time()
             return {}

@@ -158,7 +158,7 @@ def _guard(app: ASGIApp, token: str, port: int) -> ASGIApp:
 
 @cache
 def document() -> tuple[str, str]:
-    """Return the page with its style and script, and the policy by which a browser runs and contacts nothing else."""
+    """Return the page with its style and script, and a policy that forbids the browser anything else."""
     here = files("tpuswarm.watch.page").joinpath("static")
 
     def text(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Turn a state into what a page gets: facts, and tables of members and machines; later only changes."""
+"""Turn a state into sections of a page: facts, and tables of members and machines; find the changes."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""JAX twins of the merge and of the outer step for simulations, in which members are the leading axis of arrays.
+"""JAX twins of the merge and the outer step for simulations, with members as the leading axis of arrays.
 
-Compilers fuse and reorder these sums, so they equal NumPy's up to rounding only; no commit of a real run uses them.
+Compilers fuse and reorder these sums, so they equal NumPy's only up to rounding; no commit of a real run uses them.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ def average(
 ) -> jax.Array:
     """Twin of `merge.average`: theta f32[...], snapshots and bases f32[members, ...], weights and clips f32[members].
 
-    A member of weight 0 does not take part, whatever it holds.
+    A member of weight 0 does not count, whatever its values.
     """
 
     def moved(s: jax.Array, base: jax.Array, clip: jax.Array) -> jax.Array:
@@ -46,7 +46,7 @@ def step(
     share: float | jax.Array,
     momentum_step: bool | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Twin of `outer.step`: the next theta f32[...] and outer state f32[2, ...]."""
+    """Twin of `outer.nesterov_step`: the next theta f32[...] and outer state f32[2, ...]."""
     momentum, buffer = outer_state
     moved = share * u
     buffer = buffer + moved
@@ -58,7 +58,7 @@ def step(
 
 @partial(jax.jit, static_argnames="form")
 def publish(theta: jax.Array, new: jax.Array, left: jax.Array, form: Form) -> tuple[jax.Array, jax.Array]:
-    """Twin of `outer.publish`: theta by what is sent of the way to `new`, and what is left over; f32[n] each."""
+    """Twin of `outer.quantize_change`: theta moved by the sent change towards `new`, and the rest; f32[n] each."""
     wanted = new - theta + left
     codes, scales = encode(wanted, BITS[form])
     return theta + decode(codes, scales, theta.size, BITS[form]), feedback(wanted, codes, scales, BITS[form])
@@ -76,7 +76,7 @@ def commit(
     share: float | jax.Array,
     momentum_step: bool | jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Twin of `outer.commit` but for `publish`: the next theta and outer state, None for the mean; shapes as above."""
+    """Twin of `outer.commit_fragment` without the downlink: next theta and outer state, None for the mean."""
     if outer.rule == "average":
         return average(theta, snapshots, bases, weights, clips), None
     assert outer_state is not None
@@ -85,6 +85,6 @@ def commit(
 
 def _sum(weights: jax.Array, terms: jax.Array) -> jax.Array:
     def weighted(weight: jax.Array, term: jax.Array) -> jax.Array:
-        return jnp.where(weight == 0, 0.0, weight * term)  # 0 times what is not finite is not 0
+        return jnp.where(weight == 0, 0.0, weight * term)  # 0 times infinity is not 0
 
     return jax.vmap(weighted)(weights, terms).sum(axis=0)

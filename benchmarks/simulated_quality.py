@@ -1,8 +1,7 @@
-"""What a swarm's rules do to the quality of a model: members as a vmapped axis of one computation on one device.
+"""Simulate how a swarm's rules affect a model's quality: members are a vmapped axis of one computation on one device.
 
-Decisions (weights, clipping, rates, when momentum moves) are those of `core`; sums are its JAX twins. What a real
-swarm leaves to chance is fixed here: every cycle takes all members the same time, their contributions come in the
-order of the members, and none is lost or stale by a failure.
+Decisions (weights, clipping, rates, momentum steps) are those of `core`; sums are its JAX twins. Chance is removed:
+every cycle takes all members the same time, contributions arrive in the order of the members, and no failure loses any.
 """
 
 from dataclasses import dataclass, field
@@ -28,26 +27,26 @@ from tpuswarm.train.recipe import Batch, Clock, Program, Source, State
 
 @dataclass(frozen=True)
 class Arm:
-    """A swarm and its rules. Raises ValueError for one that cannot be.
+    """A swarm and its rules. Raise ValueError for an impossible one.
 
-    One member and the mean is plain training; of many members it is not, but with cycles of 1 step and inner SGD.
+    One member with the mean is plain training; many members are only with cycles of 1 step and inner SGD.
     """
 
     cycle: tuple[int, ...] = (30,) * 4
-    """Of each member, steps from push to push. Different numbers are different speeds: a cycle is a time."""
+    """Steps of each member between two pushes. Different numbers are different speeds: a cycle is a time."""
     outer: OuterRule = field(default_factory=lambda: OuterRule("nesterov"))
     bits: int = 32
-    """Of a code, 8, 4 or 2; 32: contributions are not quantized."""
+    """Bits of a code: 8, 4 or 2; 32 for plain contributions."""
     feedback: bool = True
-    """Quantized contributions also carry what the codes of earlier ones left out."""
+    """Whether quantized contributions use error feedback."""
     delay: int = 0
-    """Steps of the fastest member that all train on before they adopt the commit of their last push."""
+    """Steps of the fastest member between a push and the adoption of its commit."""
     adopt: float | Literal["mix", "add"] = "mix"
-    """How they do: `mix` as members do; `add` keeps all that they had; a number is the share of it that is kept."""
+    """`mix` as members do; `add` keeps all own progress; a number is the share to keep."""
     together: int = 0
-    """Contributions that a commit counts; 0: one of each member. 1: the members arrive one after the other."""
+    """Contributions that a commit counts; 0 for one of each member, 1 if members arrive one after the other."""
     quorum: int = 0
-    """Contributions that make a step of the momentum; 0: as many as members."""
+    """Contributions per momentum step; 0 for the number of members."""
 
     def __post_init__(self) -> None:
         if not self.cycle or min(self.cycle) < 1:
@@ -66,7 +65,7 @@ class Arm:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """float32[members], the share of its own that each keeps at an adoption; None: all, and adds what changed."""
+        """Share of its own progress that each member keeps, float32[members]; None to add changes instead."""
         if self.adopt == "add":
             return None
         steps = np.array(self.cycle)
@@ -76,18 +75,18 @@ class Arm:
 
 
 class Members(NamedTuple):
-    """What training changes or needs; n is the number of shared parameters, in the order of one fragment."""
+    """The members' arrays; n is the number of shared parameters, in the order of one fragment."""
 
     states: State
     """Leaves with members as their first axis."""
     bases: jax.Array
-    """f32[members, n], the version that each adopted last, or adopts next."""
+    """f32[members, n], the version that each adopted last or adopts next."""
     snapshots: jax.Array
-    """f32[members, n], of their last push."""
+    """f32[members, n], from the last push."""
 
 
 class Swarm(NamedTuple):
-    """All arrays."""
+    """All arrays of a swarm."""
 
     members: Members
     left: jax.Array | None
@@ -97,24 +96,24 @@ class Swarm(NamedTuple):
     outer: jax.Array | None
     """f32[2, n]."""
     unsent: jax.Array | None
-    """f32[n], what a quantized downlink keeps."""
+    """f32[n], the part that a quantized downlink has not sent."""
 
 
 class Ticks(NamedTuple):
-    """For every step of the fastest member, and every member, [ticks, members]."""
+    """Steps of every member at each step of the fastest one, [ticks, members]."""
 
     own: jax.Array
-    """int32, which of its steps of this cycle a member makes."""
+    """int32, the member's step within the cycle."""
     active: jax.Array | None
-    """bool, whether it makes one; None: all make all."""
+    """bool, whether the member makes a step; None if all do."""
     number: jax.Array
-    """int32, of its batch in the run's order."""
+    """int32, number of its batch in the run's order."""
     progress: jax.Array
     """float32, its share of the run."""
 
 
 class Decided(NamedTuple):
-    """On the commits of one cycle."""
+    """Decisions on the commits of one cycle."""
 
     weights: jax.Array
     """f32[commits, contributions]."""
@@ -129,11 +128,11 @@ class Decided(NamedTuple):
 
 
 def simulate(program: Program, source: Source, arm: Arm, *, batch: int, steps: int, seed: int) -> State:
-    """Train on the rows 0 to batch x steps, each once; a state that holds the last version.
+    """Train once on each of the rows 0 to batch x steps; return a state with the last version.
 
-    batch: rows of a step of all members together, of which each takes the same share; steps: of a member, in the mean.
-    One seed gives every arm the same first parameters. Raises ValueError where rows do not divide over members or steps
-    over cycles, and for shared leaves that are not float32.
+    batch: rows of a step of all members together, in equal shares; steps: mean steps of a member. One seed gives every
+    arm the same first parameters. Raise ValueError if rows do not divide among members or steps among cycles, and for
+    shared leaves that are not float32.
     """
     every, a_cycle = len(arm.cycle), sum(arm.cycle)
     if batch % every or steps * every % a_cycle:
@@ -156,7 +155,7 @@ def simulate(program: Program, source: Source, arm: Arm, *, batch: int, steps: i
 
 
 def held_out_loss(program: Program, state: State, source: FiniteSource, batch: int, most_rows: int) -> float:
-    """The mean loss over whole batches of the first epoch of held-out rows, at most `most_rows` of them."""
+    """Return the mean loss over whole batches of held-out rows, at most `most_rows` of them."""
     rows = min(most_rows, source.rows_per_epoch)
     spec = program.batch_spec(batch)
     found = [
@@ -168,7 +167,7 @@ def held_out_loss(program: Program, state: State, source: FiniteSource, batch: i
 
 @partial(jax.jit, static_argnames=("program", "arm"))
 def start(key: jax.Array, *, program: Program, arm: Arm) -> Swarm:
-    """All members at one genesis."""
+    """Start all members from one genesis."""
     state = program.init(key)
     theta = flat_of(program.exchange().get(state))
 
@@ -188,10 +187,10 @@ def start(key: jax.Array, *, program: Program, arm: Arm) -> Swarm:
 def train(
     members: Members, rows: Batch, ticks: Ticks, delay: int, keep: Any, key: jax.Array, *, program: Program
 ) -> tuple[Members, jax.Array]:
-    """One cycle of all members, from push to push; also the norms of their deltas, f32[members].
+    """Train all members for one cycle, from push to push; also return the norms of their deltas, f32[members].
 
-    rows: arrays [members, steps, rows of a step, ...]; delay: ticks until the commit of the last push is adopted; keep:
-    as of an arm.
+    rows: arrays [members, steps, rows of a step, ...]; delay: ticks until the last push's commit is adopted; keep: as
+    Arm.keep.
     """
     exchange = program.exchange()
 
@@ -212,10 +211,10 @@ def train(
         return exchange.put(state, add(*trees) if keep is None else mix(*trees, keep))
 
     def part(after: jax.Array, states: State) -> State:
-        """The ticks before the adoption, then those after it; one loop over both, to compile a step once only."""
+        """Run the ticks before the adoption, or those after it: one loop over both compiles a step only once."""
         first, stop = jnp.where(after, delay, 0), jnp.where(after, len(ticks.own), delay)
         states = jax.lax.fori_loop(first, stop, all_members, states)
-        new = jnp.where(after, members.snapshots, members.bases)  # what equals its reference changes nothing
+        new = jnp.where(after, members.snapshots, members.bases)  # equal to its reference: changes nothing
         return jax.vmap(adopted)(states, new, members.snapshots, keep)
 
     states = jax.lax.fori_loop(0, 2, part, members.states)
@@ -226,7 +225,7 @@ def train(
 
 @partial(jax.jit, static_argnames="arm", donate_argnames="swarm")
 def commit(swarm: Swarm, decided: Decided, *, arm: Arm) -> Swarm:
-    """The commits of one cycle, one after the other; each member will adopt the one that counts its contribution."""
+    """Make the commits of one cycle in sequence; each member will adopt the one that counts its contribution."""
     (states, bases, snapshots), left = swarm.members, swarm.left
     sent = snapshots
     if arm.bits < 32:
@@ -247,8 +246,8 @@ def commit(swarm: Swarm, decided: Decided, *, arm: Arm) -> Swarm:
             new, unsent = twins.publish(theta, new, unsent, arm.outer.downlink)
         return (new, outer, unsent), new
 
-    def grouped(each: jax.Array) -> jax.Array:
-        return each.reshape(-1, arm.at_once, each.shape[1])
+    def grouped(rows: jax.Array) -> jax.Array:
+        return rows.reshape(-1, arm.at_once, rows.shape[1])
 
     before = swarm.theta, swarm.outer, swarm.unsent
     after, versions = jax.lax.scan(one, before, (grouped(sent), grouped(bases), decided))
@@ -262,7 +261,7 @@ def _evaluate(state: State, batch: Batch, *, program: Program) -> jax.Array:
 
 
 def decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, float]:
-    """What `core` decides on the contributions of one cycle, and the shares of a quorum gathered after it."""
+    """Decide on the contributions of one cycle as `core` does; also return the gathered shares of a quorum."""
     commits: list[tuple[Any, ...]] = []
     for first in range(0, len(arm.cycle), arm.at_once):
         part = slice(first, first + arm.at_once)
@@ -274,9 +273,9 @@ def decide(arm: Arm, norms: list[float], gathered: float) -> tuple[Decided, floa
 
 
 def ticks_of(arm: Arm, cycle: int, cycles: int) -> Ticks:
-    """Of the cycle with this number, from 0; members make their steps at even distances.
+    """Return the ticks of a cycle, counted from 0; members make their steps at even intervals.
 
-    Progress is what was counted in a member's base and its own outstanding steps, as in core/member_state.py.
+    Progress is as in core/member_state.py: counted in the member's base, plus its own outstanding steps.
     """
     steps, longest, whole = np.array(arm.cycle), max(arm.cycle), sum(arm.cycle)
     at = np.arange(longest)[:, None]
@@ -299,7 +298,7 @@ def ticks_of(arm: Arm, cycle: int, cycles: int) -> Ticks:
 
 
 def rows_of(program: Program, source: Source, arm: Arm, size: int, cycle: int) -> dict[str, np.ndarray]:
-    """The rows of a cycle, [members, steps, size, ...]: a range to each member, as leases are; zeros where it rests."""
+    """Return the rows of a cycle, [members, steps, size, ...]: one range per member, zeros for its idle ticks."""
     whole = sum(arm.cycle)
     found = read_rows(source, program.batch_spec(whole * size), cycle * whole * size, whole * size)
     ends = np.cumsum(arm.cycle)[:-1]
@@ -319,13 +318,13 @@ def _layout(shared: Any) -> Layout:
 
 
 def flat_of(shared: Any) -> jax.Array:
-    """Shared parameters as one fragment, f32[n]."""
+    """Flatten shared parameters into one fragment, f32[n]."""
     leaves = dict(zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True))
     (paths,) = _layout(shared).paths
     return jnp.concatenate([leaves[path].ravel() for path in paths])
 
 
 def tree_of(flat: Any, like: Any) -> Any:
-    """One fragment, f32[n], in the structure of the shared parameters `like`."""
+    """Give one fragment, f32[n], the structure of the shared parameters `like`."""
     arrays = _layout(like).join([flat])
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in leaf_paths(like)])

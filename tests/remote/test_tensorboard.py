@@ -176,7 +176,7 @@ def test_wrong_words_are_one_sentence(typed, fleet, tmp_path, monkeypatch):
     append_rows(tmp_path / "x", [])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} of this computer is taken" in typed("tensorboard", "--port", str(port))[2]
+        assert f"port {port} of this computer is in use" in typed("tensorboard", "--port", str(port))[2]
     for words, sentence in ((("nowhere",), "nowhere does not exist"), ((), "no runs in ./runs")):
         code, _, err = typed("tensorboard", *words, "--port", free)
         assert code == 2 and sentence in err and err.count("\n") == 1

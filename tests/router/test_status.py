@@ -9,7 +9,7 @@ from tpuswarm.router.machine import parse_listening_ports
 from tpuswarm.router.mapping import Mapping, Target
 from tpuswarm.router.ruleset import dropping_chains, parse_listing, ruleset
 from tpuswarm.router.settings import Setting, sysctl_file, tuning, unit_file
-from tpuswarm.router.status import _count, count_connections, rule_drift
+from tpuswarm.router.status import count_connections, count_traffic, rule_drift
 
 TABLE = """table ip tpuswarm_router {
 	comment "made by tpuswarm router"
@@ -90,7 +90,7 @@ def test_open_connections_are_counted_by_target():
         (80, Target("10.0.0.7", 8080)): 1,
         (81, Target(None, 9090)): 1,
     }
-    rows, to_old_targets = _count(LISTING, found)
+    rows, to_old_targets = count_traffic(LISTING, found)
     assert [(row.port, row.to, row.attempts, row.open) for row in rows] == [
         (80, "10.0.0.2:8080", 3, 1), (81, ":9090", 1, 1), (82, "10.0.0.3:8080", 0, 0),
     ]  # fmt: skip

@@ -60,7 +60,7 @@ def read_status() -> Status:
                 if not machine.has_value(setting):
                     value = " ".join((machine.read_file(setting.path) or "nothing").split())
                     drift.append(f"{setting.path} is {value}, not {setting.value}: apply again")
-    rows, kept = _count(listing, None if text is None else count_connections(text))
+    rows, kept = count_traffic(listing, None if text is None else count_connections(text))
     drift = rule_drift(applied, listing, mapping) + drift
     return Status(applied.file if applied else None, rows, kept, machine.tracked_connections(), tuple(drift))
 
@@ -75,9 +75,10 @@ def count_connections(text: str) -> Counter[tuple[int, Target]]:
     return found
 
 
-def _count(
+def count_traffic(
     listing: Listing | None, connections: Counter[tuple[int, Target]] | None
 ) -> tuple[tuple[Row, ...], int | None]:
+    """Return a row for each port, and how many connections of these ports go to earlier targets."""
     if not listing:
         return (), None
     rows = tuple(

@@ -140,7 +140,10 @@ ONCE_LOADED = [
     (f"{TINY} --members 2 --ray-address nowhere", "ray-address is HOST:PORT, with a port up to 65535"),
     (f"{TINY} --members 2 --ray-address 127.0.0.1:99999", "ray-address is HOST:PORT, with a port up to 65535"),
     (f"{TINY} --members 10000", "members need about"),
-    ("train my_recipe.py:running_mean --steps 4 --batch 4 --members 2 --quantize int8", "could make a variance negative"),
+    (
+        "train my_recipe.py:running_mean --steps 4 --batch 4 --members 2 --quantize int8",
+        "could make a variance negative",
+    ),
 ]
 
 ONE_AFTER_ANOTHER = f"""

@@ -255,8 +255,8 @@ def test_doctor_finds_machines_that_cost_without_use(cli):
     assert {check: finding["of"] for check, finding in found.items()} == {
         "keeper": "gpt2", "health": "v2-usc1f-0", "orphan": "left", "waits": "v5e-usw4a-0",
     }  # fmt: skip
-    assert "HBM_ECC" in found["health"]["what"] and "no pool former is wanted" in found["orphan"]["what"]
-    assert found["orphan"]["what"].startswith("a v2-8 in us-central1-f that costs $4.50 an hour")
+    assert "HBM_ECC" in found["health"]["what"] and "swarm.toml has no pool former" in found["orphan"]["what"]
+    assert found["orphan"]["what"].startswith("a v2-8 in us-central1-f for $4.50 an hour")
     assert found["orphan"]["mend"] == "`tpuswarm down left`"
 
 
@@ -309,7 +309,7 @@ def test_view_of_a_training_outlives_an_outage(monkeypatch):
     def read(self):
         if isinstance(answer := next(answers), Exception):
             raise answer
-        return SimpleNamespace(look=SimpleNamespace(state=answer), draw=lambda width, height: answer)
+        return SimpleNamespace(run=SimpleNamespace(state=answer), draw=lambda width, height: answer)
 
     monkeypatch.setattr(view.FleetTraining, "read", read)
     monkeypatch.setattr(view, "POLL_INTERVAL_S", 0.0)

@@ -107,7 +107,9 @@ def test_training_view(tmp_path, text_file):
     for screen in screens:
         assert re.search(r"\d+% ━", screen) and " of 4,000 steps" in screen and name in screen.replace("\n", "")
         assert re.search(r"0:0\d:\d\d elapsed +0:\d\d:\d\d left +\S+ steps/s +[\d,]+ tokens/s", screen)
-    printed = re.search(r"interrupted: saved at step (\d+); the same `tpuswarm train` command with ", opened.sentences)
+    printed = re.search(
+        r"interrupted: saved at step (\d+)\. To resume: the same `tpuswarm train` command with ", opened.sentences
+    )
     assert printed and (tmp_path / name / "checkpoints" / f"{int(printed[1]):08}").exists()
     assert "blocks/attn/proj/w " in shown and "…" not in shown
 

@@ -112,7 +112,7 @@ def test_evaluation_ends_early_at_a_stop_and_is_repeated_on_resume(tmp_path, mon
     result = fit(recipe, tmp_path / "run", save_every=100, eval_every=5, grace=1000)
     assert (result.ended, result.signal, result.step) == ("stopped", signal.SIGTERM, 5)
     assert "saved at step 5" in result.message
-    assert f"{result.message}; the same program with run=" in " ".join(capsys.readouterr().err.split())
+    assert f"{result.message}. To resume: the same program with run=" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(Slow, "rows", ArraySource.rows)
     fit(recipe, tmp_path / "run", eval_every=5)
     assert [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [5, 10, 15, 20]

@@ -50,6 +50,16 @@ def test_list_of_commands_imports_none(tmp_path, environment, first, imported):
     assert done.stdout.startswith(first) and done.stdout.endswith(f"\n{imported}\n"), done
 
 
+@pytest.mark.parametrize("command", ["status", "up"])
+def test_looking_at_a_fleet_loads_no_numpy(command):
+    program = (
+        f"import sys\nfrom tpuswarm.cli import main\nsys.argv = ['tpuswarm', '{command}', '--help']\n"
+        "try: main()\nfinally: print('numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert done.stdout.endswith("\nFalse\n"), done
+
+
 @pytest.mark.parametrize("words", ["train gpt2-tiny --devices 99", "sample runs/a"])
 def test_screen_shows_something_before_jax_is_loaded(tmp_path, words):
     Path(tmp_path, "runs/a").mkdir(parents=True)

@@ -1,10 +1,13 @@
 """Summarize a coordinator's state for people."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tpuswarm.swarm.core.coordinator_state import CoordinatorState
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Incarnation
+
+if TYPE_CHECKING:  # commands that read a status should not import NumPy
+    from tpuswarm.swarm.core.coordinator_state import CoordinatorState
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Summary:
     """Seconds."""
 
 
-def summary(state: CoordinatorState, now: float) -> Summary:
+def summary(state: "CoordinatorState", now: float) -> Summary:
     view = state.view
     accepted = (header.rows for header, _ in state.pending.values())
     held = (lease.outstanding for lease in state.leases.values())
@@ -54,7 +57,7 @@ def summary(state: CoordinatorState, now: float) -> Summary:
     )
 
 
-def _phase(state: CoordinatorState, now: float) -> str:
+def _phase(state: "CoordinatorState", now: float) -> str:
     if state.ended:
         return "all rows are counted"
     if state.recovering:

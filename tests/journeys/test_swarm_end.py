@@ -23,7 +23,7 @@ RUN = Path("a")
 
 
 class Cluster:
-    found, address, dashboard = True, "", None
+    is_external, address, dashboard = True, "", None
 
     def __init__(self, *arguments):
         pass
@@ -43,7 +43,7 @@ class Supervisor:
     def __init__(self, run, *rest):
         assert not (RUN / "report.html").exists(), "that of an earlier end"
 
-    def go(self):
+    def run_to_end(self):
         if not (RUN / FOUNDING).exists():
             self.view = Chain(Store(RUN), Random(3)).grow(9).view
             (RUN / FOUNDING).write_text('{"fragments": [], "chosen": {}}')

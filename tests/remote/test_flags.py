@@ -93,7 +93,7 @@ def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypa
     monkeypatch.setattr("tpuswarm.fleet.decide.jobs.FLAG_RESTART_INTERVAL_S", 0.1)
     members, began = "members-small", f"began with --{VMEM}=2000"
     with fleet.job("small", members, MEMBER), fleet.job(A, "mine", "sleep 1000"), fleet.flag("v2", VMEM, "2000") as out:
-        assert "2 members of the swarm keep their old flags: no keeper runs" in out
+        assert "2 members of the swarm keep old flags, since no keeper runs" in out
         assert "job mine keeps its old flags until it restarts: `tpuswarm stop mine`" in out
         fleet.carry_jobs(
             lambda jobs: [seat.run for seat in jobs[members].assignments if seat.phase == "running"] == [2, 2]

@@ -88,7 +88,7 @@ def test_forward_says_where_it_is_and_ends_with_ctrl_c(fleet):
 
 def test_ssh_scp_and_rsync_know_every_machine_and_refuse_others_in_a_sentence(fleet, tmp_path):
     out, _ = fleet.run("ssh-config")
-    assert "has 5 hosts" in out and "Include ~/.ssh/tpuswarm.d/*.config" in out
+    assert "with 5 hosts" in out and "Include ~/.ssh/tpuswarm.d/*.config" in out
     config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
 
     def run(*words, code=0):

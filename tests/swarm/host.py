@@ -111,7 +111,7 @@ class LedSwarm(Swarm):
         )
 
     def begin(self, members):
-        return [None], self.lead.begin()
+        return [None], self.lead.initialize()
 
     def make_state(self, state, anchor):
         return self.lead.make_state(anchor)

@@ -63,7 +63,7 @@ def test_commands_notice_an_end_without_a_keeper_and_the_name_is_free_again(flee
     out, _ = fleet.run("logs", machine)
     assert f"{machine}/1 short │ again" in out and "/2 short" not in out
     assert fleet.run("logs", f"{machine}/0")[0].count("short") == 0
-    assert "no run, job or machine is called shirt. List them: `tpuswarm status`" in fleet.run("logs", "shirt", code=2)[1]
+    assert "no run, job or machine is called shirt. List them:" in fleet.run("logs", "shirt", code=2)[1]
     (fleet.folder / "runs" / "short").mkdir(parents=True)
     assert "short is a run and a job. For the run, write ./short or runs/short" in fleet.run("logs", "short", code=2)[1]
 

@@ -45,6 +45,9 @@ def replacements() -> dict[Any, Callable[..., Any]]:
         functional.embedding_bag: _embedding_bag,
         functional.gaussian_nll_loss: _gaussian_nll_loss,
         functional.ctc_loss: functools.partial(_ctc_loss, losses),
+        torch.cdist: _cdist,
+        torch.bincount: _bincount,
+        torch.Tensor.bincount: _bincount,
     }
     for function in (
         torch.linalg.det,
@@ -70,6 +73,18 @@ def _recurrent(original: Any, custom: Any, x: Any, states: Any, params: Any, *ar
 
 def _dense_embedding(*args: Any, **kwargs: Any) -> Any:
     return functional.embedding(*args[:6], **{**kwargs, "sparse": False})  # optimizers here need dense gradients
+
+
+def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) -> Any:
+    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")  # the other form depends on the number of rows
+
+
+def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Count numbers below `minlength`; torch's own result is longer if there are larger ones."""
+    if not minlength:
+        return torch.bincount(input, weights)
+    counted = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
+    return counted.new_zeros(minlength).scatter_add(0, input.long(), counted)
 
 
 def _embedding_bag(

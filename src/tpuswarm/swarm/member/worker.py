@@ -246,7 +246,11 @@ class MemberWorker:
                 for number in range(len(last.state))
             ]
             average = device_state.place(means)
-        if evaluation := device_state.evaluate(lambda: self._leaving, average, last.version, last.tokens):
+
+        def should_stop(allowed_s: float = 0.0) -> bool:
+            return self._leaving
+
+        if evaluation := device_state.evaluate(should_stop, average, last.version, last.tokens):
             self._metrics.add_evaluation(evaluation)
 
     def _fetch_newest(

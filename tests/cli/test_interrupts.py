@@ -132,7 +132,7 @@ def test_one_ctrl_c_counts_once_although_a_forked_worker_gets_it_too(moment):
 
 def test_signal_waits_for_a_process_that_has_just_been_started():
     body = "stop.unblock(); end.end(0)"
-    with stop.blocked():
+    with stop.block_signals():
         process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(body=body, before="")], stderr=subprocess.PIPE)
     process.send_signal(signal.SIGINT)
     assert (process.communicate(timeout=240)[1], process.returncode) == (b"interrupted\n", 130)

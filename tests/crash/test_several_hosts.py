@@ -14,7 +14,7 @@ from tests.hosts import free_port
 from tests.processes import PROGRAM, Forked, updates, wait_for
 from tests.train import wide
 from tpuswarm import Trainer
-from tpuswarm.train.hosts.agreement import SECRET
+from tpuswarm.train.hosts.agreement import SECRET_FILE
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.run.listing import status
 from tpuswarm.train.user_code import build_recipe
@@ -100,7 +100,7 @@ def test_killed_host_ends_the_other_and_the_run_resumes_on_other_devices(tmp_pat
     sentence = "host 1 is gone (connection closed), so this host stops too; start all hosts again"
     assert printed.endswith(f"{sentence}\n") and "Traceback" not in printed
     assert (status(folder).state, status(folder).message) == ("failed", sentence)
-    assert not (folder / SECRET).exists()
+    assert not (folder / SECRET_FILE).exists()
     files = [path.name for path in (folder / f"checkpoints/{SAVE:08d}").rglob("ocdbt.process_*")]
     assert sorted(files) == ["ocdbt.process_0", "ocdbt.process_1"], "each host writes its part"
     check(train_here(folder, devices=4), expected)

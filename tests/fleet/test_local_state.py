@@ -25,7 +25,7 @@ from tpuswarm.fleet.keeper.keeper import Keeper, rotate_log
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.store import document, fleets, history
 from tpuswarm.fleet.store.fleets import Fleet
-from tpuswarm.train.process.computer import this_computer
+from tpuswarm.train.process.computer import computer_id
 
 start_process = subprocess.Popen
 
@@ -47,7 +47,7 @@ def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keep
     def detach(pid: int) -> bool:
         """Return whether a keeper was started while a process of this id leads."""
         before = len(background_keepers)
-        managed.change_document(lease=document.KeeperLease("x", "here", pid, 1, managed.cloud.now, this_computer()))
+        managed.change_document(lease=document.KeeperLease("x", "here", pid, 1, managed.cloud.now, computer_id()))
         fleets.start_background_keeper(fleet, managed.store, None)
         return len(background_keepers) > before
 

@@ -24,7 +24,7 @@ from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.views.events import commit_event
 from tpuswarm.swarm.views.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.train.process import terminal
-from tpuswarm.train.process.stamped import stamp
+from tpuswarm.train.process.timestamps import format_timestamp
 from tpuswarm.train.run.directory import Run, append_event
 
 COMMITS = 9
@@ -294,7 +294,7 @@ def test_following_logs_ends_with_the_run(call, chain, monkeypatch):
 
     def between_reads(seconds):
         for number in steps.pop(0):
-            log(number % 2, f"{stamp(began + number / 10)}step {number}\n")
+            log(number % 2, f"{format_timestamp(began + number / 10)}step {number}\n")
         if not steps:
             append_event(folder, "finished", message="100 steps")
             held.close()
@@ -340,11 +340,11 @@ def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
     assert process.stdout.readline() == "ready\n"
 
     def say(text, **about):
-        terminal.say(text, **about)
+        terminal.echo(text, **about)
         if "kill -9" in text:
             process.stdin.close()
 
-    monkeypatch.setattr(control, "say", say)
+    monkeypatch.setattr(control, "echo", say)
     code, out, err = call("stop a")
     assert process.wait(240) == 0 and f"stopping process {process.pid}" in err
     assert "note: members hand in what they have done" in err and "started" not in err

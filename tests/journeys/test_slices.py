@@ -27,7 +27,7 @@ from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.supervision import entry as hosts_of_run
 from tpuswarm.swarm.supervision.join import join
 from tpuswarm.train.hosts import rendezvous
-from tpuswarm.train.hosts.line import Line, WrongSecret, authenticate
+from tpuswarm.train.hosts.control_channel import ControlChannel, WrongSecret, authenticate
 
 
 def test_host_with_another_token_is_refused(tmp_path):
@@ -69,8 +69,8 @@ def test_host_receives_missing_files(tmp_path, monkeypatch):
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(files.receive, rendezvous.Hosts(1, 2, {0: Line(far, pytest.fail)}), one, whole)
-        files.send(rendezvous.Hosts(0, 2, {1: Line(near, pytest.fail)}), zero, whole)
+        taken = pool.submit(files.receive, rendezvous.Hosts(1, 2, {0: ControlChannel(far, pytest.fail)}), one, whole)
+        files.send(rendezvous.Hosts(0, 2, {1: ControlChannel(near, pytest.fail)}), zero, whole)
         taken.result(PATIENCE)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == there
     assert (one / "have").stat().st_ino == before, "what is there is not sent"

@@ -219,7 +219,7 @@ def test_resumed_deterministic_run_is_deterministic(stopped, monkeypatch):
     def prepare(deterministic=False):
         raise InterruptedError(deterministic)
 
-    monkeypatch.setattr("tpuswarm.train.process.platform.prepare", prepare)
+    monkeypatch.setattr("tpuswarm.train.process.platform.configure_jax", prepare)
     with pytest.raises(InterruptedError, match="True"):
         trainer().fit(toy.recipe(), run=stopped)
 

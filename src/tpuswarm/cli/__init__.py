@@ -13,21 +13,21 @@ SLOW_COMMANDS = (
 def main() -> NoReturn:
     """Run `tpuswarm`. Exit codes: 2 for wrong input, 1 for a failed run, 128 + N for signal N."""
     try:
-        from tpuswarm.train.process.stop import Interrupts, unblock
+        from tpuswarm.train.process.stop import InterruptHandler, unblock_signals
     except KeyboardInterrupt:  # no handler is installed yet
         raise SystemExit(130) from None
-    interrupts = Interrupts()
+    interrupts = InterruptHandler()
     try:
-        unblock()
-        from tpuswarm.train.process.terminal import at_once, settle, take_over
+        unblock_signals()
+        from tpuswarm.train.process.terminal import clear_temporary_line, print_temporary_line, wrap_standard_streams
 
-        take_over()
+        wrap_standard_streams()
         if sys.argv[1:2] and sys.argv[1] in SLOW_COMMANDS:
-            at_once("getting ready")
+            print_temporary_line("getting ready")
         from tpuswarm.cli.app import run
 
         code = run()
-        settle()
+        clear_temporary_line()
         interrupts.end(code)
     except KeyboardInterrupt:
         interrupts.end(None)

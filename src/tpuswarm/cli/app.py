@@ -15,7 +15,7 @@ from typer.main import get_group
 from tpuswarm.cli.help import Command, CommandGroup, format_top_help
 from tpuswarm.config.validation_errors import rephrase_message
 from tpuswarm.errors import TpuswarmError
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 UsageError: Any = typer.BadParameter.__base__
 COMMANDS: dict[str, dict[str, str]] = {
@@ -135,7 +135,7 @@ def _print_version(wanted: bool) -> None:
         from importlib import metadata
 
         versions = " · ".join(f"{name} {metadata.version(name)}" for name in ("tpuswarm", "jax", "ray"))
-        say(f"{versions} · Python {platform.python_version()}")
+        echo(f"{versions} · Python {platform.python_version()}")
         raise typer.Exit
 
 
@@ -162,7 +162,7 @@ def run() -> int:
     except UsageError as error:
         return _print_error(error, 2, _usage_error(error))
     except typer.Abort as abort:  # typer's own, for Ctrl-C at a prompt, leaves the cursor on the prompt's line
-        say("nothing was done" if abort.args else "\nnothing was done", err=True)
+        echo("nothing was done" if abort.args else "\nnothing was done", err=True)
         return 1
     except Exception as error:  # noqa: BLE001  # a bug: one sentence, and how to see more
         text = " ".join(str(error).split())[:300]
@@ -188,5 +188,5 @@ def _usage_error(error: Any) -> str:
 def _print_error(error: BaseException, code: int, text: str | None = None) -> int:
     if os.environ.get("TPUSWARM_DEBUG"):
         raise error
-    say(f"error: {text or error}", err=True)
+    echo(f"error: {text or error}", err=True)
     return code

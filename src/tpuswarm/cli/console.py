@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ def confirm(yes: bool) -> None:
     if not sys.stdin.isatty():
         raise InputError("this needs a confirmation, and there is no terminal to ask on: add --yes")
     while (answer := typer.prompt("Proceed? [y/N]", default="n", show_default=False).strip().lower()) not in ANSWERS:
-        say("answer y or n", err=True)
+        echo("answer y or n", err=True)
     if not ANSWERS[answer]:
         raise typer.Abort("no")
 
@@ -55,6 +55,6 @@ def print_checks(checks: "list[Check]") -> None:
     """Print a line for each check, and how to mend a failed one."""
     for check in checks:
         verdict = "no" if not check.ok else "ok" if check.known else f"{check.id}"
-        say(f"{verdict}: {check.sentence}", hang=4)
+        echo(f"{verdict}: {check.sentence}", hang=4)
         if not check.ok and check.mend:
-            say(f"    mend: {check.mend}")
+            echo(f"    mend: {check.mend}")

@@ -20,7 +20,7 @@ from tpuswarm.router.mapping import Mapping, format_ports
 from tpuswarm.router.ruleset import ruleset
 from tpuswarm.router.settings import sysctl_file, tuning
 from tpuswarm.router.status import Status, read_status
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 app = typer.Typer(help="Forward ports of this machine to many others, with nftables.", rich_markup_mode=None)
 File = Annotated[Path, typer.Argument(metavar="ROUTER.toml", help="See examples/router-ssh.toml.")]
@@ -66,7 +66,7 @@ def apply(
     if dry_run:
         is_root = os.geteuid() == 0
         _print_plan(router.make_plan(file, tune, persist, is_root))
-        say("nothing was done" if is_root else "nothing was done; the current rules were not read, which needs root")
+        echo("nothing was done" if is_root else "nothing was done; the current rules were not read, which needs root")
         return
     _require_root()
     with machine.exclusive():
@@ -84,12 +84,12 @@ def status(as_json: Json = False) -> None:
         print(json.dumps(asdict(found)))
         return
     if not found.rows and not found.drift:
-        say("nothing is applied to this machine")
+        echo("nothing is applied to this machine")
         return
     for line in _describe_traffic(found):
-        say(line)
+        echo(line)
     for sentence in found.drift:
-        say(f"drift: {sentence}")
+        echo(f"drift: {sentence}")
 
 
 @app.command()
@@ -100,11 +100,11 @@ def remove(dry_run: DryRun = False) -> None:
         was_tuned = machine.SYSCTL.exists()
         _print_numbered(router.removal_steps())
         if dry_run:
-            say("nothing was done")
+            echo("nothing was done")
             return
         router.remove()
     if was_tuned:
-        say("the kernel settings of --tune, forwarding included, stay until this machine restarts")
+        echo("the kernel settings of --tune, forwarding included, stay until this machine restarts")
 
 
 def _read_fleet(file: Path) -> tuple[RouterFile, dict[int, str]]:
@@ -161,16 +161,16 @@ def _describe_ports(file: RouterFile, ports: Mapping) -> list[str]:
 
 def _print_plan(plan: router.Plan) -> None:
     for note in plan.notes:
-        say(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     steps = plan.steps()
     _print_numbered(steps)
     if not steps:
-        say(f"{plan.file} is already applied; nothing to do")
+        echo(f"{plan.file} is already applied; nothing to do")
 
 
 def _print_numbered(steps: list[str]) -> None:
     for number, step in enumerate(steps, 1):
-        say(f"{number}. {step}", hang=3)
+        echo(f"{number}. {step}", hang=3)
 
 
 def _require_root() -> None:

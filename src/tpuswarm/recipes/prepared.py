@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.train.process.atomic import part, write_atomically
+from tpuswarm.train.process.atomic import partial_path, write_atomically
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import writing
 
@@ -48,6 +48,6 @@ def share(made: Path, folder: Path, *names: str) -> None:
         if not is_made(folder):
             for name in names:
                 with waiting(f"copying {name} into the run"):
-                    shutil.copyfile(made / name, part(folder / name))
-                part(folder / name).replace(folder / name)
+                    shutil.copyfile(made / name, partial_path(folder / name))
+                partial_path(folder / name).replace(folder / name)
             write_atomically(folder / ABOUT, (made / ABOUT).read_text())

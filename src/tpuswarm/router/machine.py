@@ -14,7 +14,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.router.ruleset import TABLE, Listing, dropping_chains, is_ours, parse_listing, replace_table
 from tpuswarm.router.settings import Setting
-from tpuswarm.train.process.atomic import part, write_atomically
+from tpuswarm.train.process.atomic import partial_path, write_atomically
 
 RULES = Path("/etc/tpuswarm-router.nft")
 SYSCTL = Path("/etc/sysctl.d/60-tpuswarm-router.conf")
@@ -121,7 +121,7 @@ def delete_files() -> None:
     """Delete FILES."""
     for path in FILES:
         path.unlink(missing_ok=True)
-        part(path).unlink(missing_ok=True)  # an apply that was killed leaves it
+        partial_path(path).unlink(missing_ok=True)  # an apply that was killed leaves it
 
 
 def reload_systemd() -> None:

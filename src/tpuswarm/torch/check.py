@@ -19,7 +19,7 @@ from tpuswarm.torch.recipe import CHECKED_ROWS
 from tpuswarm.torch.trace import traceback_line
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.data.placing import in_jax_types
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 MAX_CHECKED_PARAMETERS = 50_000_000
 """Larger modules are checked only on request, because the check takes memory and time."""
@@ -58,7 +58,7 @@ def check_module(
             raise NotComparable(f"it has {parameters / 1e6:,.0f} million parameters; check=True compares it")
         compare_with_torch(module, loss, rows, exported)
     except NotComparable as reason:
-        say(f"{exported.name} was not compared with torch: {reason}.", err=True)
+        echo(f"{exported.name} was not compared with torch: {reason}.", err=True)
 
 
 def compare_with_torch(

@@ -23,7 +23,7 @@ from tpuswarm.torch.masks import simplify_attention_masks
 from tpuswarm.torch.merge_traces import TRACED_ROWS, merge_traces
 from tpuswarm.torch.trace import Location, TracedStep, copy_module, trace, traceback_line
 from tpuswarm.train.data.arrays import to_numpy
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 MIN_TORCH = (2, 13)
 IDENTITY_OPS = ("clone", "detach", "alias", "lift_fresh_copy")
@@ -79,7 +79,7 @@ class Tracer:
         trainable = {name for name, param in self._module.named_parameters() if param.requires_grad}
         if unreached := sorted(trainable - train.gradients.keys()):
             more = f" and {len(unreached) - 3} more" if len(unreached) > 3 else ""
-            say(f"No gradient reaches {', '.join(unreached[:3])}{more}; they are not trained, as in torch.", err=True)
+            echo(f"No gradient reaches {', '.join(unreached[:3])}{more}; they are not trained, as in torch.", err=True)
         return ExportedModule(
             type(self._module).__name__,
             {**self._arrays, "constants": constants},

@@ -13,7 +13,7 @@ from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.train.diagnose.watch import Watch
 from tpuswarm.train.entry_point import entry_point
-from tpuswarm.train.hosts.several import several
+from tpuswarm.train.hosts.host_group import parse_host_group
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
 from tpuswarm.train.look.outputs import Logger, all_loggers, check_loggers
@@ -25,7 +25,7 @@ from tpuswarm.train.loop.result import Result
 from tpuswarm.train.loop.session import prepare, taken
 from tpuswarm.train.optional import check_recipe
 from tpuswarm.train.process import platform
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Recipe
@@ -194,7 +194,7 @@ class Trainer:
         check_recipe(recipe)
         if self.hosts is not None:
             raise InputError("a run is evaluated on one host: leave out hosts")
-        platform.prepare(bool(self.deterministic))
+        platform.configure_jax(bool(self.deterministic))
         folder = bring(str(run), whole=True) if is_url(str(run)) else find_run(str(run))
         if "swarm" in read_config(folder):
             raise InputError(
@@ -203,7 +203,7 @@ class Trainer:
             )
         loaded = load_run(folder, select_devices(self.devices, platform.local_devices()), best=best, recipe=recipe)
         for note in loaded.notes:
-            say(note, err=True)
+            echo(note, err=True)
         return loaded
 
     @entry_point
@@ -225,7 +225,7 @@ class Trainer:
         asked = self.settings(steps, batch, init_from, init_only)
         if self.hosts is not None or asked["batch"] == "auto":
             raise InputError("find_lr runs on one host, with a batch in rows: leave out hosts and batch='auto'")
-        platform.prepare(bool(self.deterministic))
+        platform.configure_jax(bool(self.deterministic))
         devices = select_devices(self.devices, platform.local_devices())
         with waiting(f"looking for the learning rate of {recipe.name}", short=0.0) as far:
             return find_lr(recipe, asked, devices, steps, far)
@@ -263,7 +263,7 @@ class Trainer:
         check_loggers(self.loggers)
         if self.wandb is not None:
             wandb_log.require()
-        hosts = several(self.hosts, self.host, self.hosts_at)
+        hosts = parse_host_group(self.hosts, self.host, self.hosts_at)
         with Watch() as watch, ExitStack() as ends:
             if self.fast_dev_run:
                 if hosts:

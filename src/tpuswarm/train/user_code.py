@@ -20,7 +20,7 @@ from tpuswarm.config.units import check_number
 from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.optional import KeepsFiles, check_recipe
-from tpuswarm.train.process.platform import prepare
+from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.process.stop import loads_user_code
 from tpuswarm.train.recipe import Recipe
 
@@ -138,7 +138,7 @@ def find_maker(target: str) -> Any:
     if place.endswith(".py"):
         _check_file(Path(place))
     if not place.startswith(OUR_MODULES):
-        prepare()  # the file may use JAX as it is read
+        configure_jax()  # the file may use JAX as it is read
     with blame(f"{place} cannot be imported"):
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     maker = getattr(module, name, None)

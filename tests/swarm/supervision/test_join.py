@@ -23,7 +23,7 @@ from tpuswarm.swarm.member.group import Group
 from tpuswarm.swarm.supervision import join as joining
 from tpuswarm.swarm.supervision.join import _HostEnd, join
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, Progress, SwarmStatus, compose
-from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
+from tpuswarm.train.hosts.control_channel import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
 
 
 @pytest.fixture

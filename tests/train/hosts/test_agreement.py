@@ -14,10 +14,10 @@ from tests.train import toy
 from tpuswarm import ArraySource, InputError, RunFailed, Trainer
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.hosts import agreement, rendezvous
-from tpuswarm.train.hosts.agreement import SECRET, Agreement
-from tpuswarm.train.hosts.line import Line
+from tpuswarm.train.hosts.agreement import SECRET_FILE, Agreement
+from tpuswarm.train.hosts.control_channel import ControlChannel
+from tpuswarm.train.hosts.host_group import PORT, HostGroup, parse_host_group
 from tpuswarm.train.hosts.rendezvous import Hosts
-from tpuswarm.train.hosts.several import PORT, Several, several
 from tpuswarm.train.loop import recorded
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import build_recipe
@@ -25,7 +25,7 @@ from tpuswarm.train.user_code import build_recipe
 
 @pytest.fixture
 def pair():
-    ends = [Line(end, lambda why, status: None) for end in connected_sockets()]
+    ends = [ControlChannel(end, lambda why, status: None) for end in connected_sockets()]
     return [Agreement(Hosts(index, 2, {1 - index: end})) for index, end in enumerate(ends)]
 
 
@@ -127,11 +127,11 @@ def test_hosts_that_run_different_programs_fail(pair):
 
 
 def test_run_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(agreement, "LOOK", 0.3)
+    monkeypatch.setattr(agreement, "FILE_VISIBLE_S", 0.3)
     with rendezvous.listen("127.0.0.1", 0) as listener:
         address, run = f"127.0.0.1:{listener.getsockname()[1]}", tmp_path / "run"
         with pytest.raises(InputError, match=f"host 0 answers at {address}, but host 1 cannot see its run dir.* {run}"):
-            agreement.join(Several(2, 1, address), run, lambda why: None)
+            agreement.join_hosts(HostGroup(2, 1, address), run, lambda why: None)
     assert "this is host 1 of 2; connecting to 127.0.0.1" in capfd.readouterr().err
 
 
@@ -139,15 +139,15 @@ def test_secret_is_readable_by_its_user_alone_while_hosts_come_together(tmp_path
     seen = []
 
     def initialize(address, count, index, secret, *more):
-        path = tmp_path / SECRET
+        path = tmp_path / SECRET_FILE
         seen.append((path.read_bytes() == secret, oct(path.stat().st_mode & 0o777), len(secret)))
         raise rendezvous.Absent("nobody")
 
     monkeypatch.setattr(agreement, "initialize", initialize)
-    (tmp_path / SECRET).write_text("of a killed process")
+    (tmp_path / SECRET_FILE).write_text("of a killed process")
     with pytest.raises(rendezvous.Absent):
-        agreement.join(Several(2, 0, "127.0.0.1:9"), tmp_path, lambda why: None)
-    assert seen == [(True, "0o600", 64)] and not (tmp_path / SECRET).exists()
+        agreement.join_hosts(HostGroup(2, 0, "127.0.0.1:9"), tmp_path, lambda why: None)
+    assert seen == [(True, "0o600", 64)] and not (tmp_path / SECRET_FILE).exists()
 
 
 WORKERS = {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "t-0,t-1,t-2,t-3"}
@@ -158,8 +158,8 @@ WORKERS = {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "t-0,t-1,t-2,t-3"}
     [
         ((None, None, None), WORKERS, None),
         ((1, 0, "h:1"), {}, None),
-        ((4, 1, "h:1"), WORKERS, Several(4, 1, "h:1")),
-        ((4, None, None), WORKERS, Several(4, 2, f"t-0:{PORT}")),
+        ((4, 1, "h:1"), WORKERS, HostGroup(4, 1, "h:1")),
+        ((4, None, None), WORKERS, HostGroup(4, 2, f"t-0:{PORT}")),
         ((None, 1, None), {}, "--host and --hosts-at need --hosts"),
         ((0, 0, "h:1"), {}, "hosts must be 1 or more, not 0"),
     ],
@@ -167,7 +167,7 @@ WORKERS = {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "t-0,t-1,t-2,t-3"}
 def test_host_is_found_from_options_and_the_slices_environment(options, environment, expected):
     """Options that a command refuses: cli/test_wrong_input.py."""
     with pytest.raises(InputError, match=expected) if isinstance(expected, str) else nullcontext():
-        assert several(*options, environment) == expected
+        assert parse_host_group(*options, environment) == expected
 
 
 def test_incomplete_settings_of_several_hosts_are_refused(tmp_path, monkeypatch, pair):

@@ -19,7 +19,7 @@ import pytest
 from tests.hosts import SECRET, connected_sockets, err, finished, free_port, signal_host, start_hosts
 from tests.train import host
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.hosts import line, rendezvous
+from tpuswarm.train.hosts import control_channel, rendezvous
 from tpuswarm.train.program import mesh
 
 MODULE = "tests.train.host"
@@ -64,23 +64,25 @@ def test_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_p
     assert err(tmp_path, 0).read_text().startswith(f"host 1 is gone (it ended: {sentence})")
 
 
-def watched(connection: socket.socket) -> tuple[line.Line, SimpleQueue]:
+def watched(connection: socket.socket) -> tuple[control_channel.ControlChannel, SimpleQueue]:
     ends = SimpleQueue()
-    return line.Line(connection, lambda why, status: ends.put((why, status))), ends
+    return control_channel.ControlChannel(connection, lambda why, status: ends.put((why, status))), ends
 
 
 def dial(address: tuple[str, int], index: int, host_0) -> socket.socket:
     while not host_0.done():
         with suppress(ConnectionRefusedError):
             connection = socket.create_connection(address)
-            assert line.authenticate(connection, SECRET, index) == 0
+            assert control_channel.authenticate(connection, SECRET, index) == 0
             return connection
     raise AssertionError(host_0.result())
 
 
 def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatch):
     lines = []
-    monkeypatch.setattr(rendezvous, "Line", lambda *about: lines.append(line.Line(*about)) or lines[-1])
+    monkeypatch.setattr(
+        rendezvous, "ControlChannel", lambda *about: lines.append(control_channel.ControlChannel(*about)) or lines[-1]
+    )
     monkeypatch.setattr(rendezvous, "LOOK", 0.1)
     address, leave = ("127.0.0.1", free_port()), threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -92,7 +94,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             socket.create_connection(address).close()  # a stranger
             _, duplicate = watched(dial(address, 1, zero))
             words = "it ended: it expects hosts 1 to 2, each once, not another host 1"
-            assert duplicate.get(timeout=60) == (words, line.TAKEN)
+            assert duplicate.get(timeout=60) == (words, control_channel.TAKEN)
             connection.shutdown(socket.SHUT_RDWR)
             one.get(timeout=60)
             lines[0].wait(60)  # until host 0 has seen it
@@ -102,7 +104,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             leave.set()
         with pytest.raises(rendezvous.Absent):
             zero.result(60)
-        assert again.get(timeout=60) == ("it ended: it stopped waiting", line.LEFT)
+        assert again.get(timeout=60) == ("it ended: it stopped waiting", control_channel.LEFT)
 
 
 def test_another_version_is_refused_before_jax_starts():
@@ -119,11 +121,14 @@ def test_another_version_is_refused_before_jax_starts():
             zero.result(60)
 
 
-@pytest.mark.parametrize(("error", "status"), [(InputError, line.WRONG), (RunFailed, line.LOST), (KeyError, line.LOST)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(InputError, control_channel.WRONG), (RunFailed, control_channel.LOST), (KeyError, control_channel.LOST)],
+)
 def test_other_hosts_are_told_how_host_0_ended(error, status):
     near, far = connected_sockets()
     _, ends = watched(far)
-    with pytest.raises(error), rendezvous.Hosts(0, 2, {1: line.Line(near, pytest.fail)}):
+    with pytest.raises(error), rendezvous.Hosts(0, 2, {1: control_channel.ControlChannel(near, pytest.fail)}):
         raise error("why")
     why, found = ends.get(timeout=60)
     assert found == status and "why" in why
@@ -131,7 +136,7 @@ def test_other_hosts_are_told_how_host_0_ended(error, status):
 
 @pytest.mark.parametrize("error", [RuntimeError("Gloo: closed by peer"), InputError("no")])
 def test_error_of_a_collective_waits_for_the_news_that_explains_it(monkeypatch, error):
-    monkeypatch.setattr(rendezvous, "BEAT", 60.0)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_INTERVAL_S", 60.0)
     near, far = connected_sockets()
     here, ends = watched(near)
     is_unexpected = isinstance(error, RuntimeError)
@@ -145,28 +150,30 @@ def test_error_of_a_collective_waits_for_the_news_that_explains_it(monkeypatch, 
 
 def test_host_sends_heartbeats_until_its_own_farewell(monkeypatch):
     """The other has said its farewell and waits; in a silence it would take this one for dead."""
-    monkeypatch.setattr(line, "BEAT", 0.05)
+    monkeypatch.setattr(control_channel, "HEARTBEAT_INTERVAL_S", 0.05)
     near, far = connected_sockets()
     far.settimeout(60)
-    farewell = json.dumps({"farewell": None, "status": line.LOST}).encode()
-    far.sendall(line.HEAD.pack(len(farewell), 0) + farewell)
-    this = line.Line(near, lambda why, status: pytest.fail(why))
+    farewell = json.dumps({"farewell": None, "status": control_channel.LOST}).encode()
+    far.sendall(control_channel.HEAD.pack(len(farewell), 0) + farewell)
+    this = control_channel.ControlChannel(near, lambda why, status: pytest.fail(why))
     assert this.receive() is None
     for _ in range(5):
-        assert line.HEAD.unpack(line._exactly(far, line.HEAD.size)) == (0, 0)
+        assert control_channel.HEAD.unpack(control_channel._exactly(far, control_channel.HEAD.size)) == (0, 0)
     this.farewell()
     rest = b"".join(iter(lambda: far.recv(4096), b""))  # up to the end of the connection
     assert farewell in rest
 
 
-@pytest.mark.parametrize(("secret", "found"), [(SECRET, [3, 0]), (b"other", [line.WrongSecret, line.WrongSecret])])
+@pytest.mark.parametrize(
+    ("secret", "found"), [(SECRET, [3, 0]), (b"other", [control_channel.WrongSecret, control_channel.WrongSecret])]
+)
 def test_secret_has_to_be_known_at_both_ends(secret, found):
     def authenticate(end, secret, index):
         try:
-            return line.authenticate(end, secret, index)
-        except line.WrongSecret:
+            return control_channel.authenticate(end, secret, index)
+        except control_channel.WrongSecret:
             end.close()
-            return line.WrongSecret
+            return control_channel.WrongSecret
 
     ends = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
@@ -200,16 +207,16 @@ def test_library_that_ends_the_process_waits_for_the_sentence(is_in_time):
     """gloo does, in a thread of its own, where two devices no longer send each other the same once a host is gone."""
     script = f"""
 import ctypes, threading
-from tpuswarm.train.hosts import line
-line.SILENCE = line.BEAT = {60 if is_in_time else 0.1}
-line.hold_terminate()
+from tpuswarm.train.hosts import control_channel
+control_channel.SILENCE_TIMEOUT_S = control_channel.HEARTBEAT_INTERVAL_S = {60 if is_in_time else 0.1}
+control_channel.hold_terminate()
 library = threading.Thread(target=ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"], daemon=True)
 library.start()
 library.join({0.3 if is_in_time else ""})
-line.end_process("host 1 is gone")
+control_channel.end_process("host 1 is gone")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     if is_in_time:
-        assert (done.returncode, done.stderr) == (line.LOST, "host 1 is gone\n")
+        assert (done.returncode, done.stderr) == (control_channel.LOST, "host 1 is gone\n")
     else:
         assert done.returncode == -signal.SIGABRT and "terminate called" in done.stderr

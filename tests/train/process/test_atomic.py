@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.process.atomic import whole_folder, write_atomically
+from tpuswarm.train.process.atomic import new_folder, write_atomically
 
 
 def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -23,11 +23,11 @@ def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_folder_gets_its_name_once_all_is_in_it(tmp_path):
-    with whole_folder(tmp_path / "new" / "out") as folder:
+    with new_folder(tmp_path / "new" / "out") as folder:
         (folder / "file").write_text("whole")
         assert not (tmp_path / "new" / "out").exists()
     assert (tmp_path / "new" / "out" / "file").read_text() == "whole"
-    with pytest.raises(KeyError), whole_folder(tmp_path / "failed") as folder:
+    with pytest.raises(KeyError), new_folder(tmp_path / "failed") as folder:
         (folder / "file").write_text("half")
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
@@ -37,7 +37,7 @@ def test_folder_in_use_is_not_replaced_and_a_link_stays_one(tmp_path, monkeypatc
     (tmp_path / "full" / "in").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    with whole_folder(tmp_path / "link") as folder:
+    with new_folder(tmp_path / "link") as folder:
         (folder / "file").write_text("whole")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "file").exists()
     here = tmp_path / "here"
@@ -46,4 +46,4 @@ def test_folder_in_use_is_not_replaced_and_a_link_stays_one(tmp_path, monkeypatc
     current = "is the current folder; use a new one inside it"
     for name, words in ((".", current), (str(here), current), ("../full", "full already exists")):
         with pytest.raises(InputError, match=words):
-            whole_folder(Path(name)).__enter__()
+            new_folder(Path(name)).__enter__()

@@ -10,7 +10,7 @@ import typer
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.process import platform
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import Run
 
@@ -44,7 +44,7 @@ def demo(
         demo_cloud()
         return
     _check_folder()
-    say(
+    echo(
         f"A swarm of {MEMBERS} trains a small GPT-2, about two minutes; halfway, {VICTIM} is killed and comes back.\n"
         "Goodput is the share of the trained tokens that counts; an incarnation is one life of a member.",
         err=True,
@@ -67,7 +67,7 @@ def demo(
     _check_folder(remove=True)  # not earlier: an interrupt during loading keeps the last demo
     result = train(recipe, swarm, settings, None, None, FOLDER, screen, _Killer(screen).watch)
     if result.ended.how == "stopped":
-        say(
+        echo(
             f"{FOLDER}: {result.ended.message}. Resume: "
             f"`tpuswarm train gpt2-tiny --members {MEMBERS} --run {FOLDER}`; a new demo replaces it"
         )
@@ -75,16 +75,16 @@ def demo(
         print_swarm_result(result, as_json=False)
     if result.ended.signal is not None:
         raise typer.Exit(128 + result.ended.signal)
-    say("\nthe ledger, replayed:")
+    echo("\nthe ledger, replayed:")
     with waiting("replaying"):
         lines = list(replay_lines(Store(FOLDER)))
-    say(f"  … {len(lines) - LEDGER_LINES} more")
+    echo(f"  … {len(lines) - LEDGER_LINES} more")
     for line in lines[-LEDGER_LINES:]:
-        say(f"  {line}", hang=4)
+        echo(f"  {line}", hang=4)
     text = "\n".join(_sample().splitlines()[:TEXT_LINES]).rstrip()
-    say("\na sample of its text:")
+    echo("\na sample of its text:")
     print(text)
-    say('\nnext: `tpuswarm ledger verify runs/demo`, `tpuswarm sample runs/demo --prompt "import "`')
+    echo('\nnext: `tpuswarm ledger verify runs/demo`, `tpuswarm sample runs/demo --prompt "import "`')
 
 
 def _check_folder(remove: bool = False) -> None:

@@ -13,7 +13,7 @@ from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cloud.rehearsal.place import VARIABLE
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.store.fleets import find_fleet
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.watch.state import State
 
 FOLDER = Path("runs/demo-cloud")
@@ -63,7 +63,7 @@ def demo_cloud() -> None:
     """Run the demo and print its commands. Raises RunFailed if a step takes too long."""
     _prepare_folder()
     start = time.monotonic()
-    say(
+    echo(
         "Two machines of a local cloud, one of them a slice of two hosts, train one model; their head is a third.\n"
         "Then one of them is preempted, and the head is deleted with its disk. About four minutes.",
         err=True,
@@ -87,7 +87,7 @@ def demo_cloud() -> None:
     finally:
         demo.run("down", "--yes", check=False)
         demo.run("rehearsal", "stop", check=False, shows=False)
-    say(f"done in {time.monotonic() - start:.0f} s; the fleet's file is {FOLDER}/swarm.toml")
+    echo(f"done in {time.monotonic() - start:.0f} s; the fleet's file is {FOLDER}/swarm.toml")
 
 
 def _prepare_folder() -> None:
@@ -112,7 +112,7 @@ class CloudDemo:
 
     def run(self, *words: str, check: bool = True, shows: bool = True) -> None:
         """Run a command to its end. Its output is shown at once, or only if it fails."""
-        say(f"\n$ tpuswarm {' '.join(words)}")
+        echo(f"\n$ tpuswarm {' '.join(words)}")
         sys.stdout.flush()
         pipe = None if shows else subprocess.PIPE
         done = subprocess.run(
@@ -128,11 +128,11 @@ class CloudDemo:
 
     def wait_until(self, goal: str, is_reached: Callable[[State], bool]) -> State:
         """Draw the training until it reaches a state."""
-        from tpuswarm.train.process.drawn import Drawn
+        from tpuswarm.train.process.live_region import LiveRegion
 
-        say(f"\nwaiting until {goal}")
+        echo(f"\nwaiting until {goal}")
         end = time.monotonic() + STEP_TIMEOUT_S
-        with Drawn(console=self._console, auto_refresh=False) as live:
+        with LiveRegion(console=self._console, auto_refresh=False) as live:
             while not is_reached(state := self.read_state()):
                 if time.monotonic() > end:
                     raise RunFailed(f"{goal}: not within {STEP_TIMEOUT_S:.0f} s")
@@ -144,7 +144,7 @@ class CloudDemo:
 
     def delete(self, name: str) -> None:
         """Delete a machine with its disk behind tpuswarm's back, as somebody in the console might."""
-        say(f"\n{name} is deleted in the console, with its disk")
+        echo(f"\n{name} is deleted in the console, with its disk")
         cloud = find_fleet(None)[0].provider()
         (machine,) = [machine for machine in self.read_state().there if machine.name == name]
         cloud.delete(machine)

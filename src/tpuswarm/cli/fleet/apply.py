@@ -37,7 +37,7 @@ from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import is_tf_pod, outdated_pods
 from tpuswarm.remote.setup.table import Setup
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
 
@@ -69,7 +69,7 @@ def preview_and_confirm(
     store = fleet.store(cloud)
     document, listing, note = fleets.inspect_fleet(fleet, store, cloud, file, adopt)
     if note:
-        say(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     before = document.desired if document else None
     make_key()
     desired = adjust(fleets.merge_desired(file, fleet.mark, before, paid, public_key()))
@@ -82,7 +82,7 @@ def preview_and_confirm(
     print_preview(steps, desired, file.provider, keep or desired.kept_on is not None)
     pods = outdated_pods(replace(document, desired=desired), listing.machines) if document else {}
     for name in pods:
-        say(f"{name} gets new flags: its tpu-runtime restarts, which ends programs on its TPU")
+        echo(f"{name} gets new flags: its tpu-runtime restarts, which ends programs on its TPU")
     print_more()
     if steps.steps or pods:
         confirm(yes)
@@ -135,7 +135,7 @@ def print_dry_run(
         desired = desired_from_file.with_keeper_home(desired, file.storage.bucket if file.storage else None)
     print_preview(preview_change(desired, None, file.project or "PROJECT"), desired, file.provider, keep)
     print_more()
-    say("nothing was done; a dry run does not check what exists already")
+    echo("nothing was done; a dry run does not check what exists already")
 
 
 def require_checks(cloud: Provider, file: SwarmFile, paid: bool) -> None:
@@ -151,7 +151,7 @@ def require_checks(cloud: Provider, file: SwarmFile, paid: bool) -> None:
         checks = run_checks(file, facts, time.time(), paid, head_memory_bytes(file))
     for check in checks:
         if not check.known:
-            say(f"note: {check.id} {check.sentence}", err=True)
+            echo(f"note: {check.id} {check.sentence}", err=True)
     if failed := [check for check in checks if not check.ok]:
         print_checks(failed)
         raise InputError(
@@ -187,7 +187,7 @@ def label_bucket(cloud: Provider, fleet: Fleet, desired: Desired) -> None:
     try:
         Project(cloud.access).label_bucket(fleet.bucket, {FLEET_LABEL: desired.fleet})
     except Denied as error:
-        say(f"note: could not write the fleet's id on the bucket: {error}", err=True)
+        echo(f"note: could not write the fleet's id on the bucket: {error}", err=True)
 
 
 def preview_change(
@@ -208,23 +208,23 @@ def preview_change(
 def print_preview(steps: Preview, desired: Desired, provider: str, has_keeper: bool, is_ending: bool = False) -> None:
     """Print numbered steps, their cost, and the gcloud commands that do the same."""
     for number, step in enumerate(steps.steps, 1):
-        say(f"{number}. {step.says}{f'; {step.costs}' if step.costs else ''}", hang=3)
+        echo(f"{number}. {step.says}{f'; {step.costs}' if step.costs else ''}", hang=3)
         print(textwrap.indent(step.line, "     "))
     for wait in steps.waits:
-        say(f"not now: {wait.subject} – {wait.why}")
+        echo(f"not now: {wait.subject} – {wait.why}")
     if not steps.steps:
-        say("nothing to do")
+        echo("nothing to do")
     if is_ending:
         return
     total = steps.free + steps.paid
     money = f"{steps.rate.hour} an hour, {steps.rate.day} a day" if steps.paid else "nothing"
     rehearsed = ", at Google's prices (a rehearsal is free)" if provider == "rehearsal" and steps.paid else ""
-    say(f"total: {total:,} machine{'s' * (total != 1)}, {steps.free:,} under grants; {money}{rehearsed}")
+    echo(f"total: {total:,} machine{'s' * (total != 1)}, {steps.free:,} under grants; {money}{rehearsed}")
     if has_keeper:
-        say(f"keeper: {_keeper_home(desired)}")
+        echo(f"keeper: {_keeper_home(desired)}")
     has_limits = desired.budget.total is not None or desired.down_when or any(grant.expires for grant in desired.grants)
     if has_limits and not has_keeper:
-        say("budget, grants and down_when apply only while a keeper runs: `tpuswarm up --keep`, or `tpuswarm keep`")
+        echo("budget, grants and down_when apply only while a keeper runs: `tpuswarm up --keep`, or `tpuswarm keep`")
 
 
 def _keeper_home(desired: Desired) -> str:
@@ -274,8 +274,8 @@ def run_keeper(
             return keeper.run(show, is_done, time.sleep, patient)
     except KeyboardInterrupt:
         for line in progress.describe_machines():
-            say(line, err=True)
-        say("the same command continues", err=True)
+            echo(line, err=True)
+        echo("the same command continues", err=True)
         raise
     finally:
         jobs.stop()

@@ -23,7 +23,7 @@ from tpuswarm.fleet.apply.preflight import run_checks
 from tpuswarm.fleet.spec.checks import find_problems
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, SwarmFile, read_swarm
 from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT, check_provider, open_access
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
 GRANTS_INTRODUCTION = """TPUs that you were granted, for example by TPU Research Cloud, are free. Type
@@ -76,10 +76,10 @@ def init(
             print(GRANTS_INTRODUCTION)
         grants, pools = _ask_machines(ask, grant or [], type_, zone or [], 1 if count is None else count, on_demand)
         plan, text = _plan_new_file(ask, file, provider, project, bucket, cross_region, grants, pools)
-    say(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
+    echo(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if dry_run:
         _print_steps(preparation.list_steps(plan, text, preparation.ProjectState(file=file.exists())))
-        say("nothing was done; a dry run does not check what exists already")
+        echo("nothing was done; a dry run does not check what exists already")
         return
     from tpuswarm.cloud.google.project import Project
 
@@ -97,9 +97,9 @@ def init(
                 with waiting(step.says) as show_progress:
                     preparation.run_step(step, cloud_project, plan, state, text, show_progress)
             except KeyboardInterrupt:
-                say(f"{number}. not finished: {step.says}; the same command continues")
+                echo(f"{number}. not finished: {step.says}; the same command continues")
                 raise
-            say(f"{number}. done: {step.says}")
+            echo(f"{number}. done: {step.says}")
     _print_next_commands(access, cloud_project, file)
 
 
@@ -114,9 +114,11 @@ def _print_next_commands(access: Any, cloud_project: Any, file: Path) -> None:
         checks = run_checks(spec, facts, time.time(), paid=True)
     print_checks([check for check in checks if not check.ok or not check.known or check.id in INFORMATIVE_CHECKS])
     words = "" if file == DEFAULT_FILE else f" {file}"
-    say(f"next: `tpuswarm up{words}`" if all(check.ok for check in checks) else f"mend this, then `tpuswarm up{words}`")
+    echo(
+        f"next: `tpuswarm up{words}`" if all(check.ok for check in checks) else f"mend this, then `tpuswarm up{words}`"
+    )
     if spec.provider == "google":
-        say(
+        echo(
             f"at the end: `tpuswarm down{words}`. To make sure that nothing costs money then: "
             f"`gcloud billing projects unlink {cloud_project.id}`"
         )
@@ -169,7 +171,7 @@ def _plan_new_file(
     for place, sentence in find_problems(parse_toml(text, file, SwarmFile), time.time()):
         if place != ("storage", "region"):
             raise InputError(sentence)
-        say(sentence)
+        echo(sentence)
         if ask("allow it, yes or no", "--allow-cross-region", "no").lower() not in ("y", "yes"):
             raise InputError(f"{sentence} (--allow-cross-region)")
         return plan, preparation.swarm_toml(plan, provider, True, grants, pools)
@@ -193,7 +195,7 @@ def _default_project() -> str | None:
 def _print_steps(steps: list[preparation.InitStep]) -> None:
     for number, step in enumerate(steps, 1):
         done = " – already done" if step.there else ""
-        say(f"{number}. {step.says}{done}", hang=3)
+        echo(f"{number}. {step.says}{done}", hang=3)
         if not step.there:
             print(textwrap.indent(step.line, "     "))
 

@@ -7,7 +7,7 @@ from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.keeper.keeper import Tick
 from tpuswarm.fleet.view import machine_rows, machines_table
-from tpuswarm.train.process.terminal import say_on
+from tpuswarm.train.process.terminal import echo_on_console
 
 MAX_ROWS = 14
 """Machines shown on a terminal; ready ones come last."""
@@ -24,9 +24,9 @@ class FleetProgress:
 
     def __enter__(self) -> "FleetProgress":
         if self._console.is_terminal:
-            from tpuswarm.train.process.drawn import Drawn
+            from tpuswarm.train.process.live_region import LiveRegion
 
-            self._live = Drawn(console=self._console, auto_refresh=False)  # type: ignore[assignment]
+            self._live = LiveRegion(console=self._console, auto_refresh=False)  # type: ignore[assignment]
             self._live.start()  # type: ignore[attr-defined]
         return self
 
@@ -38,7 +38,7 @@ class FleetProgress:
     def print_note(self, text: str) -> None:
         """Print a line. If the disk of a log is full, drop the line: the keeper must go on."""
         try:
-            say_on(self._console, text)
+            echo_on_console(self._console, text)
         except OSError:
             self._console._buffer.clear()  # otherwise rich prints it again with the next line
 

@@ -13,7 +13,7 @@ from tpuswarm.cloud.rehearsal.client import ask, environment
 from tpuswarm.cloud.rehearsal.place import default_place
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.names import resolve_name
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 app = typer.Typer(help="A local cloud to rehearse on, and its faults.", rich_markup_mode=None)
 Name = Annotated[
@@ -34,10 +34,10 @@ def start(
     connect.connect(place.folder)
     if speed is not None:
         ask(place, "speed", speed=speed)
-    say(f"the local cloud runs; its clock is {ask(place, 'status')['speed']:g} times as fast as ours")
-    say(f"its files are in {place.folder}")
+    echo(f"the local cloud runs; its clock is {ask(place, 'status')['speed']:g} times as fast as ours")
+    echo(f"its files are in {place.folder}")
     if os.geteuid() == 0:
-        say("note: you are root, so start-up scripts that write to /etc write to this computer's /etc", err=True)
+        echo("note: you are root, so start-up scripts that write to /etc write to this computer's /etc", err=True)
 
 
 @app.command()
@@ -61,9 +61,9 @@ def status(
         print(json.dumps({**about, **(cloud or {}), **({"http": endpoints.http} if endpoints else {})}))
         return
     if cloud is None or endpoints is None:
-        say(not_running)
+        echo(not_running)
         return
-    say(f"{place.folder}, {cloud['speed']:g} times as fast as ours, at {endpoints.http}")
+    echo(f"{place.folder}, {cloud['speed']:g} times as fast as ours, at {endpoints.http}")
     rows = [("name", "zone", "type", "state", "address")]
     for machine in cloud["machines"]:
         addresses = [worker["external"] or worker["internal"] for worker in machine["workers"]] or ["–"]
@@ -72,18 +72,18 @@ def status(
         rows.append((machine["name"], machine["zone"], machine["type"], state, addresses[0] + more))
     rows += [(request["name"], request["zone"], "request", request["state"], "–") for request in cloud["requests"]]
     if len(rows) == 1:
-        say("no machines")
+        echo("no machines")
     else:
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         for row in rows:
             print("  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
     for subject, faults in (cloud["zones"] | cloud["buckets"]).items():
-        say(f"{subject}: {', '.join(faults)}")
+        echo(f"{subject}: {', '.join(faults)}")
     for subject, limit in cloud["quotas"].items():
         zone, generation = subject.split(" ")
-        say(f"{zone}: at most {limit:,} of {'each generation' if generation == '*' else generation}")
+        echo(f"{zone}: at most {limit:,} of {'each generation' if generation == '*' else generation}")
     for failure in cloud["failures"]:
-        say(f"bug in the local cloud: {failure}. Its log: {place.log}")
+        echo(f"bug in the local cloud: {failure}. Its log: {place.log}")
 
 
 @app.command()
@@ -97,7 +97,7 @@ def preempt(
     """Preempt a machine: its processes get SIGTERM, and SIGKILL 30 s later by the cloud's clock."""
     name = _find_machine(name)
     ask(default_place(), "preempt", name=name, ending=ending)
-    say(f"preempting {name}: its processes got SIGTERM, and SIGKILL follows")
+    echo(f"preempting {name}: its processes got SIGTERM, and SIGKILL follows")
 
 
 @app.command()
@@ -105,7 +105,7 @@ def maintenance(name: Name) -> None:
     """Put a machine through maintenance: it reboots and comes back with a new external address."""
     name = _find_machine(name)
     ask(default_place(), "maintenance", name=name)
-    say(f"{name} is in maintenance: it reboots and gets a new external address")
+    echo(f"{name} is in maintenance: it reboots and gets a new external address")
 
 
 @app.command()
@@ -115,7 +115,7 @@ def stockout(
 ) -> None:
     """Make a zone run out of TPUs."""
     ask(default_place(), "stockout", zone=zone, over=over)
-    say(f"{zone} has TPUs again" if over else f"{zone} has no TPUs; --over ends the stockout")
+    echo(f"{zone} has TPUs again" if over else f"{zone} has no TPUs; --over ends the stockout")
 
 
 @app.command()
@@ -136,7 +136,7 @@ def quota(
     count = None if number == "none" else int(number)
     ask(default_place(), "quota", zone=zone, generation=generation or None, limit=count)
     subject = generation or "each generation"
-    say(f"{zone}: no limit on {subject}" if count is None else f"{zone}: at most {count} of {subject}")
+    echo(f"{zone}: no limit on {subject}" if count is None else f"{zone}: at most {count} of {subject}")
 
 
 @app.command("break")
@@ -163,7 +163,7 @@ def break_(
         machine, slash, worker = name.partition("/")
         name = f"{_find_machine(machine)}{slash}{worker}"
     effect = ask(default_place(), "break", name=name, fault=fault, mend=mend)["what"]
-    say(f"{name}: {fault} is mended" if mend else f"{name}: {effect}")
+    echo(f"{name}: {fault} is mended" if mend else f"{name}: {effect}")
 
 
 @app.command()
@@ -171,9 +171,9 @@ def stop() -> None:
     """Stop the local cloud and everything on its machines. Its state stays; `start` continues from it."""
     place = default_place()
     if connect.stop(place):
-        say(f"the local cloud has stopped. To remove its state, delete {place.folder}")
+        echo(f"the local cloud has stopped. To remove its state, delete {place.folder}")
     else:
-        say(f"no local cloud runs in {place.folder}")
+        echo(f"no local cloud runs in {place.folder}")
 
 
 def _find_machine(text: str) -> str:

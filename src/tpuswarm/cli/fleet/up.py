@@ -20,7 +20,7 @@ from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.spec.file import DEFAULT_FILE
 from tpuswarm.fleet.store import fleets
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 MachineName = Annotated[
     str, typer.Argument(metavar="NAME", help="A machine: its name, its number, or a unique prefix.")
@@ -64,7 +64,7 @@ def up(
         raise InputError("-- CMD needs --type. To start a job on a fleet: `tpuswarm exec POOL --detach -- CMD`")
     spec, warnings = desired_from_file.file_or_options(file, type_, zone or [], name, spot, provider, down_when)
     for warning in warnings:
-        say(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)
 
     def adjust(desired: Desired) -> Desired:
         return desired_from_file.with_machine_name(desired_from_file.with_counts(desired, scale or []), name)
@@ -85,11 +85,11 @@ def up(
             jobs.wait_until_started(fleet, jobs.MAIN_JOB, keep)
     finally:  # even after an error machines may exist and cost money
         if is_on_head:
-            say(f"the keeper runs on {desired.keeper_machine}; you may switch this computer off")
+            echo(f"the keeper runs on {desired.keeper_machine}; you may switch this computer off")
         elif keep:
-            say(f"the keeper runs in the background; its log is {fleet.log}")
+            echo(f"the keeper runs in the background; its log is {fleet.log}")
         elif any(pool.how == "spot" for pool in desired.pools) or desired.down_when or desired.budget.total:
-            say("no keeper runs from now on. Start one: `tpuswarm keep`, or `tpuswarm up --keep` in the background")
+            echo("no keeper runs from now on. Start one: `tpuswarm keep`, or `tpuswarm up --keep` in the background")
 
 
 def _split_words(context: typer.Context, file: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
@@ -119,11 +119,11 @@ def down(
     if orphans is None:
         document, listing, note = fleets.inspect_fleet(fleet, store, cloud, None)
         if note:
-            say(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
     else:
         store, document, listing = fleets.find_orphans(fleet, store, cloud, orphans)
     if document is None:
-        say(f"there is no fleet {fleet.name} in project {cloud.project}")
+        echo(f"there is no fleet {fleet.name} in project {cloud.project}")
         return
     before = document.desired
     if machine:
@@ -133,24 +133,24 @@ def down(
     desired = replace(desired, revision=desired.revision + 1)
     steps = apply.preview_change(desired, listing, cloud.project, document)
     if before.down is not None and machine is None and not steps.steps:
-        say(f"{before.fleet} is deleted already: {before.down}")
+        echo(f"{before.fleet} is deleted already: {before.down}")
     else:
         apply.print_preview(steps, desired, fleet.provider_name, has_keeper=True, is_ending=True)
     if dry_run:
-        say("nothing was done")
+        echo("nothing was done")
         return
     if steps.steps:
         confirm(yes)
     fleets.change_desired(store, desired, before)
     apply.run_keeper(fleet, cloud, store, lambda tick: tick.converged if machine else tick.done)
     if machine:
-        say("deleted; its pool now has one machine fewer")
+        echo("deleted; its pool now has one machine fewer")
         return
     bucket = f"; its bucket gs://{fleet.bucket} stays" if fleet.bucket else ""
-    say(f"project {cloud.project} lists nothing with the id {before.fleet} any more{bucket}")
+    echo(f"project {cloud.project} lists nothing with the id {before.fleet} any more{bucket}")
     if orphans is None:
         fleet.forget()
-        say(f"create it again: `tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}`")
+        echo(f"create it again: `tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}`")
 
 
 def pause(name: MachineName, fleet: FleetOption = None, yes: Yes = False) -> None:

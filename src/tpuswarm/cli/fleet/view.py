@@ -24,7 +24,7 @@ from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
 from tpuswarm.swarm.views import status
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.watch.state import Machines, State
 
@@ -49,12 +49,12 @@ def list_(
     if not live:
         console.print(_draw_fleet(*read(), console.width))
         return
-    from tpuswarm.train.process.drawn import Drawn
+    from tpuswarm.train.process.live_region import LiveRegion
 
     def draw() -> Any:
         return _draw_fleet(*read(), console.width, console)
 
-    with Drawn(draw(), console=console, auto_refresh=False) as screen:
+    with LiveRegion(draw(), console=console, auto_refresh=False) as screen:
         while True:
             time.sleep(POLL_INTERVAL_S)
             screen.update(draw(), refresh=True)
@@ -77,20 +77,20 @@ def describe(
         print(json.dumps({"machine": asdict(row) if row else None, "events": objects}))
         return
     if row is None:
-        say(f"{machine} no longer exists")
+        echo(f"{machine} no longer exists")
     else:
         health = {True: "healthy", False: f"unhealthy: {row.why}", None: row.why or "health unknown"}[row.healthy]
-        say(f"{row.name}: {row.type} ({row.how}) of pool {row.pool} in {row.zone}")
-        say(f"state: {row.said}, {health}" + (f"; {format_age(row.age_s)} old" if row.age_s is not None else ""))
+        echo(f"{row.name}: {row.type} ({row.how}) of pool {row.pool} in {row.zone}")
+        echo(f"state: {row.said}, {health}" + (f"; {format_age(row.age_s)} old" if row.age_s is not None else ""))
         for number, (internal, external) in enumerate(row.workers):
-            say(f"worker {number}: internal address {internal or '–'}, external {external or '–'}")
+            echo(f"worker {number}: internal address {internal or '–'}, external {external or '–'}")
         price = (
             "unknown" if row.hourly is None else f"${row.hourly:,.2f} an hour" if row.hourly else "free under a grant"
         )
-        say(f"price: {price}" + (f"; ${row.cost:,.2f} since it was created" if row.cost else ""))
-    say("history:" if history else "no history is stored")
+        echo(f"price: {price}" + (f"; ${row.cost:,.2f} since it was created" if row.cost else ""))
+    echo("history:" if history else "no history is stored")
     for event in history:
-        say(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.at))}  {event.kind}: {event.text}")
+        echo(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.at))}  {event.kind}: {event.text}")
 
 
 def cost(target: Target = None, as_json: Json = False) -> None:
@@ -119,7 +119,7 @@ def cost(target: Target = None, as_json: Json = False) -> None:
         table.add_row(name, *hours, format_dollars(spent.dollars), rate.hour)
     make_console().print(table)
     total = format_dollars(spending.dollars)
-    say(f"{total} so far, without traffic, buckets and disks of TPUs; only Google's bill is exact")
+    echo(f"{total} so far, without traffic, buckets and disks of TPUs; only Google's bill is exact")
 
 
 def open_fleet(target: str | None) -> tuple[Fleet, FleetReader]:
@@ -179,9 +179,9 @@ class FleetTraining(NamedTuple):
         """Redraw it until the run ends."""
         from rich.text import Text
 
-        from tpuswarm.train.process.drawn import Drawn
+        from tpuswarm.train.process.live_region import LiveRegion
 
-        with Drawn(console=console, auto_refresh=False) as live:
+        with LiveRegion(console=console, auto_refresh=False) as live:
             while True:
                 try:
                     state = self.read()
@@ -214,5 +214,5 @@ def find_fleet_training(url: str | None, file: Path | None = None) -> FleetTrain
         return FleetTraining(run_url, read_fleet) if fleet.store(fleet.provider()).load() else None
     except (CloudError, InputError) as error:
         if url is not None:
-            say(f"warning: cannot show its machines: {error}", err=True)
+            echo(f"warning: cannot show its machines: {error}", err=True)
         return None

@@ -19,7 +19,7 @@ from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.swarm.views.status import read_run
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import is_run, read_config
 from tpuswarm.train.run.listing import find_run
@@ -49,7 +49,7 @@ def doctor(
         findings, host_count = examine_here(), 1
         if fix and (fixable := _print_fixes(findings, as_json)):
             for sentence in fix_here(fixable):
-                say(sentence, err=True)
+                echo(sentence, err=True)
             findings = examine_here()
     else:
         findings, host_count = _check_machines(where, fleet, fix, as_json)
@@ -122,7 +122,7 @@ def _check_machines(where: str, fleet_name: str | None, fix: bool, as_json: bool
                 findings = await examine(connections, reached, head, bucket)
             if fix and (fixable := _print_fixes(findings, as_json)):
                 for sentence in await fix_hosts(connections, hosts, fixable):
-                    say(sentence, err=True)
+                    echo(sentence, err=True)
                 with waiting("checking again"):
                     findings = await examine(connections, reached, head, bucket)
             return findings
@@ -149,18 +149,18 @@ def _head_address() -> str:
 def _print_fixes(findings: list[Finding], as_json: bool) -> list[Finding]:
     fixable = [finding for finding in findings if finding.fix]
     for finding in fixable:
-        say(f"{finding.subject}: {finding.problem}: {finding.fix}", err=as_json)
+        echo(f"{finding.subject}: {finding.problem}: {finding.fix}", err=as_json)
     return fixable
 
 
 def _print_findings(name: str, findings: list[Finding]) -> None:
     for finding in findings:
         host = "" if finding.subject == THIS_COMPUTER else f" {finding.subject}"
-        say(f"{finding.subject}  {finding.check}: {finding.problem}")
-        say(f"    why: {finding.why}")
+        echo(f"{finding.subject}  {finding.check}: {finding.problem}")
+        echo(f"    why: {finding.why}")
         if finding.advice:
-            say(f"    fix: {finding.advice}" + (f"; or `tpuswarm doctor{host} --fix`" if finding.fix else ""))
-    say(f"{name}: {len(findings) or 'nothing is'} wrong")
+            echo(f"    fix: {finding.advice}" + (f"; or `tpuswarm doctor{host} --fix`" if finding.fix else ""))
+    echo(f"{name}: {len(findings) or 'nothing is'} wrong")
 
 
 def _json_object(subject: str, finding: Finding) -> dict[str, str | None]:

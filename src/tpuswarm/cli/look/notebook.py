@@ -21,7 +21,7 @@ from tpuswarm.remote.forward import Taken, forward, hold
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.notebook.begin import NoJupyter, Notebook, start, stop
 from tpuswarm.remote.places import there
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
 DEFAULT_PORT = 8888
@@ -74,7 +74,7 @@ async def _stop(routes: Routes, machine: ReachableHosts) -> None:
     async with Connections(routes.key) as connections:
         was_running = await stop(connections, machine.hosts)
     state = "is stopping, with its kernels" if was_running else "is not running"
-    say(f"Jupyter on {_describe_machine(machine)} {state}")
+    echo(f"Jupyter on {_describe_machine(machine)} {state}")
 
 
 async def _start(routes: Routes, machine: ReachableHosts) -> Notebook:
@@ -86,7 +86,7 @@ async def _start(routes: Routes, machine: ReachableHosts) -> Notebook:
             if finding.check == BUSY.id:
                 raise RunFailed(f"{finding.subject}: {finding.problem}; {finding.advice}")
             if finding.check == REACH:
-                say(f"warning: cannot see who uses the chips of {finding.subject}: {finding.problem}", err=True)
+                echo(f"warning: cannot see who uses the chips of {finding.subject}: {finding.problem}", err=True)
         with waiting(f"starting Jupyter on {_describe_machine(machine)}"):
             return await _begin_jupyter(connections, machine, None)
 
@@ -115,7 +115,7 @@ async def _forward(routes: Routes, name: str, port: int, started: Notebook) -> N
             is_new = started.is_new if current.token == started.token else True
             return "\n".join(_describe_notebook(current, name, port, is_new))
 
-        await forward(connections, find, port, started.port, say, describe)
+        await forward(connections, find, port, started.port, echo, describe)
 
 
 def _describe_notebook(notebook: Notebook, name: str, port: int, is_new: bool) -> list[str]:
@@ -138,7 +138,7 @@ def _is_used(port: int) -> bool:
 def _install_after_question(routes: Routes, machine: ReachableHosts, missing: NoJupyter, yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
         raise InputError(f"{missing}, or add --yes to install it now")
-    say(f"{missing}, or install it now on {_describe_machine(machine)} only")
+    echo(f"{missing}, or install it now on {_describe_machine(machine)} only")
     confirm(yes)
     hosts = machine.hosts
     with SetupProgress(make_console(), hosts) as progress:

@@ -11,7 +11,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines, read_swarm
 from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.listing import find_run, list_runs
 from tpuswarm.train.storage.folders import is_url
@@ -43,7 +43,7 @@ def page(
         with waiting(f"reading {found.run or subject or 'the fleet'}"):
             await asyncio.to_thread(live.open)
         url = f"http://{LOOPBACK}:{port}/?token={token}"
-        await serve(live, socket, token, lambda: say(f"{url}\nkeep this URL secret; Ctrl-C stops the page"))
+        await serve(live, socket, token, lambda: echo(f"{url}\nkeep this URL secret; Ctrl-C stops the page"))
 
     try:
         asyncio.run(run())

@@ -24,7 +24,7 @@ from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import find_run, list_runs
 from tpuswarm.train.storage.folders import is_url
@@ -78,7 +78,7 @@ async def _serve(runs: list[str], port: int, routes: Routes | None, folder: Path
         stack.push_async_callback(_terminate, process)
         ended, last_line = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_read_last_line(process))
         await _wait_until_listening(ended, last_line, port)
-        say(f"http://127.0.0.1:{port} shows {', '.join(sources)}; Ctrl-C ends it")
+        echo(f"http://127.0.0.1:{port} shows {', '.join(sources)}; Ctrl-C ends it")
         failing: set[str] = set()
         while not ended.done():
             for name, source in sources.items():
@@ -89,7 +89,7 @@ async def _serve(runs: list[str], port: int, routes: Routes | None, folder: Path
                     if name not in failing:
                         failing.add(name)
                         text = str(error) if isinstance(error, TpuswarmError) else f"{name}: {first_line(error)}"
-                        say(f"{text}; retrying", err=True)
+                        echo(f"{text}; retrying", err=True)
             await asyncio.wait([ended], timeout=POLL_INTERVAL_S)
         raise RunFailed(f"TensorBoard ended: {await last_line}")
 

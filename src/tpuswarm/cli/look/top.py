@@ -70,7 +70,7 @@ class WatchedHosts:
 
 
 async def _watch(watched: WatchedHosts, key: Any, once: bool, as_json: bool, console: Any) -> None:
-    from tpuswarm.train.process.drawn import Drawn
+    from tpuswarm.train.process.live_region import LiveRegion
 
     async with Connections(key) as connections:
         follower = Follower(connections)
@@ -89,7 +89,7 @@ async def _watch(watched: WatchedHosts, key: Any, once: bool, as_json: bool, con
                 else:
                     console.print(draw_hosts(make_rows(), console.width, devices=not watched.hosts.group))
                 return
-            with Drawn(console=console, auto_refresh=False) as live:
+            with LiveRegion(console=console, auto_refresh=False) as live:
                 while True:
                     picture = draw_hosts(make_rows(), console.width, console.height - 1, not watched.hosts.group)
                     live.update(picture, refresh=True)

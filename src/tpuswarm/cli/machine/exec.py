@@ -21,7 +21,7 @@ from tpuswarm.remote.attended import line_of
 from tpuswarm.remote.everywhere import Endings, Everywhere, log_folder
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import as_set_up, there
-from tpuswarm.train.process.terminal import at_once, say
+from tpuswarm.train.process.terminal import echo, print_temporary_line
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 REDRAW_INTERVAL_S = 0.5
@@ -80,7 +80,7 @@ def find_hosts(where: str, fleet: str | None) -> tuple[Routes, list[Host]]:
     routes = open_routes(find_fleet(fleet)[0])
     hosts, unreachable = routes.hosts(where)
     for reason in unreachable:
-        say(f"left out: {reason}", err=True)
+        echo(f"left out: {reason}", err=True)
     return routes, hosts
 
 
@@ -100,9 +100,9 @@ def run_on_hosts(routes: Routes, hosts: list[Host], words: list[str], time_out_s
             drawing.cancel()
 
     endings = asyncio.run(run())
-    say(endings.summary(), err=True)
+    echo(endings.summary(), err=True)
     home = Path.home()
-    say(f"logs: {Path('~') / logs.relative_to(home) if logs.is_relative_to(home) else logs}", err=True)
+    echo(f"logs: {Path('~') / logs.relative_to(home) if logs.is_relative_to(home) else logs}", err=True)
     return endings
 
 
@@ -136,7 +136,7 @@ class HostOutput:
 
     def print_note(self, text: str) -> None:
         if not self._is_closed:
-            say(text, err=True)
+            echo(text, err=True)
 
     async def draw_progress(self, waiting: Mapping[str, object]) -> None:
         start = time.monotonic()
@@ -145,4 +145,4 @@ class HostOutput:
             if waiting and not self._is_closed:
                 names = ", ".join([*waiting][:MAX_NAMED_HOSTS])
                 text = f"{time.monotonic() - start:.0f} s, waiting for {len(waiting)}: {names}"
-                at_once(text[: shutil.get_terminal_size().columns - 3])
+                print_temporary_line(text[: shutil.get_terminal_size().columns - 3])

@@ -20,8 +20,8 @@ from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import root_of
 from tpuswarm.remote.sync.send import Outcome, send
 from tpuswarm.remote.sync.tree import Change, Tree
-from tpuswarm.train.process.echo import hidden
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.input_echo import hidden_input
+from tpuswarm.train.process.terminal import echo
 
 CONFIRM_ABOVE_BYTES = 100_000_000
 MAX_NAMED_FILES = 5
@@ -40,12 +40,12 @@ def sync(
     tree = routes.fleet.tree.take(root, confirmation.check_folder)
     hosts, unreachable = routes.hosts(where)
     for reason in unreachable:
-        say(f"not now: {reason}")
+        echo(f"not now: {reason}")
     if not tree.files:
         raise InputError(f"nothing to send: git ignores everything in {root}")
     outcome = asyncio.run(_send(routes, hosts, tree, confirmation, dry_run))
     if dry_run:
-        say("nothing was sent" if outcome.changed else "nothing to send")
+        echo("nothing was sent" if outcome.changed else "nothing to send")
         return
     good = len(hosts) - len(outcome.failed)
     have = f"{describe_hosts(good, hosts)} {'has' if good == 1 else 'have'} ~/{tree.name}"
@@ -76,7 +76,7 @@ class SizeConfirmation:
 
     def _confirm(self, text: str) -> None:
         if not self._is_given:
-            say(text)
+            echo(text)
             confirm(False)
         self._is_given = True
 
@@ -98,12 +98,12 @@ async def _send(
     def confirm_changes(changes: Mapping[Host, Change]) -> None:
         planned.update(changes)
         for line in _describe_changes(tree, changes):
-            say(line)
+            echo(line)
         if dry_run:
             raise _DryRunEnded
         confirmation.check_changes(tree, changes)
         if console.is_terminal:
-            stack.enter_context(hidden())
+            stack.enter_context(hidden_input())
             progress.start()
             stack.callback(progress.stop)
 
@@ -176,7 +176,7 @@ def copy(
     routes = open_routes(find_fleet(fleet)[0])
     hosts, unreachable, is_group = routes.find(from_where or to_where or "")[:3]
     for reason in unreachable:
-        say(f"not now: {reason}")
+        echo(f"not now: {reason}")
     has_folders = from_where is not None and (is_group or len(hosts) > 1)
 
     async def copy_one(connections: Connections, host: Host, advance: Any) -> int:
@@ -202,7 +202,7 @@ async def _copy_all(key: Path, hosts: Sequence[Host], copy_one: Any) -> Any:
     console = make_console()
     columns = (TextColumn("{task.fields[size]} copied"), TransferSpeedColumn())
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with hidden() if console.is_terminal else nullcontext(), bars as progress:
+    with hidden_input() if console.is_terminal else nullcontext(), bars as progress:
         bar = progress.add_task("", total=None, size="0 B")
         copied_bytes = 0
 

@@ -25,7 +25,7 @@ from tpuswarm.fleet.training import is_member
 from tpuswarm.plan import flags as libraries
 from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.fan_out import fan_out
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 app = typer.Typer(help="Set flags of XLA and libtpu for the programs on machines.", rich_markup_mode=None)
 Where = Annotated[str, typer.Argument(metavar="WHERE", help="A generation (v5e), POOL, NAME or all.")]
@@ -66,7 +66,7 @@ def show(
         print(json.dumps({"flags": [{**asdict(flag), "by": by} for flag, by in rows]}))
         return
     if not rows:
-        say(f"no flags are set{f' for {where}' if where else ''}; set one: `tpuswarm flags set WHERE KEY=VALUE`")
+        echo(f"no flags are set{f' for {where}' if where else ''}; set one: `tpuswarm flags set WHERE KEY=VALUE`")
         return
     columns = (
         Column("flag", wraps=30), Column("value", wraps=20), Column("for"), Column("by", rank=2),
@@ -93,13 +93,13 @@ def set_(
     new = [Flag(name, value, checked.variables[name], layer, scope, job) for name, value in given.items()]
     document = _change_flags(routes, set_flag, new)
     for name in checked.unchecked:
-        say(f"warning: {name}: {libraries.UNCHECKED}", err=True)
+        echo(f"warning: {name}: {libraries.UNCHECKED}", err=True)
     for flag in new:
         meaning = libraries.xla_flag_help().get(flag.name) if flag.variable == "XLA_FLAGS" else None
         note = ""
         if meaning:
             note = f" ({meaning.text.partition('. ')[0].rstrip('.')}; default {meaning.default or 'empty'})"
-        say(f"{flag.name}={flag.value} for {flag.text}{note}")
+        echo(f"{flag.name}={flag.value} for {flag.text}{note}")
     _apply_flags(routes, snapshot, document)
 
 
@@ -126,7 +126,7 @@ def unset(
         raise InputError(f"{flag.name} is not set for {flag.text}; {did_you_mean(flag.name, known)}")
     document = _change_flags(routes, unset_flag, old)
     for flag in old:
-        say(f"removed {flag.name} for {flag.text}")
+        echo(f"removed {flag.name} for {flag.text}")
     _apply_flags(routes, snapshot, document)
 
 
@@ -181,14 +181,14 @@ def _print_outdated_jobs(document: Document, machines: Iterable[Machine]) -> Non
         if is_member(job):
             members += len(outdated)
         elif outdated:
-            say(
+            echo(
                 f"job {job.name} keeps its old flags until it restarts: `tpuswarm stop {job.name}`, then start it again"
             )
     count = f"{members} member{'s' * (members > 1)}"
     if members and has_keeper(document):
-        say(f"{count} restart with the new flags, one every {FLAG_RESTART_INTERVAL_S:g} s")
+        echo(f"{count} restart with the new flags, one every {FLAG_RESTART_INTERVAL_S:g} s")
     elif members:
-        say(f"{count} of the swarm keep old flags, since no keeper runs. `tpuswarm keep` restarts them one by one.")
+        echo(f"{count} of the swarm keep old flags, since no keeper runs. `tpuswarm keep` restarts them one by one.")
 
 
 def update_pods(routes: Routes, document: Document, machines: Iterable[Machine]) -> list[str]:
@@ -231,7 +231,7 @@ def _restart_runtime(routes: Routes, machine: str) -> None:
             f"{machine}: tpu-runtime restarted on {len(hosts) - len(failed)} of {len(hosts)} workers, not on "
             f"{'; '.join(failed)}. The flags are in its metadata; repeat the command."
         )
-    say(f"{machine}: tpu-runtime restarted on {len(hosts)} worker{'s' * (len(hosts) > 1)}")
+    echo(f"{machine}: tpu-runtime restarted on {len(hosts)} worker{'s' * (len(hosts) > 1)}")
 
 
 def _print_known_flags(as_json: bool) -> None:
@@ -246,4 +246,4 @@ def _print_known_flags(as_json: bool) -> None:
     for name, meaning in sorted(meanings.items()):  # not a table: names must not be folded
         console.print(Text.assemble((name, "bold"), f"  {meaning.kind}, {meaning.default or 'empty'} by default"))
         console.print(Padding(Text(meaning.text), (0, 0, 0, 4), expand=False))
-    say("XLA's help is cut off here, so more flags exist. libtpu lists none of its flags, but refuses unknown ones.")
+    echo("XLA's help is cut off here, so more flags exist. libtpu lists none of its flags, but refuses unknown ones.")

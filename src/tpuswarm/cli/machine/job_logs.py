@@ -19,7 +19,7 @@ from tpuswarm.remote.fan_out import fan_out
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.lines import Lines
 from tpuswarm.remote.supervisor import Supervisor
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 FIRST_LINES = 200
 """Lines of each worker that are printed at first."""
@@ -63,7 +63,7 @@ class JobLogs:
                     refreshed_at = time.monotonic()
                 chosen = [job for job in document.jobs if self._is_chosen(job)]
                 if self._machine is not None and not chosen:
-                    say(f"no job runs on {self._machine}; to see its other programs: `tpuswarm ssh {self._machine}`")
+                    echo(f"no job runs on {self._machine}; to see its other programs: `tpuswarm ssh {self._machine}`")
                     return
                 try:
                     await self._print_new(routes, chosen, connections)
@@ -133,4 +133,4 @@ class JobLogs:
     def _say_once(self, text: str) -> None:
         if text not in self._notes:
             self._notes.add(text)
-            say(text, err=True)
+            echo(text, err=True)

@@ -28,7 +28,7 @@ from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.attended import line_of
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.places import there
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
         print(json.dumps({"jobs": objects, "keeper": has_keeper(document)}))
         return
     if not document.jobs:
-        say("no jobs; start one: `tpuswarm exec WHERE --detach -- CMD`")
+        echo("no jobs; start one: `tpuswarm exec WHERE --detach -- CMD`")
         return
     columns = [
         Column("job"), Column("machine"), Column("state"), Column("run", right=True, rank=3),
@@ -76,7 +76,7 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
     console = make_console()
     console.print(table(columns, rows, console.width))
     if not has_keeper(document) and any(not job.is_over for job in document.jobs):
-        say(f"no keeper runs, so no job is restarted. {RESTART_HINT}")
+        echo(f"no keeper runs, so no job is restarted. {RESTART_HINT}")
 
 
 def read_document(fleet: Fleet, store: DocumentStore | None = None) -> Document:
@@ -113,7 +113,7 @@ def refresh_jobs(fleet: Fleet) -> Document:
         with waiting("asking the machines for the state of their jobs"):
             return asyncio.run(check_once()) or document
     except (CloudError, RunFailed) as error:
-        say(f"warning: the state of the jobs may be old: {error}", err=True)
+        echo(f"warning: the state of the jobs may be old: {error}", err=True)
         return document
 
 
@@ -156,7 +156,7 @@ def start_job(
     if name is not None and any(job.name == name and not job.is_over for job in read_document(fleet).jobs):
         refresh_jobs(fleet)  # it may have ended
     job = store_job(fleet, where, words, name, restart, failures, alive_s, fleet.provider().machines)
-    say(f"stored job {job.name}: `{job.line}`", err=True)
+    echo(f"stored job {job.name}: `{job.line}`", err=True)
     wait_until_started(fleet, job.name)
 
 
@@ -214,8 +214,8 @@ def wait_until_started(fleet: Fleet, name: str, keep: bool = False) -> None:
     job = next(job for job in document.jobs if job.name == name)
     print_assignments(job, err=True)
     if not has_keeper(document) and not keep and job.restart != "never":
-        say(f"no keeper runs, so it is not restarted. {RESTART_HINT}", err=True)
-    say(f"follow it: `tpuswarm logs {name} -f`; stop it: `tpuswarm stop {name}`", err=True)
+        echo(f"no keeper runs, so it is not restarted. {RESTART_HINT}", err=True)
+    echo(f"follow it: `tpuswarm logs {name} -f`; stop it: `tpuswarm stop {name}`", err=True)
 
 
 def has_started(job: Job) -> bool:
@@ -225,7 +225,7 @@ def has_started(job: Job) -> bool:
 def print_assignments(job: Job, err: bool = False) -> None:
     for assignment in job.assignments:
         place = assignment.machine or assignment.pool
-        say(f"{job.name} on {place}: {assignment.phase}, {assignment.why}", err=err)
+        echo(f"{job.name} on {place}: {assignment.phase}, {assignment.why}", err=err)
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def survives_interrupt(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"job {name} still runs; stop it: `tpuswarm stop {name}`", err=True)
+        echo(f"job {name} still runs; stop it: `tpuswarm stop {name}`", err=True)
         raise
 
 
@@ -275,7 +275,7 @@ def stop_job(fleet: Fleet, job: Job) -> None:
     """Stop a job on all its machines, and wait until it has ended."""
     if job.is_over:
         raise InputError(f"job {job.name} has ended: {', '.join(sorted({part.phase for part in job.assignments}))}")
-    say(f"stopping job {job.name}; it is killed after 20 s", err=True)
+    echo(f"stopping job {job.name}; it is killed after 20 s", err=True)
     for ended in stop_jobs(fleet, [job.name]):
         print_assignments(ended)
 

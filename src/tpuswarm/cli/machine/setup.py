@@ -19,7 +19,7 @@ from tpuswarm.remote.host import Host
 from tpuswarm.remote.setup.plan import Machine, steps
 from tpuswarm.remote.setup.step import Step
 from tpuswarm.remote.setup.table import Setup
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
 MAX_ROWS = 14
@@ -49,7 +49,7 @@ def set_up_machines(routes: Routes, table: Setup, where: str = "all") -> None:
     """Set machines up and show the progress. Raises RunFailed if one fails."""
     targets = find_setup_targets(routes, table, where)
     for reason in targets.away:
-        say(f"not now: {reason}")
+        echo(f"not now: {reason}")
     asyncio.run(_set_up(routes, table, targets.machines))
 
 
@@ -68,7 +68,7 @@ def set_up_routers(routes: Routes) -> None:
     numbers = f"ports {min(ports)} to {max(ports)}" if len(ports) > 1 else f"port {min(ports)}"
     for host in hosts:
         router = host.label.partition("/")[0]
-        say(f"{router} forwards its {numbers} to SSH; list them: `tpuswarm router show --from swarm.toml`")
+        echo(f"{router} forwards its {numbers} to SSH; list them: `tpuswarm router show --from swarm.toml`")
 
 
 def update_head_keeper(routes: Routes) -> None:
@@ -79,9 +79,9 @@ def update_head_keeper(routes: Routes) -> None:
     try:
         asyncio.run(install_head_keeper(routes))
     except TpuswarmError as error:
-        say(f"note: the keeper on {desired.keeper_machine} is not updated yet: {error}", err=True)
+        echo(f"note: the keeper on {desired.keeper_machine} is not updated yet: {error}", err=True)
     else:
-        say(f"updated the keeper on {desired.keeper_machine} too")
+        echo(f"updated the keeper on {desired.keeper_machine} too")
 
 
 async def _start_head_keeper(routes: Routes, store: DocumentStore) -> None:
@@ -98,10 +98,10 @@ async def _set_up(routes: Routes, table: Setup, machines: Sequence[Machine]) -> 
         with progress:
             outcome = await set_up_all(routes, table, machines, progress.set_step)
     except asyncio.CancelledError:
-        say("interrupted; finished steps stay, and the same command continues", err=True)
+        echo("interrupted; finished steps stay, and the same command continues", err=True)
         raise
     for note in outcome.notes:
-        say(f"note: {note}")
+        echo(f"note: {note}")
     good = len(outcome.done)
     unchanged = sum(not changed_steps for changed_steps in outcome.done.values())
     suffix = "" if not unchanged else f"; {unchanged} needed nothing" if unchanged < good else ", as before"
@@ -121,10 +121,10 @@ def print_outcome(summary: str, errors: Sequence[Exception], hosts: Sequence[Hos
     if len(hosts) == 1 and errors:
         raise errors[0]
     for error in errors:
-        say(str(error))
+        echo(str(error))
     if errors:
         raise RunFailed(summary)
-    say(summary)
+    echo(summary)
 
 
 def _print_steps(table: Setup, has_router: bool) -> None:
@@ -137,8 +137,8 @@ def _print_steps(table: Setup, has_router: bool) -> None:
         found |= {step.id: step for step in steps(table.whole(), machine, secrets)}
     details = _step_details(table)
     for number, step in enumerate(found, 1):
-        say(f"{number}. {step}{': ' if details.get(step) else ''}{details.get(step, '')}", hang=3)
-    say("nothing was done")
+        echo(f"{number}. {step}{': ' if details.get(step) else ''}{details.get(step, '')}", hang=3)
+    echo("nothing was done")
 
 
 def _step_details(table: Setup) -> dict[str, str]:
@@ -175,9 +175,9 @@ class SetupProgress:
 
     def __enter__(self) -> "SetupProgress":
         if self._console.is_terminal:
-            from tpuswarm.train.process.drawn import Drawn
+            from tpuswarm.train.process.live_region import LiveRegion
 
-            self._live = Drawn(get_renderable=self._draw, console=self._console, refresh_per_second=4)  # type: ignore[assignment]
+            self._live = LiveRegion(get_renderable=self._draw, console=self._console, refresh_per_second=4)  # type: ignore[assignment]
             self._live.start()  # type: ignore[attr-defined]
         return self
 
@@ -191,7 +191,7 @@ class SetupProgress:
         self._steps[host.label] = (step, state)
         self._since[host.label] = time.monotonic()
         if self._live is None:
-            say(f"{host.label}: {step + ': ' if step else ''}{state}")
+            echo(f"{host.label}: {step + ': ' if step else ''}{state}")
 
     def _draw(self) -> Any:
         from rich.table import Table

@@ -23,7 +23,7 @@ from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.openssh import openssh
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.terminal import say, settle
+from tpuswarm.train.process.terminal import clear_temporary_line, echo
 
 CONNECTION_LOST = 255
 """Exit code of OpenSSH if the connection failed, and not the command."""
@@ -55,13 +55,13 @@ def ssh(
             code = _run_openssh(routes, host, line, connected)
             if code != CONNECTION_LOST or not is_shell or not connected.exists():
                 raise typer.Exit(code)
-            say(f"connection to {host.label} lost; reconnecting until Ctrl-C", err=True)
+            echo(f"connection to {host.label} lost; reconnecting until Ctrl-C", err=True)
             time.sleep(pause_s)
             pause_s = min(MAX_BACKOFF_S, 2 * pause_s)
             try:
                 host = _find_host(routes, name)
             except TpuswarmError as error:
-                say(f"{error}; retrying", err=True)
+                echo(f"{error}; retrying", err=True)
 
 
 def _find_host(routes: Routes, name: str) -> Host:
@@ -73,7 +73,7 @@ def _run_openssh(routes: Routes, host: Host, line: str, connected: Path) -> int:
     words = openssh(host, routes.key)
     if sys.stdin.isatty():
         words += ["-t"]
-    settle()
+    clear_temporary_line()
     words += ["-o", "PermitLocalCommand=yes", "-o", f"LocalCommand=touch {connected}", "-o", "LogLevel=ERROR"]
     return subprocess.call([*words, f"{host.user}@{host.address}", *([line] if line else [])])
 
@@ -94,7 +94,7 @@ def forward(
 
     async def run() -> None:
         async with Connections(routes.key) as connections:
-            await forwarding.forward(connections, find, local, remote, say)
+            await forwarding.forward(connections, find, local, remote, echo)
 
     asyncio.run(run())
 
@@ -116,11 +116,11 @@ def ssh_config(fleet: FleetOption = None) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(file, render_config(routes.fleet, routes.key, users))
     for reason in find_targets("all", snapshot.document.desired, snapshot.listing).away:
-        say(f"not now: {reason}")
+        echo(f"not now: {reason}")
     count = f"{len(users)} host{'s' * (len(users) != 1)}"
-    say(f"wrote {file} with {count}; later commands update it when machines come and go")
+    echo(f"wrote {file} with {count}; later commands update it when machines come and go")
     user_config = file.parent.parent / "config"
     if not user_config.exists() or CONFIG_LINE not in user_config.read_text(encoding="utf-8").splitlines():
-        say(f"add this line once, at the top of {user_config}: `{CONFIG_LINE}`")
+        echo(f"add this line once, at the top of {user_config}: `{CONFIG_LINE}`")
     label = next(iter(users))
-    say(f"then: `ssh {label}`, `scp FILE {host_alias(label)}:` (for scp, rsync and VS Code with a dot for the slash)")
+    echo(f"then: `ssh {label}`, `scp FILE {host_alias(label)}:` (for scp, rsync and VS Code with a dot for the slash)")

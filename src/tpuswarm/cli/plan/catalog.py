@@ -13,7 +13,7 @@ from tpuswarm.cli.console import Json, make_console
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,8 +53,8 @@ def catalog(
     console.print()
     console.print(_types_table(chosen, zone, console.width))
     if dates := {price.source.read for tpu in chosen for price in tpu.prices()}:
-        say(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
-    say("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
+        echo(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
+    echo("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
 
 
 def _choose(among: Iterable[Generation], zone: str | None, max_chips: int | None) -> list[Accelerator]:
@@ -160,7 +160,7 @@ def _print_type(tpu: Accelerator) -> None:
         rows.append((fact, " ".join(f"[{sources.index(source) + 1}]" for source in distinct), text))
     make_console().print(_table((tpu.name, "source", ""), rows))
     for number, source in enumerate(sources, 1):
-        say(f"[{number}] {source.title}: {source.url}, read {source.read}", hang=4)
+        echo(f"[{number}] {source.title}: {source.url}, read {source.read}", hang=4)
 
 
 def _list_facts(tpu: Accelerator) -> list[tuple[str, str, list[Source]]]:

@@ -27,7 +27,7 @@ from tpuswarm.plan.swarm import SwarmEstimate, estimate_swarm, swarm_tables
 from tpuswarm.plan.table import plan_table
 from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS
 from tpuswarm.train.process.platform import cache_folder
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 DEFAULT_TPUS = ("v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8")
 """The slice called 8 of each generation, which is one host."""
@@ -149,7 +149,7 @@ def _compile(
             view.show_row(rows[name])
     for note in (reason, "" if reason else other_libtpu(), pool.cache_error):
         if note:
-            say(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
     return [rows[name] for name in tpus]
 
 
@@ -181,14 +181,14 @@ def _print_swarms(swarms: dict[str, SwarmEstimate]) -> None:
 
 def _print_forecast(machines: Machines, forecast: outlook.Outlook, rows: list[Row], has_types: bool) -> None:
     for note in machines.notes:
-        say(f"granted: {note}")
+        echo(f"granted: {note}")
     if has_types:
-        say("Machines of all types can train one model: their speeds and their traffic add up.")
+        echo("Machines of all types can train one model: their speeds and their traffic add up.")
     if forecast.groups:
         unit = next((row.unit for row in rows if row.result.program), "tokens")
         make_console().print("", outlook.outlook_table(forecast, unit))
         for sentence in outlook.outlook_sentences(forecast, unit):
-            say(sentence)
+            echo(sentence)
 
 
 class _View:
@@ -203,12 +203,12 @@ class _View:
     def show_state(self, request: CompileRequest, state: str) -> None:
         self._states[request.tpu.name] = state
         if not self.is_live:
-            say(f"{request.tpu.name}: {state}", err=True)
+            echo(f"{request.tpu.name}: {state}", err=True)
 
     def show_row(self, row: Row) -> None:
         self.rows[row.accelerator.name] = row
         if not self.is_live:
-            say(f"{row.accelerator.name}: {row.sentence}", err=True)
+            echo(f"{row.accelerator.name}: {row.sentence}", err=True)
 
     def draw(self) -> Any:
         return plan_table(self._title, [(name, self.rows.get(name), state) for name, state in self._states.items()])
@@ -218,9 +218,9 @@ class _View:
 def _open_view(title: str, requests: list[CompileRequest], as_json: bool) -> Iterator[_View]:
     console, view = make_console(), _View(title, requests)
     if console.is_terminal and not as_json:
-        from tpuswarm.train.process.drawn import Drawn
+        from tpuswarm.train.process.live_region import LiveRegion
 
-        with Drawn(get_renderable=view.draw, console=console, refresh_per_second=2):
+        with LiveRegion(get_renderable=view.draw, console=console, refresh_per_second=2):
             view.is_live = True
             yield view
         return

@@ -11,7 +11,7 @@ from tpuswarm.plan.cache import PlanCache
 from tpuswarm.plan.compile_pool import CompilePool, no_compiler
 from tpuswarm.plan.request import CompileRequest, PlanOptions, describe_slice
 from tpuswarm.train.process.platform import cache_folder
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import CONFIG
 from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.record import read_file
@@ -60,7 +60,7 @@ def _choose(file: SwarmFile, train: Train) -> dict[str, int]:
     )
     tpus = {tpu.name: describe_slice(tpu) for tpu in (catalog.find(pool.type) for pool in file.pool)}
     compile_pool = CompilePool(
-        PlanCache(cache_folder("plan")), lambda request, text: say(f"{request.tpu.name}: {text}", err=True)
+        PlanCache(cache_folder("plan")), lambda request, text: echo(f"{request.tpu.name}: {text}", err=True)
     )
     largest: dict[str, int] = {}
     for request, result in compile_pool.results([CompileRequest(options, tpu, "") for tpu in tpus.values()]):
@@ -96,7 +96,7 @@ def choose_batches(largest: dict[str, int], devices: dict[str, int]) -> dict[str
             f"What fits: {fits}"
         )
     chosen = ", ".join(f"{pool} {best[pool]:,} (fits {largest[pool]:,})" for pool in largest)
-    say(f"batch of each pool's members: {chosen}")
+    echo(f"batch of each pool's members: {chosen}")
     return best
 
 

@@ -19,8 +19,8 @@ from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.hosts.targets import find_targets
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.swarm.views.logs import RUN, Logs
-from tpuswarm.train.process.computer import alive, this_computer
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.computer import computer_id, is_process_alive
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import holder, read_config
 from tpuswarm.train.run.life import read_life, removed_sentence, stopped_sentence
@@ -62,7 +62,7 @@ def _show_run_logs(folder: Path, name: str | None, follow: bool) -> None:
     read_config(folder)
     run_logs, process = Logs(folder, name), RunProcess(folder)
     if run_logs.elsewhere:
-        say(f"these are the run's events about {name}; its own log is on its machine, in Ray's logs", err=True)
+        echo(f"these are the run's events about {name}; its own log is on its machine, in Ray's logs", err=True)
     has_dates, day = sys.stdout.isatty(), ""  # on a terminal, print a date above its lines
     try:
         while True:
@@ -96,7 +96,7 @@ class RunProcess:
         if (pid := holder(self._folder)) is not None:
             self._pid, self._seen_at = 0 if owner_elsewhere(self._folder) else pid, time.monotonic()
             return True
-        is_alive = bool(self._pid and alive(this_computer(), self._pid))
+        is_alive = bool(self._pid and is_process_alive(computer_id(), self._pid))
         return is_alive and time.monotonic() - self._seen_at < LAST_WORDS_S
 
 
@@ -165,7 +165,7 @@ def stop(
     fleet_jobs = find_open_jobs(url) if url and not is_here else None
     if not pid and fleet_jobs and fleet_jobs[1]:
         end_train_jobs(*fleet_jobs)
-        say(f"stopped the jobs that trained {url}")
+        echo(f"stopped the jobs that trained {url}")
         return
     if not pid:  # 0: a process is just acquiring the run
         read_config(folder)
@@ -183,9 +183,9 @@ def stop(
         if life.state not in ("stopped", "finished"):
             raise RunFailed(f"{folder} {life.state}{': ' if life.message else ''}{life.message}")
         message = life.message or life.state
-        say(stopped_sentence(folder, message) if life.state == "stopped" else f"{shown(folder)}: {message}")
+        echo(stopped_sentence(folder, message) if life.state == "stopped" else f"{shown(folder)}: {message}")
     else:
-        say(removed_sentence(folder))
+        echo(removed_sentence(folder))
     if is_here and url and (fleet_jobs := find_open_jobs(url)):  # last, since it needs the bucket
         end_train_jobs(*fleet_jobs)
 
@@ -199,7 +199,7 @@ def _request_stop(folder: Path, pid: int, is_here: bool) -> None:
         raise InputError(f"{folder} is used by process {pid} of another user. Ask them to stop it.") from error
     except ProcessLookupError:  # it has just ended
         pass
-    say(f"stopping process {pid}{f' on {owner.host}' if owner else ''}", err=True)
+    echo(f"stopping process {pid}{f' on {owner.host}' if owner else ''}", err=True)
 
 
 def _wait_until_stopped(folder: Path, pid: int, is_here: bool, run_logs: Logs) -> None:
@@ -211,7 +211,7 @@ def _wait_until_stopped(folder: Path, pid: int, is_here: bool, run_logs: Logs) -
                 refresh(folder)
             for line in run_logs.new():
                 if line.source == RUN and not line.text.startswith(("stopped", "failed")):
-                    say(line.text, err=True)
+                    echo(line.text, err=True)
             if time.monotonic() - requested_at > STOP_OVERDUE_S and not is_warned:
                 is_warned = True
-                say(f"still running. To kill it: `kill -9 {pid}`; nothing committed is lost", err=True)
+                echo(f"still running. To kill it: `kill -9 {pid}`; nothing committed is lost", err=True)

@@ -17,9 +17,9 @@ import typer
 
 from tpuswarm.cli.train.train_options import TrainOptions
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.process.stamped import STAMP, Stamped
-from tpuswarm.train.process.stop import Interrupted, blocked, held
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.stop import Interrupted, block_signals, defer_interrupts
+from tpuswarm.train.process.terminal import echo
+from tpuswarm.train.process.timestamps import TIMESTAMP, TimestampedFile
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
 
@@ -34,7 +34,7 @@ def start_detached(options: TrainOptions, hosts: int | None, as_json: bool) -> N
     """
     if hosts is not None:
         raise InputError("--detach and --hosts exclude each other; start each host's command with nohup")
-    with held():
+    with defer_interrupts():
         run = Run(options.folder, options.recipe.name)  # raises, with the pid, while another process uses it
         run.close()
     folder, started_at = run.folder, time.time()
@@ -47,7 +47,7 @@ def start_detached(options: TrainOptions, hosts: int | None, as_json: bool) -> N
                     time.sleep(POLL_INTERVAL_S)
         except Interrupted as interrupted:
             if interrupted.asked != signal.SIGHUP:  # it survives a terminal that closes
-                with held(), waiting("waiting until it has stopped"):
+                with defer_interrupts(), waiting("waiting until it has stopped"):
                     process.send_signal(signal.SIGINT)
                     process.wait()
                 _remove_unused(run)
@@ -57,19 +57,19 @@ def start_detached(options: TrainOptions, hosts: int | None, as_json: bool) -> N
             return
         log.seek(log_start)
         lines = log.read().decode(errors="replace").splitlines(keepends=True)
-        output = "".join(STAMP.sub("", line) for line in lines)
+        output = "".join(TIMESTAMP.sub("", line) for line in lines)
     _remove_unused(run)
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
         raise RunFailed(f"{folder}: {name} ended its process before the first step")
-    say(output.rstrip("\n"), err=bool(process.returncode))
+    echo(output.rstrip("\n"), err=bool(process.returncode))
     raise typer.Exit(process.returncode)
 
 
 def _start_process(folder: Path, is_new: bool, log: BinaryIO) -> "subprocess.Popen[bytes]":
     words = [word for word in sys.argv[1:] if word not in ("--detach", "--json")]
     command = [sys.executable, "-P", "-m", __name__, *words, *(["--run", str(folder)] if is_new else [])]
-    with held(), blocked():
+    with defer_interrupts(), block_signals():
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
@@ -91,9 +91,9 @@ def _print_started(folder: Path, pid: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"run": str(folder), "pid": pid}))
         return
-    say(f"{folder} trains in the background, process {pid}; you may close this terminal")
-    say(f"to follow it: `tpuswarm logs -f {folder}`, `tpuswarm status {folder}`")
-    say(f"to stop it: `tpuswarm stop {folder}`")
+    echo(f"{folder} trains in the background, process {pid}; you may close this terminal")
+    echo(f"to follow it: `tpuswarm logs -f {folder}`, `tpuswarm status {folder}`")
+    echo(f"to stop it: `tpuswarm stop {folder}`")
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def main() -> None:
 
     sys.argv[0] = "tpuswarm"
     for name in ("stdout", "stderr"):
-        raw = io.BufferedWriter(Stamped(getattr(sys, name).fileno(), "w", closefd=False))
+        raw = io.BufferedWriter(TimestampedFile(getattr(sys, name).fileno(), "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(raw, "utf-8", "replace", line_buffering=True))
     cli.main()
 

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.hosts.several import PORT
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.hosts.host_group import PORT
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.storage.folders import is_url
 
 
@@ -57,4 +57,4 @@ def join(
     elif len(missing) < len(options):
         raise InputError(f"a member of several hosts also needs {' and '.join(missing)}")
     start = joining.join_run if is_url(address) else joining.join
-    start(address, name, group, token_file, lambda text: say(text, err=True), ray_ports, batch)
+    start(address, name, group, token_file, lambda text: echo(text, err=True), ray_ports, batch)

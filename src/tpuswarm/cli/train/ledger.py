@@ -14,7 +14,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.storage import verify as verification
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.views.tables import commit_row, read_commits
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import find_run
 
@@ -51,7 +51,7 @@ def verify(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if anything is wrong.
     """
-    report = verification.verify(_open_store(run), lambda text: say(text, err=True))
+    report = verification.verify(_open_store(run), lambda text: echo(text, err=True))
     if as_json:
         print(json.dumps({"run": run, "sound": not report.problems, **asdict(report)}))
     else:
@@ -62,25 +62,25 @@ def verify(run: Run, as_json: Json = False) -> None:
 
 def _print_report(run: str, report: verification.Report) -> None:
     if report.newest is not None:
-        say(f"commits 0 to {report.newest}: hash chain intact, no row counts twice, the tokens add up")
-        say(
+        echo(f"commits 0 to {report.newest}: hash chain intact, no row counts twice, the tokens add up")
+        echo(
             f"tokens: {report.processed:,} trained, {report.applied:,} counted, {report.dropped:,} dropped, "
             f"{report.undecided:,} accepted but undecided"
         )
     if report.recomputed:
-        say(f"recomputed from their pushes, bit-identical: {_format_ranges(report.recomputed)}")
+        echo(f"recomputed from their pushes, bit-identical: {_format_ranges(report.recomputed)}")
     versions_by_reason: dict[str, list[int]] = {}
     for version, reason in report.not_recomputed.items():
         is_deleted = reason.startswith("payloads/") and reason.endswith("is gone")
         versions_by_reason.setdefault("payloads are gone" if is_deleted else reason, []).append(version)
     for reason, versions in sorted(versions_by_reason.items(), key=lambda item: item[1]):
-        say(f"not recomputed: {_format_ranges(sorted(versions))}: {reason}")
+        echo(f"not recomputed: {_format_ranges(sorted(versions))}: {reason}")
     count = len(report.problems)
     for problem in report.problems[:MAX_PROBLEMS]:
-        say(f"problem: {problem}")
+        echo(f"problem: {problem}")
     if count > MAX_PROBLEMS:
-        say(f"and {count - MAX_PROBLEMS} more")
-    say(f"{run} is not sound: {count} problem{'s' * (count > 1)}" if count else f"{run} is sound")
+        echo(f"and {count - MAX_PROBLEMS} more")
+    echo(f"{run} is not sound: {count} problem{'s' * (count > 1)}" if count else f"{run} is sound")
 
 
 def _format_ranges(versions: list[int]) -> str:

@@ -12,7 +12,7 @@ from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.views.status import read_status
 from tpuswarm.train.look import profile as profiling
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import EVENTS, holder, read_config, read_rows
 from tpuswarm.train.run.listing import find_run
@@ -56,7 +56,7 @@ def profile(
     old_count, old_traces = len(read_messages()), profiling.traces(folder, member)
     request = profiling.request(folder, step_count, member)
     who = member or f"process {pid}{f' on {owner.host}' if owner else ''}"
-    say(f"requested a trace of {step_count} steps from {who}; Ctrl-C stops waiting", err=True)
+    echo(f"requested a trace of {step_count} steps from {who}; Ctrl-C stops waiting", err=True)
     try:
         with waiting("waiting for the trace"):
             while len(read_messages(request)) == old_count:
@@ -72,7 +72,7 @@ def profile(
     finally:
         profiling.withdraw(folder)
     traced = message.removeprefix("trace of ").partition(" in ")[0]
-    say(profiling.taken_sentence(traced, folder / profiling.BOARD / (member or "")))
+    echo(profiling.taken_sentence(traced, folder / profiling.BOARD / (member or "")))
 
 
 def _poll_interval_s(folder: Path) -> float:
@@ -132,4 +132,4 @@ def _print_traces(folder: Path, steps: int | None, member: str | None) -> None:
         )
     for trace in traces:
         print(trace)
-    say(f"to open them: {profiling.HOW_TO_OPEN.format(folder=folder / profiling.BOARD)}")
+    echo(f"to open them: {profiling.HOW_TO_OPEN.format(folder=folder / profiling.BOARD)}")

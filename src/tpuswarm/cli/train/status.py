@@ -12,7 +12,7 @@ from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.status import RunView, read_run
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import Status, find_run, folder_called, list_runs, used
 from tpuswarm.train.run.listing import status as plain_status
@@ -52,12 +52,12 @@ def status(
         if not found:
             return
     if not found:
-        say("no runs in ./runs; start one: `tpuswarm train gpt2-tiny`")
+        echo("no runs in ./runs; start one: `tpuswarm train gpt2-tiny`")
         return
     console.print(_draw(found, run, console.width))
     if run is not None and "://" not in run and isinstance(found[0], RunView) and found[0].status.address:
         token = Path(found[0].run) / "token"
-        say(f"to add a machine: `tpuswarm join {found[0].status.address} --token-file {token}`")
+        echo(f"to add a machine: `tpuswarm join {found[0].status.address} --token-file {token}`")
 
 
 def _json_object(run: str | None, found: list[Any], state: State | None) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def _read_runs(run: str | None) -> list[Any]:
         except InputError as error:
             if run:
                 raise
-            say(f"left out: {error}", err=True)
+            echo(f"left out: {error}", err=True)
     return found
 
 
 def _watch(run: str | None, console: Any) -> None:
-    from tpuswarm.train.process.drawn import Drawn
+    from tpuswarm.train.process.live_region import LiveRegion
 
-    with Drawn(console=console, auto_refresh=False) as live:
+    with LiveRegion(console=console, auto_refresh=False) as live:
         while True:
             found = _read_runs(run)
             live.update(_draw(found, run, console.width, console.height - 1), refresh=True)

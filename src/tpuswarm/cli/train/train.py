@@ -15,7 +15,7 @@ from tpuswarm.cli.train.train_options import TRAINER_OPTIONS, TrainOptions, read
 from tpuswarm.config.formatting import format_figure, token_unit
 from tpuswarm.config.train_table import LENGTH_KEYS
 from tpuswarm.train.process import platform
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import has_begun, read_config, require_free
 from tpuswarm.train.run.life import stopped_sentence
@@ -157,8 +157,8 @@ def _print_dry_run(facts: dict[str, str], as_json: bool) -> None:
         print(json.dumps(facts))
         return
     for name, text in facts.items():
-        say(f"{name:12}{text}", hang=12)
-    say("nothing was done")
+        echo(f"{name:12}{text}", hang=12)
+    echo("nothing was done")
 
 
 def _make_trainer(options: TrainOptions, **more: Any) -> Any:
@@ -178,7 +178,7 @@ def _train_here(options: TrainOptions, params: dict[str, Any]) -> int | None:
     init = {"init_from": options.parent, "init_only": options.table.init_only}
     if options.with_lr is not None:
         lr = float(f"{trainer.find_lr(recipe, batch=options.table.batch, **init).lr:.1e}")
-        say(f"learning rate {lr:g}: the loss falls fastest there, of 100 steps from 1e-06 to 1", err=True)
+        echo(f"learning rate {lr:g}: the loss falls fastest there, of 100 steps from 1e-06 to 1", err=True)
         recipe = options.with_lr(lr)
     length = {name: getattr(options.table, name) for name in ("steps", "tokens", "epochs", "batch")}
     result = trainer.fit(recipe, run=options.folder, **init, **length)
@@ -211,13 +211,13 @@ def print_result(result: "Result", as_json: bool) -> None:
         print(json.dumps({**facts, "message": result.message, "metrics": result.metrics}))
     elif not result.run.exists():
         end = "passed: two steps, an evaluation, a checkpoint" if result.ended == "finished" else "was stopped"
-        say(f"the fast dev run {end}; nothing was kept")
+        echo(f"the fast dev run {end}; nothing was kept")
     elif result.ended == "stopped":
-        say(stopped_sentence(result.run, result.message))
+        echo(stopped_sentence(result.run, result.message))
     else:
         losses = _losses(result.metrics, "loss")
         end = f"{shown(result.run)} finished at step {result.step} of {result.steps}"
-        say(f"{end}: {', '.join(losses)}; {result.run / 'report.html'}")
+        echo(f"{end}: {', '.join(losses)}; {result.run / 'report.html'}")
 
 
 def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
@@ -225,11 +225,11 @@ def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
         facts = {"run": shown(result.run), "ended": result.ended.how, "message": result.ended.message}
         print(json.dumps({**facts, "version": result.version, "tokens": result.tokens, "metrics": result.metrics}))
     elif result.ended.how == "stopped":
-        say(stopped_sentence(result.run, result.ended.message))
+        echo(stopped_sentence(result.run, result.ended.message))
     else:
         tokens = f"{result.tokens:,} {token_unit(read_config(result.run)['chosen']['tokens_per_row'])}"
         facts_text = ", ".join([tokens, *_losses(result.metrics, "training loss")])
-        say(f"{shown(result.run)} finished at commit {result.version}: {facts_text}; {result.run / 'report.html'}")
+        echo(f"{shown(result.run)} finished at commit {result.version}: {facts_text}; {result.run / 'report.html'}")
 
 
 def _losses(metrics: Mapping[str, Any], loss_name: str) -> list[str]:

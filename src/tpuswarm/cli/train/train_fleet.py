@@ -28,7 +28,7 @@ from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.swarm.views.status import FILE
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.train.storage.sync import delete_file
 
@@ -44,7 +44,7 @@ def train_on_fleet(
     _refuse_other_options(context)
     file, warnings = desired_from_file.file_or_options(path, None, [], None, False, "google")
     for warning in warnings:
-        say(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)
     if file.train is None:
         raise InputError(f"{path} has no [train]. Add one, or create the machines alone with `tpuswarm up`.")
     url, train_jobs = training.run_url(file), training.train_jobs(file, accept_code)
@@ -56,8 +56,8 @@ def train_on_fleet(
 
     def print_jobs() -> None:
         for job in train_jobs:
-            say(f"then: {job.says}")
-        say(f"run: {url}")
+            echo(f"then: {job.says}")
+        echo(f"run: {url}")
 
     if dry:
         apply.print_dry_run(file, lambda desired: desired, paid, keep=True, print_more=print_jobs)
@@ -71,8 +71,8 @@ def train_on_fleet(
             return
         except KeyboardInterrupt:
             pass
-    say(f"the training continues. Follow it: `tpuswarm status {url}`, `tpuswarm logs -f {url}`, or this command again")
-    say("end it and delete all machines: `tpuswarm down`")
+    echo(f"the training continues. Follow it: `tpuswarm status {url}`, `tpuswarm logs -f {url}`, or this command again")
+    echo("end it and delete all machines: `tpuswarm down`")
 
 
 def _refuse_other_options(context: typer.Context) -> None:
@@ -114,7 +114,7 @@ def _start_jobs(fleet: Fleet, url: str, train_jobs: tuple[training.TrainJob, ...
         if current is not None and not current.is_over:
             if training.is_same_command(train_job.line, current.line):
                 continue
-            say(f"restarting job {train_job.name}: the file has changed")
+            echo(f"restarting job {train_job.name}: the file has changed")
             end_train_jobs(fleet, [train_job.name])
             document = jobs.read_document(fleet)
         where = train_job.where
@@ -176,15 +176,15 @@ def _follow(path: Path, url: str) -> None:
             state = fleet_training.read()
             for event in state.events:
                 if event not in printed:
-                    say(format_event(event))
+                    echo(format_event(event))
             printed |= set(state.events)
             if state.run:
                 logs = logs or Logs(folder_of(url))
                 for line in logs.new():
                     if line.source == RUN:
-                        say(str(line))
+                        echo(str(line))
                 is_finished = state.run.state == "finished"
             sys.stdout.flush()
             if not is_finished:
                 time.sleep(POLL_INTERVAL_S)
-    say(f"{url} has finished. `tpuswarm down` deletes the machines, which still cost money.")
+    echo(f"{url} has finished. `tpuswarm down` deletes the machines, which still cost money.")

@@ -15,10 +15,10 @@ from tpuswarm.config.train_table import LENGTH_KEYS, Train, read_train
 from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.engines.ports import parse_ports
-from tpuswarm.train.hosts.several import several
+from tpuswarm.train.hosts.host_group import parse_host_group
 from tpuswarm.train.look.wandb_log import require
 from tpuswarm.train.optional import LooksForData, identity_of
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import CONFIG, read_config, require_usable
 from tpuswarm.train.run.parent import find_parent, parent_folder, parent_options
@@ -60,7 +60,7 @@ def read_options(context: typer.Context) -> TrainOptions:
     if folder:
         require_usable(folder)
     swarm = _swarm_options(table, folder, params)
-    several(params["hosts"], params["host"], params["hosts_at"])
+    parse_host_group(params["hosts"], params["host"], params["hosts_at"])
     if params["hosts"] is not None and table.run and "://" in table.run:
         raise InputError(f"--hosts needs a run on a disk that all hosts share, and {table.run} is a bucket")
     if table.wandb is not None:
@@ -205,7 +205,7 @@ def make_recipe(
         missing = next(iter(identity_of(maker)), None)
     recipe_arguments = {**stored, **preset, **given, **options}
     if missing and missing not in recipe_arguments:
-        say(
+        echo(
             f"note: {parent} has no {missing}, so {name} uses its default; set --{missing} if the parameters were "
             "trained with another",
             err=True,

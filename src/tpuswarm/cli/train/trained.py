@@ -15,8 +15,8 @@ from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 from tpuswarm.train.optional import Exports, FindsCodes, MakesPictures, Measured, WritesText
 from tpuswarm.train.process import platform
-from tpuswarm.train.process.atomic import require_new, whole_folder
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.atomic import new_folder, require_new_folder
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import read_config, writing
 from tpuswarm.train.run.listing import find_run
@@ -95,7 +95,7 @@ def _sample_pictures(
         print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "grid": grid, "out": str(out)}))
         return
     content = f"{rows * columns:,} pictures" if frames is None else f"a film of {frames:,} frames"
-    say(f"{loaded.folder} at step {loaded.step:,}: {content} in {out}")
+    echo(f"{loaded.folder} at step {loaded.step:,}: {content} in {out}")
 
 
 def evaluate(
@@ -130,9 +130,9 @@ def evaluate(
         return
     losses = ", ".join(f"{name} {format_figure(value)}" for name, value in values.items())
     source = data or ("the held-out data" if split == "validation" else f"the {split} data")
-    say(f"{loaded.folder} at step {loaded.step:,}: {losses} over {rows:,} rows of {source}")
+    echo(f"{loaded.folder} at step {loaded.step:,}: {losses} over {rows:,} rows of {source}")
     if measures:
-        say(_describe_measures(measures, features))
+        echo(_describe_measures(measures, features))
 
 
 def export(
@@ -143,18 +143,18 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a trained model to files that other programs read."""
-    require_new(out)
+    require_new_folder(out)
     loaded = load(run, None, best)
     if not isinstance(loaded.recipe, Exports):
         raise InputError(f"{loaded.recipe.name} cannot be exported to Hugging Face")
-    with writing(out), waiting("exporting"), whole_folder(out) as folder:
+    with writing(out), waiting("exporting"), new_folder(out) as folder:
         loaded.recipe.export(loaded.state, folder)
     files = sorted(path.name for path in out.iterdir())
     if as_json:
         facts = {"run": str(loaded.folder), "step": loaded.step, "format": form, "out": str(out), "files": files}
         print(json.dumps(facts))
     else:
-        say(f"exported {loaded.folder} at step {loaded.step:,} to {out}: {', '.join(files)}")
+        echo(f"exported {loaded.folder} at step {loaded.step:,} to {out}: {', '.join(files)}")
 
 
 def project(
@@ -188,7 +188,9 @@ def project(
         facts = {"run": str(loaded.folder), "step": loaded.step, "error": found.error, "out": str(out)}
         print(json.dumps(facts | {"code": str(code)}))
     else:
-        say(f"{out}: {picture} beside the picture of {loaded.folder}, {found.error:.1f} of 255 apart; its code: {code}")
+        echo(
+            f"{out}: {picture} beside the picture of {loaded.folder}, {found.error:.1f} of 255 apart; its code: {code}"
+        )
 
 
 def load(run: str, data: str | None, best: bool = False) -> Any:
@@ -206,7 +208,7 @@ def load(run: str, data: str | None, best: bool = False) -> Any:
         else:
             loaded = load_run(folder, platform.local_devices(), options, best=best)
     for note in loaded.notes:
-        say(note, err=True)
+        echo(note, err=True)
     return loaded
 
 

@@ -41,7 +41,7 @@ from tpuswarm.fleet.keeper.traffic_meter import TrafficMeter
 from tpuswarm.fleet.store.document import MAX_EVENTS, Document, DocumentStore, KeeperLease, is_holder_alive, with_events
 from tpuswarm.fleet.store.history import History
 from tpuswarm.fleet.store.machine_flags import add_flag_metadata
-from tpuswarm.train.process.computer import this_computer
+from tpuswarm.train.process.computer import computer_id
 
 IDLE_INTERVAL_S, BUSY_INTERVAL_S, WATCH_INTERVAL_S = 3.0, 1.0, 10.0
 """Between two ticks; the last while another keeper leads and nothing moves."""
@@ -121,7 +121,7 @@ class Keeper:
         self._clock, self._threads = clock or Clock(), threads
         self._id, self._pid = secrets.token_hex(6), os.getpid()
         self._host = os.environ.get(MACHINE_VARIABLE) or socket.gethostname()
-        self._computer = this_computer()
+        self._computer = computer_id()
         self._idle_timer, self._traffic_meter = IdleTimer(), TrafficMeter(provider)
         self._answers: list[CloudAnswer] = []
         self._state: FleetState | None = None

@@ -27,7 +27,7 @@ from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.decide.spending import Spending
 from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.decide.traffic import Traffic
-from tpuswarm.train.process.computer import alive
+from tpuswarm.train.process.computer import is_process_alive
 
 FORMAT = 1
 MAX_EVENTS, MAX_ENDED_JOBS = 200, 200
@@ -89,7 +89,7 @@ class Damaged(RunFailed):
 
 def is_holder_alive(lease: KeeperLease) -> bool | None:
     """Whether the lease's process runs; None if it is on another computer."""
-    return alive(lease.computer, lease.pid)
+    return is_process_alive(lease.computer, lease.pid)
 
 
 def document_path(name: str) -> str:
@@ -189,19 +189,19 @@ class LocalBucket:
             raise Unreachable(f"{file} cannot be written: {error.strerror}") from error
 
     def _write(self, file: Path, path: str, data: bytes, generation: int) -> int:
-        from tpuswarm.train.process.atomic import part, sync
+        from tpuswarm.train.process.atomic import fsync_path, partial_path
 
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):
             stored = self.read(path)
             if (stored.generation if stored else 0) != generation:
                 raise Changed(f"{file} was written by another process meanwhile")
-            with part(file).open("wb") as new:
+            with partial_path(file).open("wb") as new:
                 new.write(b"%d\n" % (generation + 1) + data)
                 new.flush()
                 os.fsync(new.fileno())
-            part(file).replace(file)
-            sync(file.parent)
+            partial_path(file).replace(file)
+            fsync_path(file.parent)
         return generation + 1
 
 

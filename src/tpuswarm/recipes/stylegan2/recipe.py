@@ -196,13 +196,13 @@ class StyleGAN2(Recipe):
     @cached_property
     def _prepared(self) -> "Prepared":
         from tpuswarm.recipes.stylegan2.files import prepare_pictures
-        from tpuswarm.train.process.terminal import say
+        from tpuswarm.train.process.terminal import echo
 
         found = prepare_pictures(self._data, self.config.resolution, "refuse" if self._odd == "refuse" else "crop")
         if found.damaged:
             more = f" and {found.damaged - len(found.named)} more" if found.damaged > len(found.named) else ""
             all_ = found.damaged + len(found.array)
-            say(f"{found.damaged} of {all_} pictures cannot be read: {'; '.join(found.named)}{more}", err=True)
+            echo(f"{found.damaged} of {all_} pictures cannot be read: {'; '.join(found.named)}{more}", err=True)
         if len(found.array) < 10:
             raise InputError(
                 f"{self._data} has too few pictures ({len(found.array)}): it takes at least 10, one of them held out"

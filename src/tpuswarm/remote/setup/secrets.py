@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.process.atomic import part
+from tpuswarm.train.process.atomic import partial_path
 
 
 class Secrets:
@@ -41,8 +41,8 @@ class Secrets:
             self._file.unlink(missing_ok=True)
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        part(self._file).unlink(missing_ok=True)
-        handle = os.open(part(self._file), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        partial_path(self._file).unlink(missing_ok=True)
+        handle = os.open(partial_path(self._file), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(values, file)
-        part(self._file).replace(self._file)
+        partial_path(self._file).replace(self._file)

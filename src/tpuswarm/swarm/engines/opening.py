@@ -14,7 +14,7 @@ from typing import Any
 from tpuswarm.errors import InputError, RunFailed, first_line
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import ENVIRONMENT, private_folder
-from tpuswarm.train.process.stop import held
+from tpuswarm.train.process.stop import defer_interrupts
 
 os.environ |= ENVIRONMENT  # Ray reads these while it is imported
 
@@ -120,7 +120,7 @@ def _no_processes_left() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with held():
+        with defer_interrupts():
             for end in (psutil.Process.suspend, psutil.Process.kill):  # a suspended process starts no other
                 for process in started():
                     with suppress(psutil.NoSuchProcess):
@@ -171,7 +171,7 @@ def _uninterrupted_connect() -> Iterator[None]:
     real = state._connect_and_get_accessor
 
     def connect(self: Any) -> Any:
-        with held():
+        with defer_interrupts():
             return real(self)
 
     state._connect_and_get_accessor = connect

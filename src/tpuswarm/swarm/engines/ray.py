@@ -26,7 +26,7 @@ from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import DISMISSED, MEMBER, NAMED, store_bytes, use_token
 from tpuswarm.swarm.processes.effects import Call, Unreachable
-from tpuswarm.train.process.stop import held
+from tpuswarm.train.process.stop import defer_interrupts
 
 ANYWHERE = "anywhere"
 """Instead of a node's name: any node of an existing cluster with room."""
@@ -162,7 +162,7 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with held():
+        with defer_interrupts():
             ray.shutdown()
             if not self.is_external:
                 shutil.rmtree(self._session, ignore_errors=True)

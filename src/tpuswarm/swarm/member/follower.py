@@ -21,7 +21,7 @@ from tpuswarm.swarm.member.group import FIRST_STEP_LINE, Group
 from tpuswarm.swarm.member.lead import follow
 from tpuswarm.swarm.member.program import make_program
 from tpuswarm.swarm.processes.plan import Plan
-from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, LOST, WRONG
+from tpuswarm.train.hosts.control_channel import ABSENT, FAILED, LEFT, LOST, WRONG
 from tpuswarm.train.hosts.rendezvous import Absent, Hosts
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
@@ -54,7 +54,7 @@ def run_plan(hosts: Hosts, say: Callable[[str], None]) -> None:
     on_step = _FirstStepLine().on_step
     program = make_program(plan, folder, jax.devices(), False, on_step, say, message[0]["batch"])
     hosts.agree(program.facts())
-    platform.make_way()
+    platform.lower_priority()
     follow(hosts, program.make_state, program.initialize)
 
 

@@ -39,8 +39,8 @@ class Group:
 
     def check(self) -> None:
         """Raise InputError if the index is not below the count, or if host 0 cannot listen."""
+        from tpuswarm.train.hosts.host_group import host_0
         from tpuswarm.train.hosts.rendezvous import listen
-        from tpuswarm.train.hosts.several import host_0
 
         at = host_0(self.at, self.count, self.index)
         if self.index == 0:

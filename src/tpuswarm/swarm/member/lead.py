@@ -19,7 +19,7 @@ from tpuswarm.swarm.member.device_state import Payload
 from tpuswarm.swarm.member.program_state import ProgramState
 from tpuswarm.swarm.member.shared_params import Flat
 from tpuswarm.swarm.storage import tensors
-from tpuswarm.train.hosts.line import Message
+from tpuswarm.train.hosts.control_channel import Message
 from tpuswarm.train.hosts.rendezvous import Hosts
 
 PIECE_BYTES = 2**22

@@ -131,7 +131,7 @@ class MemberWorker:
                 f"{spec.name} cannot join: its batch of {spec.batch} does not divide the run's batch of "
                 f"{plan.settings['batch']}"
             )
-        platform.prepare(bool(plan.settings["deterministic"]))
+        platform.configure_jax(bool(plan.settings["deterministic"]))
         data = self._fetch_files()
         hosts = self._gather()
         if hosts is None:

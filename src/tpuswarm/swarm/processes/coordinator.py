@@ -30,7 +30,7 @@ from tpuswarm.swarm.storage.founding import FOUNDING, Founding, keep_founding, r
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import newest_whole
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
 MAX_SLEEP_S = 0.5
 MIN_SLEEP_S = 0.001
@@ -138,7 +138,7 @@ class Coordinator:
         try:
             self._ledger.bookmark(view)
         except RunFailed as error:
-            say(f"no bookmark at commit {view.version}: {error}", err=True)
+            echo(f"no bookmark at commit {view.version}: {error}", err=True)
 
     def _call_shards(self, method: str, *arguments: Any) -> Process:
         """Call all aggregators at once, repeat unanswered calls, and return all answers."""

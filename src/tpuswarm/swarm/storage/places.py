@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tpuswarm.train.process.atomic import sync
+from tpuswarm.train.process.atomic import fsync_path
 from tpuswarm.train.storage.bucket import Bucket, Content
 
 
@@ -30,7 +30,7 @@ class Folder:
         target, part = self.path(name), self.temporary(name)
         try:
             _write(part, data)
-            sync(part)
+            fsync_path(part)
             try:
                 os.link(part, target)
                 created = True
@@ -38,7 +38,7 @@ class Folder:
                 created = False
         finally:
             part.unlink(missing_ok=True)
-        sync(target.parent)  # also where another process was first: it may not have come to this yet
+        fsync_path(target.parent)  # also where another process was first: it may not have come to this yet
         return created
 
     def put(self, name: str, data: Content) -> None:
@@ -50,16 +50,16 @@ class Folder:
             part.unlink(missing_ok=True)
 
     def put_file(self, name: str, part: Path) -> None:
-        sync(part)
+        fsync_path(part)
         part.replace(self.path(name))
-        sync(self.path(name).parent)
+        fsync_path(self.path(name).parent)
 
     def temporary(self, name: str) -> Path:
         target = self.path(name)
         missing = [folder for folder in target.parents if not folder.is_dir()]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
-            sync(folder.parent)
+            fsync_path(folder.parent)
         part = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
         part.touch()
         return part

@@ -15,7 +15,7 @@ from tpuswarm.swarm.processes.coordinator import FoundingCoordinator
 from tpuswarm.swarm.processes.effects import Call, Process, Sleep
 from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.train.process.stamped import stamp
+from tpuswarm.train.process.timestamps import format_timestamp
 
 Calls = Callable[[Call], Any]
 
@@ -65,13 +65,23 @@ def member(
     files = Path(data) if data else None
     batch = int(os.environ[BATCH]) if BATCH in os.environ else None
     spec = WorkerSpec(
-        name, plan, shards, files, Group.from_environment(), steps, evaluates, calls, _log, batch, platform.make_way
+        name,
+        plan,
+        shards,
+        files,
+        Group.from_environment(),
+        steps,
+        evaluates,
+        calls,
+        _log,
+        batch,
+        platform.lower_priority,
     )
     return MemberWorker(spec)
 
 
 def _log(text: str) -> None:
-    sys.stdout.write(f"{stamp(time.time())}{text}\n")
+    sys.stdout.write(f"{format_timestamp(time.time())}{text}\n")
     sys.stdout.flush()
 
 

@@ -20,7 +20,7 @@ from tpuswarm.swarm.engines.variables import BATCH, COMPILED
 from tpuswarm.swarm.member.group import FIRST_STEP_LINE, Group
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus, parse_status
-from tpuswarm.train.hosts.line import ABSENT, FAILED, LEFT, TAKEN, WRONG
+from tpuswarm.train.hosts.control_channel import ABSENT, FAILED, LEFT, TAKEN, WRONG
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.record import read_file

@@ -39,7 +39,7 @@ from tpuswarm.train.loop.recorded import configuration
 from tpuswarm.train.loop.session import Resolved, request
 from tpuswarm.train.optional import KeepsFiles, SharesData, sampled
 from tpuswarm.train.process.numerics import run_key
-from tpuswarm.train.process.stop import Interrupted, held
+from tpuswarm.train.process.stop import Interrupted, defer_interrupts
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import place
 from tpuswarm.train.recipe import Recipe
@@ -97,7 +97,7 @@ def train(
             raise InputError("--dashboard and --ray-address exclude each other: that cluster has its own, or has none")
         require_dashboard()
     with ExitStack() as ends:
-        with held():  # or an interrupt could leave the directory locked
+        with defer_interrupts():  # or an interrupt could leave the directory locked
             run = Run(folder, recipe.name)
             ends.callback(run.abandon)
         screen = screen or auto_screen()

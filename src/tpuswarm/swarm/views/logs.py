@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.events import sentence
-from tpuswarm.train.process.stamped import STAMP
+from tpuswarm.train.process.timestamps import TIMESTAMP
 from tpuswarm.train.run.directory import EVENTS, read_rows, reading
 from tpuswarm.train.run.schema import parse_row
 
@@ -97,7 +97,7 @@ def dated(lines: Sequence[str], source: str, ended: float) -> list[Line]:
     at = datetime.fromtimestamp(ended)
     undated: list[str] = []
     for line in reversed(lines):
-        stamp = STAMP.match(line)
+        stamp = TIMESTAMP.match(line)
         if stamp is None:
             undated.append(line)
             continue

@@ -13,8 +13,8 @@ from tpuswarm.swarm.views.drawing import About, draw
 from tpuswarm.swarm.views.status import SwarmStatus
 from tpuswarm.train.look.display import PLAIN_WIDTH, speed_text
 from tpuswarm.train.look.live import Curve, can_draw, region
-from tpuswarm.train.process.stamped import logged
-from tpuswarm.train.process.terminal import say_on
+from tpuswarm.train.process.terminal import echo_on_console
+from tpuswarm.train.process.timestamps import writes_timestamped_log
 from tpuswarm.train.process.waiting import stderr_console
 
 PROGRESS_INTERVAL_S = 5.0
@@ -31,14 +31,14 @@ class Screen:
     def open(self, about: About, sentences: Sequence[str]) -> None:
         """Print what will be trained."""
         self._about = about
-        say_on(self.console, f"{about.title}, in {about.run}")
+        echo_on_console(self.console, f"{about.title}, in {about.run}")
         for sentence in sentences:
             self.note(sentence)
 
     def note(self, text: str) -> None:
         """Print a line with the time since the start."""
         stamp = f"{time.time() - self.began:6.1f} s  "
-        say_on(self.console, f"{stamp}{text}", hang=len(stamp))
+        echo_on_console(self.console, f"{stamp}{text}", hang=len(stamp))
 
     def event(self, text: str) -> None:
         """Print an event of the run."""
@@ -107,7 +107,7 @@ class LogScreen(Screen):
     """Prints to a log of the run, which is read together with the run's events and adds the times."""
 
     def note(self, text: str) -> None:
-        say_on(self.console, text)
+        echo_on_console(self.console, text)
 
     def event(self, text: str) -> None:
         """Print nothing: the reader has the run's events."""
@@ -115,7 +115,7 @@ class LogScreen(Screen):
 
 def auto_screen() -> Screen:
     """Return the live view on a terminal or in a notebook, otherwise lines."""
-    if logged():
+    if writes_timestamped_log():
         return LogScreen()
     console = stderr_console()
     return LiveScreen(console) if can_draw(console) else Screen()

@@ -15,7 +15,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.entry_point import entry_point
-from tpuswarm.train.process.platform import prepare
+from tpuswarm.train.process.platform import configure_jax
 
 DLPACK_CPU = 1
 """kDLCPU in dlpack.h: memory of the host."""
@@ -37,7 +37,7 @@ def to_jax(tree: Any) -> Any:
     leaf, for an integer that does not fit, a float that would become infinite, or anything that is not an array of
     numbers.
     """
-    prepare()
+    configure_jax()
     return jax.tree_util.tree_map_with_path(_to_jax, tree)
 
 
@@ -49,7 +49,7 @@ def to_numpy(tree: Any, writable: bool = False) -> Any:
     read-only. Arrays on other devices are fetched, sharded ones assembled. Raises InputError, naming the leaf, for
     random keys and for an array with parts on other hosts.
     """
-    prepare()
+    configure_jax()
 
     def one(path: Any, leaf: Any) -> np.ndarray:
         array = _host(leaf, _name(path))
@@ -69,7 +69,7 @@ def to_torch(tree: Any, writable: bool = False) -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise InputError("to_torch needs torch: install it and `import torch` before the call")
-    prepare()
+    configure_jax()
 
     def one(path: Any, leaf: Any) -> Any:
         name = _name(path)
@@ -110,7 +110,7 @@ def cpu_keys(seed: int) -> Iterator[jax.Array]:
     when the host reads it. A key made on the CPU travels to the devices with the call that uses it; it is not tied to
     the CPU. Inside a jitted function split and fold in as usual: there it costs nothing.
     """
-    prepare()
+    configure_jax()
     cpu = _cpu()
     with jax.default_device(cpu):
         first = jax.random.key(seed)

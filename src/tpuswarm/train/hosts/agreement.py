@@ -15,17 +15,17 @@ from typing import TypeVar
 import jax
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.hosts import line
+from tpuswarm.train.hosts import control_channel
+from tpuswarm.train.hosts.host_group import HostGroup
 from tpuswarm.train.hosts.rendezvous import Hosts, initialize
-from tpuswarm.train.hosts.several import Several
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.stop import StopSignals
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.mesh import select_devices
 
-SECRET = "secret"
+SECRET_FILE = "secret"
 """The file in the run directory by which hosts know each other, there while they come together."""
-LOOK = 3.0
+FILE_VISIBLE_S = 3.0
 """Seconds that a file written by host 0 may take to be seen at another host."""
 
 T = TypeVar("T")
@@ -130,23 +130,25 @@ class Agreement:
             self._hosts.send({"asked": self._told})
 
 
-def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Agreement:
+def join_hosts(asked: HostGroup, folder: Path, lost: Callable[[str], None]) -> Agreement:
     """Join the hosts of a run; before anything else uses JAX.
 
     folder: the run directory, which host 0 holds and every host has to see; lost: told the sentence with which host 0
     ends where another one is gone. Raises InputError as hosts.initialize does, and for a directory that is not shared.
     """
-    place = folder / SECRET
+    place = folder / SECRET_FILE
     if asked.index:
-        say(
+        echo(
             f"this is host {asked.index} of {asked.count}; connecting to {asked.at}; host 0 shows the progress",
             err=True,
         )
         return Agreement(initialize(asked.at, asked.count, asked.index, lambda: _read(place, asked)))
-    say(f"this is host 0 of {asked.count}; waiting for the others at {asked.at}", err=True)
+    echo(f"this is host 0 of {asked.count}; waiting for the others at {asked.at}", err=True)
     secret = secrets.token_hex(32).encode()
-    line.witnesses.append(lambda why: place.unlink(missing_ok=True))  # where the process ends within `initialize`
-    line.witnesses.append(lost)
+    control_channel.witnesses.append(
+        lambda why: place.unlink(missing_ok=True)
+    )  # where the process ends within `initialize`
+    control_channel.witnesses.append(lost)
     try:
         place.unlink(missing_ok=True)  # a killed process may have left it
         place.touch(mode=0o600)
@@ -157,8 +159,8 @@ def join(asked: Several, folder: Path, lost: Callable[[str], None]) -> Agreement
     return Agreement(hosts)
 
 
-def _read(place: Path, asked: Several) -> bytes:
-    end = time.monotonic() + LOOK
+def _read(place: Path, asked: HostGroup) -> bytes:
+    end = time.monotonic() + FILE_VISIBLE_S
     while True:
         try:
             if secret := place.read_bytes():

@@ -1,8 +1,8 @@
 """One program over the devices of several hosts: JAX's multi-controller model, in which every host runs every program.
 
-Host 0 leads. Each other host holds a line to it (line.py), over which they agree on what they run and by which each
-learns of another's death; JAX's own connections come after that. Then a mesh over `jax.devices()` spans all hosts, and
-every process has to dispatch the same programs in the same order.
+Host 0 leads. Every other host keeps a control channel to it (control_channel.py): over it they compare what they run,
+and learn of each other's deaths. JAX's own connections follow. A mesh over `jax.devices()` then spans all hosts, and
+every process must dispatch the same programs in the same order.
 """
 
 import atexit
@@ -25,12 +25,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.train.hosts.line import (
-    BEAT,
+from tpuswarm.train.hosts.control_channel import (
+    HEARTBEAT_INTERVAL_S,
     LEFT,
     LOST,
     TAKEN,
-    Line,
+    ControlChannel,
     Message,
     WrongSecret,
     authenticate,
@@ -38,7 +38,7 @@ from tpuswarm.train.hosts.line import (
     hold_terminate,
     relay,
 )
-from tpuswarm.train.hosts.several import host_0
+from tpuswarm.train.hosts.host_group import host_0
 from tpuswarm.train.process import platform
 
 PATIENCE = 120.0
@@ -65,7 +65,7 @@ class Hosts:
     Left by an exception, it ends the other hosts with the exception's sentence.
     """
 
-    def __init__(self, index: int, count: int, lines: Mapping[int, Line]):
+    def __init__(self, index: int, count: int, lines: Mapping[int, ControlChannel]):
         """lines: by the index of the other host; host 0 has one to each, each other host one to host 0."""
         self.index, self.count = index, count
         self._lines = dict(sorted(lines.items()))
@@ -174,7 +174,7 @@ class Hosts:
 
     def _hear(self) -> None:
         """Give the lines a moment: what a collective throws here may come of a host that is gone, which they say."""
-        end = time.monotonic() + BEAT
+        end = time.monotonic() + HEARTBEAT_INTERVAL_S
         for line in self._lines.values():
             line.wait(max(0, end - time.monotonic()))
 
@@ -203,7 +203,7 @@ def initialize(
     they may be inside a collective that never returns, so that nothing but their process can be ended.
     """
     name, port = host_0(address, count, index)
-    platform.prepare()
+    platform.configure_jax()
     if count == 1:
         return Hosts(0, 1, {})
     end = time.monotonic() + seconds
@@ -234,10 +234,10 @@ def listen(name: str, port: int) -> socket.socket:
 
 def _gather(
     name: str, port: int, count: int, secret: Secret, end: float, awaited: Callable[[], bool]
-) -> dict[int, Line]:
+) -> dict[int, ControlChannel]:
     """At host 0: the lines of all others. One that goes before all have come is awaited again."""
     seconds = end - time.monotonic()
-    lines: dict[int, Line] = {}
+    lines: dict[int, ControlChannel] = {}
     coming = threading.Lock()
     together = False
     strangers = 0
@@ -280,20 +280,20 @@ def _gather(
                 continue
             with coming:  # its line may be lost before it is kept
                 if index in lines or index >= count:
-                    line = Line(connection, lambda why, status: None)
+                    line = ControlChannel(connection, lambda why, status: None)
                     line.farewell(f"it expects hosts 1 to {count - 1}, each once, not another host {index}", TAKEN)
                 else:
-                    lines[index] = Line(connection, partial(lost, index))
+                    lines[index] = ControlChannel(connection, partial(lost, index))
 
 
-def _dial(name: str, port: int, index: int, secret: Secret, end: float) -> dict[int, Line]:
+def _dial(name: str, port: int, index: int, secret: Secret, end: float) -> dict[int, ControlChannel]:
     """At any other host: the line to host 0."""
     seconds = end - time.monotonic()
     while True:
         try:
             connection = socket.create_connection((name, port), max(0.1, end - time.monotonic()))
             authenticate(connection, _known(secret), index)
-            return {0: Line(connection, partial(_lost, 0, {}))}
+            return {0: ControlChannel(connection, partial(_lost, 0, {}))}
         except WrongSecret:
             raise InputError(f"host 0 at {name}:{port} has a different secret; all hosts need the same") from None
         except OSError as error:
@@ -324,7 +324,7 @@ def _settle() -> None:
     jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones))
 
 
-def _lost(index: int, lines: Mapping[int, Line], why: str, status: int) -> NoReturn:
+def _lost(index: int, lines: Mapping[int, ControlChannel], why: str, status: int) -> NoReturn:
     """A host is gone: tell the others, to whom that is a loss whatever it was to that host, and end."""
     sentence = f"host {index} is gone ({why})"
     for other in lines.keys() - {index}:

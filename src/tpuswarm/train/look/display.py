@@ -14,8 +14,8 @@ from tpuswarm.config.formatting import format_duration, format_figure, format_st
 from tpuswarm.train.diagnose.summary import rows as summary_rows
 from tpuswarm.train.look.describe import ParameterRow
 from tpuswarm.train.look.live import Column, Curve, Pace, bar, can_draw, region, sparkline, table
-from tpuswarm.train.process.stamped import logged
-from tpuswarm.train.process.terminal import say_on
+from tpuswarm.train.process.terminal import echo_on_console
+from tpuswarm.train.process.timestamps import writes_timestamped_log
 from tpuswarm.train.process.waiting import stderr_console
 
 if TYPE_CHECKING:  # a tenth of a second that no command waits for
@@ -59,15 +59,17 @@ class Display:
     def open(self, opening: Opening) -> None:
         """Say what is about to be trained."""
         self._opening = opening
-        say_on(self.console, f"{opening.title} on {opening.devices}, {opening.steps:,} steps, in {opening.run}")
-        if not logged():
+        echo_on_console(
+            self.console, f"{opening.title} on {opening.devices}, {opening.steps:,} steps, in {opening.run}"
+        )
+        if not writes_timestamped_log():
             self.console.print(parameter_table(opening.parameters, self.console.width))
         for sentence in opening.sentences:
             self.note(sentence)
 
     def note(self, text: str) -> None:
         """Say one sentence."""
-        say_on(self.console, text)
+        echo_on_console(self.console, text)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""

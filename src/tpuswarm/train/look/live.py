@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from tpuswarm.train.process.drawn import Drawn
+from tpuswarm.train.process.live_region import LiveRegion
 
 REFRESH_HZ = 2
 """The view is drawn on the processor that trains; more often would be felt."""
@@ -58,7 +58,7 @@ def can_draw(console: Console) -> bool:
 def region(console: Console, draw: Draw) -> Live:
     """The end of a terminal, drawn anew twice a second; what is printed scrolls above it."""
     to_terminal = sys.stdout.isatty()  # then what is printed would be drawn over
-    live = Drawn(_Sized(draw), console=console, refresh_per_second=REFRESH_HZ, redirect_stdout=to_terminal)
+    live = LiveRegion(_Sized(draw), console=console, refresh_per_second=REFRESH_HZ, redirect_stdout=to_terminal)
     live.start()
     return live
 

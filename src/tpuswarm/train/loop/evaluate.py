@@ -11,7 +11,7 @@ from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import reading, rows_of, source_of
 from tpuswarm.train.paths import by_path
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.compiled import Placed, with_sharding
 from tpuswarm.train.program.digest import is_another, step_digest
 from tpuswarm.train.program.mesh import batch_sharding, replicated
@@ -161,7 +161,7 @@ def evaluate_run(
     """
     held = _held_out(loaded, split, batch)
     if _has_another_program(loaded):
-        say(
+        echo(
             f"the loss, optimizer or schedule of {loaded.recipe.name} has changed since {shown(loaded.folder)} was "
             "trained; it is evaluated with the new one",
             err=True,

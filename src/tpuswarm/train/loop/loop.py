@@ -28,7 +28,7 @@ from tpuswarm.train.loop.saver import Saver
 from tpuswarm.train.loop.session import Session
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.optional import sampled
-from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, last_words
+from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, set_exit_message
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.recipe import Metrics
@@ -125,7 +125,7 @@ class Loop:
         with suppress(RunFailed):
             lost = f"interrupted twice: step {self._progress.step} was not saved"
             message = f"{lost}; the checkpoint of step {self._saver.saved_step} is safe"
-            last_words(self._stopped_sentence(message))
+            set_exit_message(self._stopped_sentence(message))
             self._progress.event("stopped", message)
 
     def _open(self) -> None:

@@ -15,8 +15,8 @@ from tpuswarm.config.limits import check_settings
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train.data.source import Repeated, source_of, training_rows
 from tpuswarm.train.data.stream import StreamSource
-from tpuswarm.train.hosts.agreement import Agreement, join
-from tpuswarm.train.hosts.several import Several
+from tpuswarm.train.hosts.agreement import Agreement, join_hosts
+from tpuswarm.train.hosts.host_group import HostGroup
 from tpuswarm.train.loop.evaluate import FiniteSource, HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.recorded import chosen, configuration, facts, first_row, lr_scale_after
@@ -24,7 +24,7 @@ from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.numerics import changed_numerics, numerics, run_key
-from tpuswarm.train.process.stop import held
+from tpuswarm.train.process.stop import defer_interrupts
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import Compiled, compile_step, place
 from tpuswarm.train.program.contract import program_of
@@ -107,7 +107,7 @@ class Session:
 
 @contextmanager
 def taken(
-    recipe: Recipe, asked: Mapping[str, Any], folder: Path | None, hosts: Several | None, ends: ExitStack
+    recipe: Recipe, asked: Mapping[str, Any], folder: Path | None, hosts: HostGroup | None, ends: ExitStack
 ) -> Iterator[tuple[Run, Agreement]]:
     """Yield the run directory and the hosts of a run; end them if the block fails.
 
@@ -116,15 +116,15 @@ def taken(
     if hosts and folder is None:
         raise InputError("a run over several hosts needs --run, a directory on a shared disk")
     follows = hosts is not None and hosts.index > 0
-    with held():  # else the directory could be there without anybody to let it go
+    with defer_interrupts():  # else the directory could be there without anybody to let it go
         run = FollowedRun(folder) if folder and follows else Run(folder, recipe.name)
         ends.callback(run.abandon)
     agreement = Agreement()
     try:
         stored = (run.config() or {}).get("train", {})
-        platform.prepare(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
+        platform.configure_jax(bool(_first(asked.get("deterministic"), stored.get("deterministic"))))
         if hosts:
-            agreement = join(hosts, run.folder, run.fail)
+            agreement = join_hosts(hosts, run.folder, run.fail)
         yield run, agreement
     except BaseException:
         agreement.__exit__(*sys.exc_info())

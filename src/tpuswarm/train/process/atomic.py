@@ -16,20 +16,20 @@ URL = re.compile(r"\w+:/")
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file, in the place of one that may be there."""
-    with part(path).open("wb") as file:
+    with partial_path(path).open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
-    part(path).replace(path)
-    sync(path.parent)
+    partial_path(path).replace(path)
+    fsync_path(path.parent)
 
 
-def part(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Where a file is written before it is whole; a kill leaves it there."""
     return path.with_name(path.name + ".part")
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file's content, or a folder's entries, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -39,9 +39,9 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path) -> Iterator[Path]:
     """A new folder that gets the name `path` when all is in it; InputError where it cannot be new."""
-    require_new(path)
+    require_new_folder(path)
     path = path.resolve()  # what a link names is replaced, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
@@ -49,15 +49,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield making
         for file in making.iterdir():
             file.chmod(0o644)  # some libraries write for their user alone
-            sync(file)
+            fsync_path(file)
         making.chmod(0o755)
         making.replace(path)
-        sync(path.parent)
+        fsync_path(path.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def require_new(path: Path) -> None:
+def require_new_folder(path: Path) -> None:
     """Raise InputError for what is no local folder, and where something is already; touches nothing."""
     if URL.match(str(path)):
         raise InputError(f"{path} is not a local folder; use one, and copy it afterwards")

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 
-def this_computer() -> str:
+def computer_id() -> str:
     """What no other computer has, nor this one after its next start, nor another container on it; empty: not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
@@ -14,7 +14,7 @@ def this_computer() -> str:
         return ""
 
 
-def lock_holder(path: Path) -> str | None:
+def read_lock_holder(path: Path) -> str | None:
     """What the process that holds a lock has written into it; None where none does."""
     if path.exists():
         with path.open() as file:
@@ -25,9 +25,9 @@ def lock_holder(path: Path) -> str | None:
     return None
 
 
-def alive(computer: str, pid: int) -> bool | None:
+def is_process_alive(computer: str, pid: int) -> bool | None:
     """Whether a process of a computer, as `this_computer` called it, lives; None: that cannot be told from here."""
-    if not computer or computer != this_computer():
+    if not computer or computer != computer_id():
         return None
     try:
         os.kill(pid, 0)

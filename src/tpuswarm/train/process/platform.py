@@ -56,7 +56,7 @@ def load_jax() -> None:
         raise InputError(f"JAX does not take an environment variable: {error}; correct or unset it") from error
 
 
-def prepare(deterministic: bool = False) -> None:
+def configure_jax(deterministic: bool = False) -> None:
     """Choose JAX's platforms, turn on its persistent compilation cache, set up the memory; nothing changes twice.
 
     An installed libtpu prints errors on a machine without a TPU unless JAX is told not to look for one; a platform
@@ -76,7 +76,7 @@ def prepare(deterministic: bool = False) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def make_way() -> None:
+def lower_priority() -> None:
     """Let everything else on this machine go first, if this process trains on its processors; Linux.
 
     A member that comes back beside others on the same cores starts in half the time (docs/benchmarks.md), and whoever
@@ -118,7 +118,7 @@ def local_devices() -> "list[jax.Device]":
     """This process's devices; InputError in one sentence where the chosen platform does not start."""
     import jax
 
-    prepare()
+    configure_jax()
     try:
         return list(jax.local_devices())
     except (RuntimeError, AssertionError) as error:  # a platform whose plugin is not installed fails an assertion

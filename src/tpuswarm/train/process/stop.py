@@ -13,18 +13,18 @@ from signal import Signals
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from tpuswarm.train.process import echo
+from tpuswarm.train.process import input_echo
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WIPE = "\r\x1b[2K"
+CLEAR_LINE = "\r\x1b[2K"
 """Takes a line of a terminal away."""
-AGAIN = 0.02
+REDELIVERY_DELAY_S = 0.02
 """Seconds until a signal that came at a bad moment comes again."""
-ARRIVES = 1.0
+SWALLOWED_CHECK_S = 1.0
 """Seconds until it is looked whether what was raised has been swallowed: a future may hold it for a moment."""
-TIDY = 3.0
+CLEANUP_GRACE_S = 3.0
 """Seconds in which another Ctrl-C does not cut short what is done because of the first."""
-SLOW = 1.0
+SLOW_STOP_S = 1.0
 """Seconds of Ctrl-C without an end, after which it is said what is waited for."""
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -48,11 +48,11 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, asked: Signals):
         super().__init__(asked.name)
-        self.asked = _Process.taken = asked
-        _Process.taken_at = time.monotonic()
+        self.asked = _ProcessState.taken = asked
+        _ProcessState.taken_at = time.monotonic()
 
 
-class _Process:
+class _ProcessState:
     """What is true of the whole process."""
 
     holds = 0
@@ -73,7 +73,7 @@ class _Process:
 class _Fork(threading.local):
     """A fork by this thread."""
 
-    blocked: set[int] | set[Signals] = set()  # noqa: RUF012  # replaced, not changed
+    block_signals: set[int] | set[Signals] = set()  # noqa: RUF012  # replaced, not changed
     """The signals that were blocked before."""
 
 
@@ -89,7 +89,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    if _Process.listening:
+    if _ProcessState.listening:
         signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
 
@@ -99,12 +99,12 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
-def last_words(text: str) -> None:
+def set_exit_message(text: str) -> None:
     """What this process says where Ctrl-C ends it."""
-    _Process.words = text
+    _ProcessState.words = text
 
 
-class Interrupts:
+class InterruptHandler:
     """From when it is made, a signal raises Interrupted in the main thread, once what it does there can be cut short.
 
     A library that is being imported cannot: C++ code crashes. Nor can what is `held`: the signal comes again shortly
@@ -114,9 +114,9 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        _Process.taken = _Process.words = None
-        _Process.ends = self._interrupted
-        _Process.again = False
+        _ProcessState.taken = _ProcessState.words = None
+        _ProcessState.ends = self._interrupted
+        _ProcessState.again = False
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
         _install(self._take)
 
@@ -126,43 +126,43 @@ class Interrupts:
         None is the code of what was interrupted and has not said so.
         """
         _install(signal.SIG_IGN)
-        taken = _Process.taken
+        taken = _ProcessState.taken
         if taken == signal.SIGINT:
             self._interrupted()
         if taken is not None:
             self._say(f"ended by {taken.name}")
             self._end_at_once(128 + taken)
         if code is None:
-            self._say(_Process.words or "interrupted")
+            self._say(_ProcessState.words or "interrupted")
         _install(lambda number, frame: self._end_at_once(128 + number))
         sys.exit(128 + signal.SIGINT if code is None else code)
 
     def _interrupted(self) -> NoReturn:
-        self._say(_Process.words or "interrupted")
+        self._say(_ProcessState.words or "interrupted")
         self._end_at_once(128 + signal.SIGINT)
 
     def _say(self, text: str) -> None:
         """In place of a line of waiting that was cut short."""
-        sys.stderr.write(f"{WIPE * sys.stderr.isatty()}{text}\n")
+        sys.stderr.write(f"{CLEAR_LINE * sys.stderr.isatty()}{text}\n")
 
     def _end_at_once(self, code: int) -> NoReturn:
         """Without Python's own tidying up, in which threads of JAX that still compile crash."""
-        echo.restore()
+        input_echo.restore()
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # closed, or not there
                 stream.flush()
         os._exit(code)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        again, _Process.again = _Process.again, False
-        soon = time.monotonic() - _Process.taken_at < TIDY
-        if _Process.taken is not None and (again or soon or number != signal.SIGINT) and _on_its_way():
+        again, _ProcessState.again = _ProcessState.again, False
+        soon = time.monotonic() - _ProcessState.taken_at < CLEANUP_GRACE_S
+        if _ProcessState.taken is not None and (again or soon or number != signal.SIGINT) and _on_its_way():
             if again:
-                self._again(number, ARRIVES)
+                self._again(number, SWALLOWED_CHECK_S)
             return
         # Not a thread of `threading`, whose lock may be held by what was interrupted: that would wait for itself.
-        late = bool(_Process.holds) or _importing(frame)
-        self._again(number, AGAIN if late else ARRIVES)
+        late = bool(_ProcessState.holds) or _importing(frame)
+        self._again(number, REDELIVERY_DELAY_S if late else SWALLOWED_CHECK_S)
         if not late:
             raise Interrupted(Signals(number))
 
@@ -171,14 +171,14 @@ class Interrupts:
 
     def _swallowed(self, what: Any) -> None:
         if isinstance(what.exc_value, Interrupted):
-            self._again(what.exc_value.asked, AGAIN)  # certainly lost: no need to wait for ARRIVES
+            self._again(what.exc_value.asked, REDELIVERY_DELAY_S)  # certainly lost: no need to wait for ARRIVES
         else:
             self._unraisable(what)
 
 
 def _raise_again(number: int, seconds: float) -> None:
     time.sleep(seconds)
-    _Process.again = True
+    _ProcessState.again = True
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, number)  # it wakes up for it, whatever it waits for
@@ -193,7 +193,7 @@ def _on_its_way() -> bool:
 
 
 @contextmanager
-def blocked() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Block SIGNALS in this thread, and in a process that is started meanwhile until it calls `unblock`.
 
     Python itself may lose a signal that comes while it starts.
@@ -205,19 +205,19 @@ def blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def unblock() -> None:
+def unblock_signals() -> None:
     """Let SIGNALS in, those too that came while this process started."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Keep Interrupted away from what has to be done as a whole, and shortly."""
-    _Process.holds += 1
+    _ProcessState.holds += 1
     try:
         yield
     finally:
-        _Process.holds -= 1
+        _ProcessState.holds -= 1
 
 
 loads_user_code: set[CodeType] = set()
@@ -257,7 +257,7 @@ class StopSignals:
         if self._before:
             here, there = socket.socketpair()
             there.setblocking(False)
-            _Process.listening.append(self)
+            _ProcessState.listening.append(self)
             self._wakes = there
             self._woke = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(here,), name="Ctrl-C", daemon=True).start()
@@ -269,13 +269,13 @@ class StopSignals:
         self._ended.set()
         if not self._before:
             return
-        if _Process.listening[-1] is self:
+        if _ProcessState.listening[-1] is self:
             signal.set_wakeup_fd(self._woke)
             _restore(self._before)
         else:  # two loops in turn, and the first ended first
-            after = _Process.listening[_Process.listening.index(self) + 1]
+            after = _ProcessState.listening[_ProcessState.listening.index(self) + 1]
             after._before, after._woke = self._before, self._woke
-        _Process.listening.remove(self)
+        _ProcessState.listening.remove(self)
         self._wakes.close()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -293,12 +293,12 @@ class StopSignals:
             while numbers := here.recv(64):
                 for _ in range(numbers.count(signal.SIGINT)):
                     pressed += 1
-                    if pressed == 1 and not self._ended.wait(SLOW):
+                    if pressed == 1 and not self._ended.wait(SLOW_STOP_S):
                         self.slow()
-                    elif pressed > 1 and not self._ended.wait(TIDY):
-                        if _Process.ends:
+                    elif pressed > 1 and not self._ended.wait(CLEANUP_GRACE_S):
+                        if _ProcessState.ends:
                             self.unheard()
-                            _Process.ends()
+                            _ProcessState.ends()
                         else:  # the first came just before a long call, and Python took both for one
                             signal.pthread_kill(main, signal.SIGINT)
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from tpuswarm.config.formatting import wrap_text
-from tpuswarm.train.process.stop import WIPE, held
+from tpuswarm.train.process.stop import CLEAR_LINE, defer_interrupts
 
 RED, YELLOW, PLAIN = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
 LABELS = {"error": RED, "problem": RED, "warning": YELLOW, "not now": YELLOW, "note": YELLOW, "mend": YELLOW}
@@ -27,7 +27,7 @@ class _Terminal(io.FileIO):
         try:
             if _Terminal.waits:
                 _Terminal.waits = False
-                os.write(self.fileno(), WIPE.encode())
+                os.write(self.fileno(), CLEAR_LINE.encode())
             return super().write(data)
         except OSError as error:
             if error.errno != errno.EIO:
@@ -36,7 +36,7 @@ class _Terminal(io.FileIO):
             return len(data)
 
 
-def take_over() -> None:
+def wrap_standard_streams() -> None:
     """Have standard output and error, where they are terminals, behave as here."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -46,15 +46,15 @@ def take_over() -> None:
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
 
 
-def settle() -> None:
+def clear_temporary_line() -> None:
     """Take away what `at_once` has said, where nothing took its place."""
     if _Terminal.waits:
-        with held():
+        with defer_interrupts():
             _Terminal.waits = False
-            os.write(sys.stderr.fileno(), WIPE.encode())
+            os.write(sys.stderr.fileno(), CLEAR_LINE.encode())
 
 
-def say(text: str, err: bool = False, hang: int = 0) -> None:
+def echo(text: str, err: bool = False, hang: int = 0) -> None:
     """Print sentences, at once: on a terminal wrapped to its width as `wrapped` does, elsewhere as they are.
 
     What a person does not read (JSON, what a model wrote, lines to be pasted) is for `print`.
@@ -68,7 +68,7 @@ def say(text: str, err: bool = False, hang: int = 0) -> None:
     stream.flush()
 
 
-def say_on(console: Any, text: str, hang: int = 0) -> None:
+def echo_on_console(console: Any, text: str, hang: int = 0) -> None:
     """The same on a console of rich's, above the view where it has one."""
     shown = wrap_text(text, console.width, hang) if console.is_terminal else text
     console.print(shown, soft_wrap=True, markup=False, highlight=False)
@@ -81,11 +81,11 @@ def _coloured(text: str) -> str:
     return text if plain else f"{colour}{label}{colon}{PLAIN}{rest}"
 
 
-def at_once(what: str) -> None:
+def print_temporary_line(what: str) -> None:
     """On a terminal, say what is waited for, until there is something else to say."""
     raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
     if isinstance(raw, _Terminal):
-        with held():  # what is cut short would be written once more
+        with defer_interrupts():  # what is cut short would be written once more
             sys.stderr.write(f"{what} …")
             sys.stderr.flush()
             _Terminal.waits = True

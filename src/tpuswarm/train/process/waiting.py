@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
-from tpuswarm.train.process.stop import held
+from tpuswarm.train.process.stop import defer_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-SHORT = 1.0
+DISPLAY_DELAY_S = 1.0
 """Seconds of a wait that nobody has to be told of."""
 
 
@@ -26,7 +26,7 @@ def stderr_console() -> "Console":
 
 
 @contextmanager
-def waiting(what: str, short: float = SHORT) -> Iterator[Callable[[str], None]]:
+def waiting(what: str, short: float = DISPLAY_DELAY_S) -> Iterator[Callable[[str], None]]:
     """On a terminal, say what is waited for and for how long, once it takes longer than `short` seconds.
 
     Gives a function that is told how far it is.
@@ -37,7 +37,7 @@ def waiting(what: str, short: float = SHORT) -> Iterator[Callable[[str], None]]:
         return
     timer = threading.Timer(short, line.show)
     timer.daemon = True
-    with held():  # a picture that is begun, and cut short before it can be ended, would be drawn for ever
+    with defer_interrupts():  # a picture that is begun, and cut short before it can be ended, would be drawn for ever
         if short:
             timer.start()
         else:
@@ -45,7 +45,7 @@ def waiting(what: str, short: float = SHORT) -> Iterator[Callable[[str], None]]:
     try:
         yield line.at
     finally:
-        with held():
+        with defer_interrupts():
             timer.cancel()
             line.hide()
 
@@ -72,11 +72,11 @@ class _Line:
 
     def show(self) -> None:
         """It takes long."""
-        from tpuswarm.train.process.drawn import Drawn
+        from tpuswarm.train.process.live_region import LiveRegion
 
         with self._lock:
             if not self._over:
-                live = Drawn(
+                live = LiveRegion(
                     self, console=stderr_console(), transient=True, refresh_per_second=2, redirect_stdout=False
                 )
                 live.start(refresh=True)

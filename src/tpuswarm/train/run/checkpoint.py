@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.paths import by_path, other_model
-from tpuswarm.train.process.atomic import sync, write_atomically
+from tpuswarm.train.process.atomic import fsync_path, write_atomically
 from tpuswarm.train.run.directory import writing
 
 MANIFEST = "manifest.json"
@@ -167,7 +167,7 @@ class Checkpoints:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             digests = {str(path.relative_to(folder)): _digest(path) for path in files}
             for path in files:
-                sync(path)
+                fsync_path(path)
             self.seconds = time.monotonic() - start
             manifest = {"step": step, "about": about, "seconds": self.seconds, "files": digests}
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))

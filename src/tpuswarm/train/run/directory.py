@@ -21,7 +21,7 @@ from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.computer import lock_holder
+from tpuswarm.train.process.computer import read_lock_holder
 from tpuswarm.train.run import schema
 from tpuswarm.train.storage.folders import LOCK, ORIGIN, origin, shown
 from tpuswarm.train.storage.sync import RunSync, owner_elsewhere
@@ -351,7 +351,7 @@ def holder(folder: Path) -> int | None:
     Of a run in a bucket the process may be one of another machine: see `owner_elsewhere`.
     """
     with reading(folder / LOCK):
-        pid = lock_holder(folder / LOCK)
+        pid = read_lock_holder(folder / LOCK)
     if pid is not None:
         return int(pid) if pid.isdigit() else 0
     far = owner_elsewhere(folder)

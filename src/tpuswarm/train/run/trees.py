@@ -15,7 +15,7 @@ from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.paths import by_path, leaf_paths, other_model
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.platform import prepare
+from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import kept_best
 from tpuswarm.train.run.directory import CONFIG, read_config
@@ -78,7 +78,7 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
         except (OSError, SafetensorError) as error:
             raise InputError(f"{place} cannot be read: {error}") from error
     else:
-        prepare()  # checkpoints ask JAX for its devices
+        configure_jax()  # checkpoints ask JAX for its devices
         name = str(place)
         folder = bring(name, whole=True) if is_url(name) else find_run(name)
         arrays = checkpoint.arrays(kept_best(folder)) if best else _of_run(folder)

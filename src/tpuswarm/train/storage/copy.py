@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.computer import lock_holder
+from tpuswarm.train.process.computer import read_lock_holder
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
 from tpuswarm.train.storage.connection import MAX_CONNECTIONS
 from tpuswarm.train.storage.folders import (
@@ -78,7 +78,7 @@ def bring(url: str, whole: bool = False) -> Path:
     Raises InputError if there is no such run, or its bucket does not answer.
     """
     folder = folder_of(url)
-    if lock_holder(folder / LOCK) is not None:  # the copy is ahead of the bucket
+    if read_lock_holder(folder / LOCK) is not None:  # the copy is ahead of the bucket
         return folder
     try:
         found = RunCopy(folder).pull(whole)
@@ -94,7 +94,7 @@ def refresh(folder: Path, large: str | None = None) -> None:
 
     large: a folder of the run from which large files are downloaded too.
     """
-    if origin(folder) and lock_holder(folder / LOCK) is None:
+    if origin(folder) and read_lock_holder(folder / LOCK) is None:
         RunCopy(folder).pull(large=large)
 
 

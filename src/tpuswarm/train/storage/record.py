@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import TypeAdapter
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.process.computer import alive, boot_time, this_computer
+from tpuswarm.train.process.computer import boot_time, computer_id, is_process_alive
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
 
@@ -84,7 +84,7 @@ class Owner:
     @property
     def is_gone(self) -> bool:
         """Whether it was a process of this computer that has ended."""
-        return alive(self.computer, self.pid) is False
+        return is_process_alive(self.computer, self.pid) is False
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class OwnedRecord:
 
     def __init__(self, bucket: Bucket):
         self._bucket = bucket
-        self._owner = Owner(secrets.token_hex(8), socket.gethostname(), os.getpid(), this_computer())
+        self._owner = Owner(secrets.token_hex(8), socket.gethostname(), os.getpid(), computer_id())
         self._lock = threading.RLock()
         self._read: Read | None = None
         self._renewed_at = 0.0

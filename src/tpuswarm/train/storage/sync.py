@@ -12,7 +12,7 @@ from pathlib import Path
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import boot_time
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.storage.bucket import RETRY_FOR_S, WAY_OUT, Bucket, Unreachable
 from tpuswarm.train.storage.copy import RunCopy
 from tpuswarm.train.storage.folders import OWNER
@@ -98,7 +98,7 @@ class RunSync:
             raise RunFailed(f"{why}{only_here}; {WAY_OUT} on this machine") from error
         if self._copy.refused:
             why = self._copy.refused.removesuffix(f"; {WAY_OUT}")
-            say(f"{why}; the bucket keeps such objects, and bills them, until somebody deletes them", err=True)
+            echo(f"{why}; the bucket keeps such objects, and bills them, until somebody deletes them", err=True)
 
     def _upload_and_release(self) -> None:
         self._copy.push(self._owned)

@@ -50,7 +50,7 @@ def restore() -> None:
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
+def hidden_input() -> Iterator[None]:
     """Hide what is typed for as long as a picture lasts."""
     hide()
     try:

@@ -7,11 +7,11 @@ import time
 from datetime import datetime
 from typing import Any
 
-STAMP = re.compile(r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{3}))? ")
+TIMESTAMP = re.compile(r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{3}))? ")
 """How such a line is found again."""
 
 
-def stamp(at: float) -> str:
+def format_timestamp(at: float) -> str:
     """How a line of a process's log begins; at: seconds since 1970.
 
     Lines of several processes are put into order by it, and those have more than one thing to say in a second.
@@ -19,7 +19,7 @@ def stamp(at: float) -> str:
     return f"{datetime.fromtimestamp(at).time().isoformat('milliseconds')} "
 
 
-class Stamped(io.FileIO):
+class TimestampedFile(io.FileIO):
     """A log file that says of each line when it was written."""
 
     fresh = True
@@ -27,13 +27,13 @@ class Stamped(io.FileIO):
 
     def write(self, data: Any) -> int:
         """As FileIO does."""
-        lines, at = bytes(data).splitlines(keepends=True), stamp(time.time()).encode()
+        lines, at = bytes(data).splitlines(keepends=True), format_timestamp(time.time()).encode()
         for line in lines:
             super().write(at + line if self.fresh else line)
             self.fresh = line.endswith(b"\n")
         return len(data)
 
 
-def logged() -> bool:
+def writes_timestamped_log() -> bool:
     """Whether what this process says goes to such a log, which is read line by line."""
-    return isinstance(getattr(getattr(sys.stderr, "buffer", None), "raw", None), Stamped)
+    return isinstance(getattr(getattr(sys.stderr, "buffer", None), "raw", None), TimestampedFile)

@@ -19,15 +19,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from tpuswarm.train.process.terminal import say
+from tpuswarm.train.process.terminal import echo
 
-BEAT = 2.0
+HEARTBEAT_INTERVAL_S = 2.0
 """Seconds between two signs of life."""
-SILENCE = 15.0
+SILENCE_TIMEOUT_S = 15.0
 """Seconds without one after which a host counts as dead."""
-GREETING = 5.0
+AUTHENTICATION_TIMEOUT_S = 5.0
 """Seconds that a new connection has to show that it knows the secret."""
-PART = 2**20
+CHUNK_BYTES = 2**20
 """Bytes given to the system at a time; each part has `SILENCE` seconds to go."""
 LEFT, LOST, WRONG, ABSENT, TAKEN, FAILED = range(6)
 """How the process of a host ends: by host 0's farewell, without another host, by wrong input, where hosts did not come,
@@ -52,7 +52,7 @@ def end_process(sentence: str, status: int = LOST) -> NoReturn:
         with suppress(Exception):  # whatever is wrong with it, the process has to end
             witness(sentence)
     with suppress(OSError, ValueError):
-        say(sentence, err=True)
+        echo(sentence, err=True)
     os._exit(status)
 
 
@@ -66,7 +66,7 @@ def authenticate(connection: socket.socket, secret: bytes, index: int) -> int:
     Raises WrongSecret, and OSError where the other end goes or is silent. Nothing is encrypted afterwards: the network
     between the hosts of a program has to be theirs.
     """
-    connection.settimeout(GREETING)
+    connection.settimeout(AUTHENTICATION_TIMEOUT_S)
     mine = secrets.token_bytes(32) + index.to_bytes(4)
     connection.sendall(mine)
     theirs = bytes(_exactly(connection, 36))
@@ -89,14 +89,14 @@ def authenticate(connection: socket.socket, secret: bytes, index: int) -> int:
     return other
 
 
-class Line:
+class ControlChannel:
     """Messages to and from one other host."""
 
     def __init__(self, connection: socket.socket, lost: Callable[[str, int], None]):
         """connection: authenticated; lost: told, by a thread, why the other host is gone without a farewell, and the
         status with which this one has to end, if it has to.
         """
-        connection.settimeout(SILENCE)
+        connection.settimeout(SILENCE_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._lost = connection, lost
         self._sending = threading.Lock()
@@ -144,11 +144,13 @@ class Line:
         view = memoryview(data)
         with self._sending:
             self._connection.sendall(HEAD.pack(len(about), len(data)) + about)
-            for start in range(0, len(view), PART):
-                self._connection.sendall(view[start : start + PART])
+            for start in range(0, len(view), CHUNK_BYTES):
+                self._connection.sendall(view[start : start + CHUNK_BYTES])
 
     def _beat(self) -> None:
-        while not self._said.wait(BEAT):  # the other host, which may have said farewell, waits for this one's
+        while not self._said.wait(
+            HEARTBEAT_INTERVAL_S
+        ):  # the other host, which may have said farewell, waits for this one's
             with suppress(OSError):  # the reading thread says what is wrong
                 self._write(b"", b"")
         self._ended.wait()
@@ -165,7 +167,7 @@ class Line:
                     break
                 self._inbox.put((about, _exactly(self._connection, data_size)))
         except TimeoutError:
-            self._gone(f"silent for {SILENCE:.0f} s")
+            self._gone(f"silent for {SILENCE_TIMEOUT_S:.0f} s")
         except OSError:
             self._gone("connection closed")
         else:
@@ -195,7 +197,7 @@ def relay(host: str, port: int) -> int:
             near, _ = listener.accept()
             while True:
                 try:
-                    far = socket.create_connection((host, port), SILENCE)
+                    far = socket.create_connection((host, port), SILENCE_TIMEOUT_S)
                     break
                 except OSError:  # not yet started
                     time.sleep(0.1)
@@ -221,7 +223,7 @@ def hold_terminate() -> None:
     set_terminate.restype, set_terminate.argtypes = handler, [handler]
 
     def hold() -> None:
-        time.sleep(SILENCE + BEAT)
+        time.sleep(SILENCE_TIMEOUT_S + HEARTBEAT_INTERVAL_S)
         former()
 
     held = handler(hold)

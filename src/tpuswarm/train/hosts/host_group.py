@@ -12,7 +12,7 @@ PORT = 8490
 
 
 @dataclass(frozen=True)
-class Several:
+class HostGroup:
     """Which of several hosts this process is."""
 
     count: int
@@ -21,9 +21,9 @@ class Several:
     """HOST:PORT where host 0 listens for the others."""
 
 
-def several(
+def parse_host_group(
     count: int | None, index: int | None, at: str | None, environment: Mapping[str, str] = os.environ
-) -> Several | None:
+) -> HostGroup | None:
     """What was asked, completed by what GKE and JAX's users set on the workers of a slice; None for one host.
 
     Raises InputError where something is missing.
@@ -42,7 +42,7 @@ def several(
         missing = [name for name, value in (("--host", index), ("--hosts-at", at)) if value is None]
         raise InputError(f"a run over {count} hosts also needs {' and '.join(missing)}")
     host_0(at, count, index)
-    return Several(count, index, at) if count > 1 else None
+    return HostGroup(count, index, at) if count > 1 else None
 
 
 def host_0(address: str, count: int, index: int) -> tuple[str, int]:

@@ -2,16 +2,16 @@
 
 from rich.live import Live
 
-from tpuswarm.train.process import echo
+from tpuswarm.train.process import input_echo
 
 
-class Drawn(Live):
+class LiveRegion(Live):
     """As rich has it, but what is typed meanwhile is not shown."""
 
     def start(self, refresh: bool = False) -> None:
         """Begin to draw."""
         if not self.is_started:
-            echo.hide()
+            input_echo.hide()
         super().start(refresh)
 
     def stop(self) -> None:
@@ -21,4 +21,4 @@ class Drawn(Live):
             super().stop()
         finally:
             if began:
-                echo.show()
+                input_echo.show()

@@ -88,8 +88,8 @@ from pathlib import Path
 from tpuswarm.swarm.engines.variables import use_token
 from tpuswarm.swarm.engines.opening import open_ray
 import ray._private.state as state
-from tpuswarm.train.process.stop import Interrupts
-end, real = Interrupts(), state.GlobalStateAccessor
+from tpuswarm.train.process.stop import InterruptHandler
+end, real = InterruptHandler(), state.GlobalStateAccessor
 
 def accessor(options):
     made = real(options)

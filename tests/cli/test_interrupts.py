@@ -61,7 +61,7 @@ PROGRAM = """
 import gc, os, signal, sys, time
 from tpuswarm.train.process import stop
 {before}
-end = stop.Interrupts()
+end = stop.InterruptHandler()
 try:
     {body}
 except KeyboardInterrupt:
@@ -84,7 +84,7 @@ gc.callbacks.append(lambda phase, _: phase == "start" and gc.callbacks.clear() o
         pytest.param(TIDIES_UP_AND_IS_STOPPED_AGAIN, "", "tidied up\n", id="twice"),
         pytest.param(SWALLOWS, "", "", id="swallowed, as by C++ code"),
         # the callback that JAX has there swallowed 6 of 80 interrupted starts
-        pytest.param(SWALLOWED_BY_THE_GARBAGE_COLLECTOR, "stop.ARRIVES = 600.0", "swallowed\n", id="collector"),
+        pytest.param(SWALLOWED_BY_THE_GARBAGE_COLLECTOR, "stop.SWALLOWED_CHECK_S = 600", "swallowed\n", id="gc"),
     ],
 )
 def test_signal_is_raised_until_it_arrives_and_leaves_time_to_tidy_up(number, body, before, out):
@@ -95,7 +95,7 @@ def test_signal_is_raised_until_it_arrives_and_leaves_time_to_tidy_up(number, bo
 
 
 def test_last_words_say_what_became_of_the_run():
-    program = PROGRAM.format(body="stop.last_words('step 3 is safe'); raise KeyboardInterrupt", before="")
+    program = PROGRAM.format(body="stop.set_exit_message('step 3 is safe'); raise KeyboardInterrupt", before="")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (130, "step 3 is safe\n")
 
@@ -104,8 +104,8 @@ FORKS_A_WORKER = """
 import os, signal, time
 os.register_at_fork(after_in_child=lambda: (os.write(1, b"forked\\n"), time.sleep(0.3)))
 from tpuswarm.train.process import stop
-stop.SLOW = stop.TIDY = 0.1
-interrupts = stop.Interrupts()
+stop.SLOW_STOP_S = stop.CLEANUP_GRACE_S = 0.1
+interrupts = stop.InterruptHandler()
 with stop.StopSignals() as signals:
     worker = os.fork()
     if worker:
@@ -131,7 +131,7 @@ def test_one_ctrl_c_counts_once_although_a_forked_worker_gets_it_too(moment):
 
 
 def test_signal_waits_for_a_process_that_has_just_been_started():
-    body = "stop.unblock(); end.end(0)"
+    body = "stop.unblock_signals(); end.end(0)"
     with stop.block_signals():
         process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(body=body, before="")], stderr=subprocess.PIPE)
     process.send_signal(signal.SIGINT)

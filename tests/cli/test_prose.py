@@ -12,13 +12,13 @@ pytestmark = pytest.mark.slow
 
 FOLDER = "runs/a-name-that-is-not-short"
 PRINTS = """
-from tpuswarm.train.process.terminal import say, settle, take_over, at_once
-take_over()
-at_once("getting ready")
-say("error: " + "a few words, " * 12)
-say("warning: see /a/path/" + "that-is-long/" * 8 + "file, which is not cut", err=True)
-at_once("nothing more")
-settle()
+from tpuswarm.train.process.terminal import clear_temporary_line, echo, print_temporary_line, wrap_standard_streams
+wrap_standard_streams()
+print_temporary_line("getting ready")
+echo("error: " + "a few words, " * 12)
+echo("warning: see /a/path/" + "that-is-long/" * 8 + "file, which is not cut", err=True)
+print_temporary_line("nothing more")
+clear_temporary_line()
 """
 
 

@@ -27,19 +27,19 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
 NICENESS = """
 import os, threading
 from pathlib import Path
-from tpuswarm.train.process.platform import make_way
+from tpuswarm.train.process.platform import lower_priority
 
 def threads():
     return {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in Path("/proc/self/task").iterdir()}
 
 wait = threading.Event()
 threading.Thread(target=wait.wait, daemon=True).start()
-make_way()
+lower_priority()
 threading.Thread(target=wait.wait, daemon=True).start()
 group = Path("/proc/self/autogroup")
 print(threads(), group.read_text().split()[-1] if group.exists() else 10)
 os.setpriority(os.PRIO_PROCESS, 0, 19)
-make_way()
+lower_priority()
 print(os.getpriority(os.PRIO_PROCESS, 0))
 """
 

@@ -13,7 +13,7 @@ HEAD = """
 import signal, sys, time
 from rich.text import Text
 from tpuswarm.train.look.live import region
-from tpuswarm.train.process.stop import Interrupts
+from tpuswarm.train.process.stop import InterruptHandler
 from tpuswarm.train.process.waiting import stderr_console, waiting
 
 def show_view():
@@ -40,7 +40,7 @@ live.stop()
 print("the end")
 """
 READS = f"""{HEAD}
-interrupts = Interrupts()
+interrupts = InterruptHandler()
 try:
     live = show_view()
     with waiting("a wait", short=0.0):

@@ -43,7 +43,7 @@ def test_rows_that_were_not_uploaded_are_kept(use_disk, short_lease, monkeypatch
             refused_start(monkeypatch)
     if between in ("interrupted start elsewhere", "deletion"):
         use_disk("two")
-        monkeypatch.setattr("tpuswarm.train.storage.record.alive", lambda computer, pid: None)
+        monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
         if between == "deletion":
             delete_file(URL, "status.json")
         else:
@@ -117,7 +117,7 @@ def test_former_owner_is_asked_nothing(use_disk, short_lease, monkeypatch):
     run._sync.upload()
     crash(run)
     use_disk("two")
-    monkeypatch.setattr("tpuswarm.train.storage.record.alive", lambda computer, pid: None)
+    monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
     folder = folder_for(URL)
     assert sync.owner_elsewhere(folder)
     run = Run(folder)

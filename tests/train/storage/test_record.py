@@ -84,7 +84,7 @@ def test_former_owner_changes_nothing_of_the_new_owner(use_disk, short_lease, mo
     write_checkpoint(20)
     shutil.rmtree(folder_of(URL) / "checkpoints" / "00000010")
     use_disk("two")
-    monkeypatch.setattr("tpuswarm.train.storage.record.alive", lambda computer, pid: None)
+    monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
     second = Run(folder_of(URL))
     second.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
     write_checkpoint(30)

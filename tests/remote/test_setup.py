@@ -1,6 +1,7 @@
 """Set-up of machines: steps done, repeated, changed, failed and hung, and where secrets are."""
 
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -178,15 +179,16 @@ def test_apts_lock_is_waited_for_and_its_holder_is_named(machines, apply):
     assert not failed and "apt" in done["node-0/0"] and not lock.exists()
 
 
-@pytest.mark.parametrize(("shift", "words"), [("+61", "61 s ahead of"), ("-61", "61 s behind")])
-def test_clock_that_is_a_minute_off_is_reported(machines, apply, tmp_path, shift, words):
+@pytest.mark.parametrize(("shift", "direction"), [("+3000", "ahead of"), ("-3000", "behind")])
+def test_clock_that_is_off_is_reported(machines, apply, tmp_path, shift, direction):
     bin_ = tmp_path / "cloud/bin/date"
     bin_.write_text(f'#!/bin/bash\n[[ $TPUSWARM_ROOT != {machines[1].root} ]] && exec /bin/date "$@"\n'
                     f'echo $(/bin/date +%s.%N) {shift} | awk \'{{printf "%.3f\\n", $1 + $2}}\'\n')  # fmt: skip
     bin_.chmod(0o755)
     _, failed, outcome = apply(Setup())
     (note,) = (note for note in outcome.notes if "clock" in note)
-    assert not failed and note.startswith("node-1/0: its clock is ") and words in note
+    skew_s = re.search(rf"^node-1/0: its clock is (\d+) s {direction} ", note)
+    assert not failed and 2_500 < int(skew_s[1]) <= 3_000  # less the time that the question took
 
 
 def test_full_disk_is_reported_with_the_ways_out(machines, apply):

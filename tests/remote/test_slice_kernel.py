@@ -1,17 +1,22 @@
 """The kernel of a slice of two workers, as a client sees it: whatever arrives while a cell runs, whatever fails."""
 
+import json
 import os
 import signal
 import threading
 import time
+import uuid
 from pathlib import Path
 
+import nbformat
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nbconvert import ScriptExporter
 
 from tests.cloud.rehearsal.conftest import until
+from tests.hosts import free_port
 from tests.remote.slice_kernel import Slice
 
 
@@ -96,6 +101,40 @@ def test_widget_has_the_same_value_on_all_workers(kernel):
     assert kernel.run("print(total(lr))").text == "30.0\n"
 
 
+def test_page_with_widgets_may_run_its_first_cell_at_once(another_slice):
+    """JupyterLab asks for comms and opens the widgets' control channel while the kernel is still starting."""
+    with another_slice.kernel() as kernel:
+        session, control = kernel.client.session, uuid.uuid4().hex
+        kernel.client.comm_info()
+        opening = {"comm_id": control, "target_name": "jupyter.widget.control", "data": {}}
+        asking = {"comm_id": control, "data": {"method": "request_states"}}
+        for kind, content in (("comm_open", opening), ("comm_msg", asking)):
+            kernel.client.shell_channel.send(session.msg(kind, content))
+        id = kernel.start("import ipywidgets, jax; ipywidgets.IntSlider(2).value, jax.process_count()")
+        assert kernel.finish(id).text == "(2, 2)\n"
+
+
+def test_interact_runs_on_all_workers_and_captures_their_output(kernel):
+    shown = kernel.run(
+        "import ipywidgets\n@ipywidgets.interact(x=(0, 10))\ndef show(x=3):\n    print('sum', total(x))\n    seen = x"
+    )
+    assert not shown.error
+    widgets = {
+        message["content"]["data"]["state"]["_model_name"]: message["content"]["comm_id"]
+        for message in shown.messages
+        if message["msg_type"] == "comm_open"
+    }
+    update = {"method": "update", "state": {"value": 5}, "buffer_paths": []}
+    content = {"comm_id": widgets["IntSliderModel"], "data": update}
+    message = kernel.client.session.msg("comm_msg", content)
+    kernel.client.shell_channel.send(message)
+    moved = kernel.finish_message(message["header"]["msg_id"])
+    assert moved.text == "sum 20.0\n" and not moved.error
+    captured = [about["content"]["data"] for about in moved.messages if about["msg_type"] == "comm_msg"]
+    holder = {"method": "update", "state": {"msg_id": message["header"]["msg_id"]}, "buffer_paths": []}
+    assert holder in captured, "the page puts the output into the widget"
+
+
 def test_callback_of_a_widget_may_use_all_devices(kernel):
     kernel.run(SLIDER + "on_move = lambda value: print('sum', total(value))")
     shown = kernel.finish_message(move(kernel, 2.0))
@@ -158,6 +197,21 @@ def test_lost_worker_is_named_or_its_kernel_restarts(kernel, worker):
         assert "restart the kernel" in lost.error and "worker 1 is lost" in kernel.run("1").error
 
 
+def test_kernel_whose_other_worker_does_not_answer_says_so(another_slice):
+    about = another_slice.notebook(0) / "slice.json"
+    right = json.loads(about.read_text())
+    about.write_text(json.dumps({**right, "workers": [["127.0.0.1", free_port()]]}))
+    try:
+        with another_slice.kernel() as kernel:
+            assert kernel.run("1").error.startswith("WorkerLost: worker 1 ")
+            assert kernel.run("2").error.startswith("WorkerLost: worker 1 ")
+            about.write_text(json.dumps(right))
+            kernel.restart()
+            assert kernel.run("import jax; jax.process_count()").text == "2\n"
+    finally:
+        about.write_text(json.dumps(right))
+
+
 def test_exit_ends_the_kernel_without_a_complaint(slice_, kernel):
     shown = kernel.run("exit()")
     assert not shown.error and not shown.errors
@@ -201,19 +255,28 @@ def test_history_and_export_are_ipythons(kernel):
     assert any(entry[2] == "remembered = 41" for entry in kernel.history())
     info = kernel.client.kernel_info(reply=True)["content"]
     assert info["language_info"]["nbconvert_exporter"] == "python"
+    cells = [nbformat.v4.new_code_cell(code) for code in ("lr = 0.1", "%%worker 1\nlr = 0.2")]
+    book = nbformat.v4.new_notebook(cells=cells, metadata={"language_info": info["language_info"]})
+    script, _ = ScriptExporter().from_notebook_node(book)
+    assert "\nlr = 0.1\n" in script and "run_cell_magic('worker', '1', 'lr = 0.2" in script
     assert "kernel subshells" not in info["supported_features"]
 
 
 def test_input_is_asked_once_and_reaches_all_workers(kernel):
+    asked = []
+
     def answer() -> None:
-        kernel.client.get_stdin_msg(timeout=60)
-        kernel.client.input("Ada")
+        for reply in ("Ada", "lovelace"):
+            asked.append(kernel.client.get_stdin_msg(timeout=60)["content"])
+            kernel.client.input(reply)
 
     asking = threading.Thread(target=answer)
     asking.start()
-    shown = kernel.run("print('hello', input('name? '))", allow_stdin=True)
+    code = "import getpass; print('hello', input('name? '), getpass.getpass('key? '))"
+    shown = kernel.run(code, allow_stdin=True)
     asking.join()
-    assert shown.text == "hello Ada\n" and not shown.error
+    assert shown.text == "hello Ada lovelace\n" and not shown.error
+    assert [about["password"] for about in asked] == [False, True]
     shown = kernel.run("input() if me else None", allow_stdin=True)
     assert shown.error.startswith("StdinNotImplementedError: input() did not run on worker 0")
 

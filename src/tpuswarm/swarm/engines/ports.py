@@ -25,7 +25,6 @@ class Ports(NamedTuple):
 
     def port_of(self, service: str) -> int:
         return self.first + SERVICES.index(service)
-        return self.first + SERVICES.index(service)
 
     def head_parameters(self) -> dict[str, int]:
         """Return Ray's parameters for a new cluster, except `metrics`, which ray.init takes itself."""

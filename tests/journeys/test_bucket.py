@@ -12,6 +12,7 @@ from tests.swarm.bucket import bucket
 
 URL = "gs://bucket/runs/all"
 PATIENCE = 240.0
+FAULTS = "408", "429", "503", "reset", "lose the answer", "corrupt"
 
 pytestmark = pytest.mark.fleet
 
@@ -27,8 +28,8 @@ def disks(tmp_path, monkeypatch):
         (tmp_path / name).mkdir(exist_ok=True)
         return tmp_path / name
 
-    with bucket("bucket", tmp_path / "cloud") as made:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.endpoint)
+    with bucket("bucket", tmp_path / "cloud") as disk.bucket:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", disk.bucket.endpoint)
         yield disk
 
 
@@ -48,8 +49,10 @@ def started(tmp_path):
             item.communicate()
 
 
-def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path):
-    """Members find the next head through the run's folder and keep their names."""
+@pytest.mark.parametrize("faults", [(), FAULTS], ids=["calm", "faults"])
+def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path, faults):
+    """Members find the next head through the run's folder and keep their names, also one that was killed."""
+    disks.bucket.random_faults = faults
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 500)
     (tmp_path / "token").write_text("5" * 64)
     token = ["--token-file", "token"]
@@ -75,6 +78,11 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path):
         time.sleep(0.5)
     head.kill()
     head.communicate()
+    if faults:
+        joined[1].kill()
+        joined[1].communicate()
+        disks("two")
+        joined[1] = started(["join", URL, "--name", "two", *token])
     while first.exists():  # its processes end a moment after it, and may still write
         assert time.monotonic() < end
         shutil.rmtree(first, ignore_errors=True)
@@ -84,8 +92,9 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path):
     assert f"{URL} finished at commit" in out
     for command in joined:
         _, err = processes.finish(command)
-        assert f"{URL} has no head at the moment" in err and f"{URL} is finished" in err
+        assert (faults or f"{URL} has no head at the moment" in err) and f"{URL} is finished" in err
     disks("laptop")
+    disks.bucket.random_faults = ()
     out, _ = processes.run(["status", URL, "--json"], tmp_path)
     seen = json.loads(out)
     assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, 384)

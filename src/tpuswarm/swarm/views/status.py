@@ -45,7 +45,6 @@ class MemberStatus:
     @property
     def is_alive(self) -> bool:
         return self.state in ("alive", "evaluating")
-        return self.state in ("alive", "evaluating")
 
 
 @dataclass(frozen=True)

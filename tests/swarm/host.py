@@ -74,7 +74,7 @@ def main() -> None:
         source = recipe().data("train")
         compiled = compile_step(recipe(), Request(batch=BATCH, shard=options["shard"]), jax.devices())
         layout = layout_of(compiled, 2)
-        group.agree({"data": source.digest, "layout": layout.digest})
+        group.require_equal({"data": source.digest, "layout": layout.digest})
         init_key, step_key = jax.random.split(jax.random.key(0))
 
         def make_state(fragments):

@@ -275,7 +275,7 @@ class Trainer:
             folder = folder_for(str(run)) if run else None
             with taken(recipe, asked, folder, hosts, ends) as (directory, agreement):
                 session = prepare(directory, agreement, recipe, asked, tokens, epochs, self.accept_code)
-            display = self.display or auto_display(quiet=not agreement.leads)
+            display = self.display or auto_display(quiet=not agreement.is_leader)
             with agreement:
                 if isinstance(session, Result):
                     display.note(f"{shown(session.run)} is finished; nothing left to do")

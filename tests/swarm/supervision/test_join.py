@@ -23,7 +23,7 @@ from tpuswarm.swarm.member.group import Group
 from tpuswarm.swarm.supervision import join as joining
 from tpuswarm.swarm.supervision.join import _HostEnd, join
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, Progress, SwarmStatus, compose
-from tpuswarm.train.hosts.control_channel import ABSENT, FAILED, LEFT, LOST, TAKEN, WRONG
+from tpuswarm.train.hosts.control_channel import ExitStatus
 
 
 @pytest.fixture
@@ -184,11 +184,11 @@ def test_join_ends_when_the_run_is_over(tmp_path, monkeypatch, phase, words):
     assert os.environ[COMPILED] == "gs://some/runs/all/compiled"
 
 
-STEPPED = _HostEnd(LOST, "host 0 is gone (connection closed), so this host stops too; start again", True)
+STEPPED = _HostEnd(ExitStatus.LOST, "host 0 is gone (connection closed), so this host stops too; start again", True)
 GONE = STEPPED._replace(made_step=False)
-ALONE = _HostEnd(ABSENT, "host 0 did not answer", False)
-SECOND = _HostEnd(TAKEN, "not for another host 1", False)
-FAREWELL = _HostEnd(LEFT, "", True)
+ALONE = _HostEnd(ExitStatus.ABSENT, "host 0 did not answer", False)
+SECOND = _HostEnd(ExitStatus.TAKEN, "not for another host 1", False)
+FAREWELL = _HostEnd(ExitStatus.LEFT, "", True)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ FAREWELL = _HostEnd(LEFT, "", True)
         ([SECOND], InputError, "not for another host 1"),
         ([STEPPED, SECOND, SECOND, FAREWELL], None, "host 0 has left the swarm"),
         ([STEPPED, SECOND, SECOND, SECOND], RunFailed, "not for another host 1"),
-        ([STEPPED, _HostEnd(WRONG, "m0 cannot join", False)], InputError, "m0 cannot join"),
-        ([STEPPED, _HostEnd(FAILED, "the disk is full", False)], RunFailed, "the disk is full"),
+        ([STEPPED, _HostEnd(ExitStatus.WRONG_INPUT, "m0 cannot join", False)], InputError, "m0 cannot join"),
+        ([STEPPED, _HostEnd(ExitStatus.FAILED, "the disk is full", False)], RunFailed, "the disk is full"),
     ],
 )
 def test_host_is_started_again_until_it_leaves_is_refused_or_makes_no_step(

@@ -52,7 +52,9 @@ def test_hosts_that_differ_are_refused_by_name(pair, tmp_path, host_1, differenc
         source = recipe.data("train")
         return recorded.facts(recipe, {"batch": batch, "steps": 20, "data": source.digest}, source)
 
-    results = call_both(lambda: pair[0].agree(lambda: facts(0)), lambda: pair[1].agree(lambda: facts(1, **host_1)))
+    results = call_both(
+        lambda: pair[0].require_equal(lambda: facts(0)), lambda: pair[1].require_equal(lambda: facts(1, **host_1))
+    )
     words = difference and f"host 1 and host 0 disagree on {difference}; all hosts need the same"
     assert all(re.fullmatch(words, str(error)) if words else error is None for error in results)
 
@@ -68,7 +70,7 @@ def test_hosts_compare_the_parameters_they_start_from(tmp_path, monkeypatch):
     parent, given = tmp_path / "parent", []
     recipe = build_recipe(f"{tmp_path / 'recipe.py'}:toy", {})
     Trainer(devices=1, save_every=1).fit(recipe, steps=2, batch=8, run=parent)
-    monkeypatch.setattr(Agreement, "agree", lambda self, facts: given.append(facts()))
+    monkeypatch.setattr(Agreement, "require_equal", lambda self, facts: given.append(facts()))
     for child in "ab":
         Trainer(devices=1).fit(toy.recipe(), steps=1, batch=8, run=tmp_path / child, init_from=parent)
         shutil.rmtree(parent / "checkpoints" / "00000002", ignore_errors=True)
@@ -106,13 +108,13 @@ def test_stop_signal_at_any_host_stops_all_at_the_same_step(pair, is_zero_signal
 
     def run(host: Agreement, is_signalled: bool) -> tuple[int, signal.Signals | None]:
         steps = 0
-        while not host.stopping():
+        while not host.should_stop():
             steps += 1
             if steps == 5:
                 stepped.set()
             if is_signalled and stepped.is_set():
                 host._signals.ask(signal.SIGTERM)
-        return steps, host.asked
+        return steps, host.stop_signal
 
     ends = call_both(lambda: run(pair[0], is_zero_signalled), lambda: run(pair[1], True))
     assert ends[0] == ends[1] and ends[0][0] >= 5 and ends[0][1] is signal.SIGTERM
@@ -120,7 +122,7 @@ def test_stop_signal_at_any_host_stops_all_at_the_same_step(pair, is_zero_signal
 
 def test_hosts_that_run_different_programs_fail(pair):
     zero, one = call_both(
-        lambda: pair[0].same("deciding what is due", [True]), lambda: pair[1].same("leaving the loop", True)
+        lambda: pair[0].broadcast("deciding what is due", [True]), lambda: pair[1].broadcast("leaving the loop", True)
     )
     assert zero == [True] and isinstance(one, RunFailed)
     assert str(one).startswith("host 0 is deciding what is due, this host is leaving the loop: all hosts must")
@@ -141,11 +143,11 @@ def test_secret_is_readable_by_its_user_alone_while_hosts_come_together(tmp_path
     def initialize(address, count, index, secret, *more):
         path = tmp_path / SECRET_FILE
         seen.append((path.read_bytes() == secret, oct(path.stat().st_mode & 0o777), len(secret)))
-        raise rendezvous.Absent("nobody")
+        raise rendezvous.HostsAbsent("nobody")
 
     monkeypatch.setattr(agreement, "initialize", initialize)
     (tmp_path / SECRET_FILE).write_text("of a killed process")
-    with pytest.raises(rendezvous.Absent):
+    with pytest.raises(rendezvous.HostsAbsent):
         agreement.join_hosts(HostGroup(2, 0, "127.0.0.1:9"), tmp_path, lambda why: None)
     assert seen == [(True, "0o600", 64)] and not (tmp_path / SECRET_FILE).exists()
 

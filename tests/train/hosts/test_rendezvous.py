@@ -20,6 +20,7 @@ from tests.hosts import SECRET, connected_sockets, err, finished, free_port, sig
 from tests.train import host
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.hosts import control_channel, rendezvous
+from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.program import mesh
 
 MODULE = "tests.train.host"
@@ -83,7 +84,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
     monkeypatch.setattr(
         rendezvous, "ControlChannel", lambda *about: lines.append(control_channel.ControlChannel(*about)) or lines[-1]
     )
-    monkeypatch.setattr(rendezvous, "LOOK", 0.1)
+    monkeypatch.setattr(rendezvous, "POLL_INTERVAL_S", 0.1)
     address, leave = ("127.0.0.1", free_port()), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         is_awaited, name = lambda: not leave.is_set(), f"127.0.0.1:{address[1]}"
@@ -94,7 +95,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             socket.create_connection(address).close()  # a stranger
             _, duplicate = watched(dial(address, 1, zero))
             words = "it ended: it expects hosts 1 to 2, each once, not another host 1"
-            assert duplicate.get(timeout=60) == (words, control_channel.TAKEN)
+            assert duplicate.get(timeout=60) == (words, ExitStatus.TAKEN)
             connection.shutdown(socket.SHUT_RDWR)
             one.get(timeout=60)
             lines[0].wait(60)  # until host 0 has seen it
@@ -102,9 +103,9 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             assert not zero.done()
         finally:
             leave.set()
-        with pytest.raises(rendezvous.Absent):
+        with pytest.raises(rendezvous.HostsAbsent):
             zero.result(60)
-        assert again.get(timeout=60) == ("it ended: it stopped waiting", control_channel.LEFT)
+        assert again.get(timeout=60) == ("it ended: it stopped waiting", ExitStatus.LEFT)
 
 
 def test_another_version_is_refused_before_jax_starts():
@@ -123,7 +124,7 @@ def test_another_version_is_refused_before_jax_starts():
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(InputError, control_channel.WRONG), (RunFailed, control_channel.LOST), (KeyError, control_channel.LOST)],
+    [(InputError, ExitStatus.WRONG_INPUT), (RunFailed, ExitStatus.LOST), (KeyError, ExitStatus.LOST)],
 )
 def test_other_hosts_are_told_how_host_0_ended(error, status):
     near, far = connected_sockets()
@@ -153,12 +154,12 @@ def test_host_sends_heartbeats_until_its_own_farewell(monkeypatch):
     monkeypatch.setattr(control_channel, "HEARTBEAT_INTERVAL_S", 0.05)
     near, far = connected_sockets()
     far.settimeout(60)
-    farewell = json.dumps({"farewell": None, "status": control_channel.LOST}).encode()
-    far.sendall(control_channel.HEAD.pack(len(farewell), 0) + farewell)
+    farewell = json.dumps({"farewell": None, "status": ExitStatus.LOST}).encode()
+    far.sendall(control_channel.SIZES.pack(len(farewell), 0) + farewell)
     this = control_channel.ControlChannel(near, lambda why, status: pytest.fail(why))
     assert this.receive() is None
     for _ in range(5):
-        assert control_channel.HEAD.unpack(control_channel._exactly(far, control_channel.HEAD.size)) == (0, 0)
+        assert control_channel.SIZES.unpack(control_channel._receive_exactly(far, control_channel.SIZES.size)) == (0, 0)
     this.farewell()
     rest = b"".join(iter(lambda: far.recv(4096), b""))  # up to the end of the connection
     assert farewell in rest
@@ -198,7 +199,7 @@ def test_hosts_that_do_not_come_together_are_named(address, count, index, words)
 
 def test_one_host_needs_no_others():
     with rendezvous.initialize("127.0.0.1:1", 1, 0, b"") as alone:
-        alone.agree({"data": "any"})
+        alone.require_equal({"data": "any"})
         assert (alone.index, alone.count, jax.process_count()) == (0, 1, 1)
 
 
@@ -209,7 +210,7 @@ def test_library_that_ends_the_process_waits_for_the_sentence(is_in_time):
 import ctypes, threading
 from tpuswarm.train.hosts import control_channel
 control_channel.SILENCE_TIMEOUT_S = control_channel.HEARTBEAT_INTERVAL_S = {60 if is_in_time else 0.1}
-control_channel.hold_terminate()
+control_channel.delay_terminate()
 library = threading.Thread(target=ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"], daemon=True)
 library.start()
 library.join({0.3 if is_in_time else ""})
@@ -217,6 +218,6 @@ control_channel.end_process("host 1 is gone")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     if is_in_time:
-        assert (done.returncode, done.stderr) == (control_channel.LOST, "host 1 is gone\n")
+        assert (done.returncode, done.stderr) == (ExitStatus.LOST, "host 1 is gone\n")
     else:
         assert done.returncode == -signal.SIGABRT and "terminate called" in done.stderr

@@ -80,14 +80,14 @@ def write(path: Path, parts: Iterable[bytes | bytearray], digest: str) -> None:
 
 def send(hosts: Hosts, folder: Path, files: Mapping[str, DataFile]) -> None:
     """At host 0: send each file that some other host lacks to all hosts."""
-    lacking = {name for about, _ in hosts.answers() for name in about["lacks"]}
+    lacking = {name for about, _ in hosts.receive_from_all() for name in about["lacks"]}
     names = [name for name in files if name in lacking]
     hosts.send({"files": names})
     for name in names:
         with (folder / name).open("rb") as file:
             for _ in range(0, files[name].size, PART_BYTES):
                 hosts.send({"file": name}, file.read(PART_BYTES))
-                hosts.answers()  # so that no host has to hold more than a part
+                hosts.receive_from_all()  # so that no host has to hold more than a part
 
 
 def receive(hosts: Hosts, folder: Path, files: Mapping[str, DataFile]) -> None:

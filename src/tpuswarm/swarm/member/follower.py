@@ -1,7 +1,8 @@
 """Another host of a member of several hosts: its process, and the plan that host 0 sends it.
 
-A separate process, because a host that loses another one has to end (train/hosts/line.py). supervision/join.py
-starts `python -m tpuswarm.swarm.member.follower` and reads its exit status and the lines on its stderr.
+A separate process, because a host that loses another one has to end (train/hosts/control_channel.py).
+supervision/join.py starts `python -m tpuswarm.swarm.member.follower` and reads its exit status and the lines on its
+stderr.
 """
 
 import os
@@ -21,8 +22,8 @@ from tpuswarm.swarm.member.group import FIRST_STEP_LINE, Group
 from tpuswarm.swarm.member.lead import follow
 from tpuswarm.swarm.member.program import make_program
 from tpuswarm.swarm.processes.plan import Plan
-from tpuswarm.train.hosts.control_channel import ABSENT, FAILED, LEFT, LOST, WRONG
-from tpuswarm.train.hosts.rendezvous import Absent, Hosts
+from tpuswarm.train.hosts.control_channel import ExitStatus
+from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
 
@@ -53,7 +54,7 @@ def run_plan(hosts: Hosts, say: Callable[[str], None]) -> None:
     files.receive(hosts, folder, plan.files)
     on_step = _FirstStepLine().on_step
     program = make_program(plan, folder, jax.devices(), False, on_step, say, message[0]["batch"])
-    hosts.agree(program.facts())
+    hosts.require_equal(program.facts())
     platform.lower_priority()
     follow(hosts, program.make_state, program.initialize)
 
@@ -83,23 +84,23 @@ def main() -> NoReturn:
     assert group is not None
     try:
         hosts = group.gather()
-    except Absent as error:
-        _exit(ABSENT, str(error))
+    except HostsAbsent as error:
+        _exit(ExitStatus.ABSENT, str(error))
     except InputError as error:
-        _exit(WRONG, str(error))
+        _exit(ExitStatus.WRONG_INPUT, str(error))
     except Exception as error:  # noqa: BLE001  # any other error would repeat at the next try
         traceback.print_exc()
-        _exit(FAILED, f"host {group.index} could not start: {_describe(error)}")
+        _exit(ExitStatus.FAILED, f"host {group.index} could not start: {_describe(error)}")
     say(f"host {group.index} of {group.count} is connected to host 0")
     try:
         with hosts:
             run_plan(hosts, say)
     except TpuswarmError as error:
-        _exit(WRONG if isinstance(error, InputError) else FAILED, str(error))
+        _exit(ExitStatus.WRONG_INPUT if isinstance(error, InputError) else ExitStatus.FAILED, str(error))
     except Exception as error:  # noqa: BLE001  # possibly caused by another host's death
         traceback.print_exc()
-        _exit(LOST, f"host {group.index} failed: {_describe(error)}")
-    sys.exit(LEFT)
+        _exit(ExitStatus.LOST, f"host {group.index} failed: {_describe(error)}")
+    sys.exit(ExitStatus.LEFT)
 
 
 def _describe(error: Exception) -> str:
@@ -114,7 +115,7 @@ def _exit(status: int, sentence: str) -> NoReturn:
 
 def _end_with_parent() -> None:
     os.read(sys.stdin.fileno(), 1)
-    os._exit(LOST)
+    os._exit(ExitStatus.LOST)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ class Group:
 
     def check(self) -> None:
         """Raise InputError if the index is not below the count, or if host 0 cannot listen."""
-        from tpuswarm.train.hosts.host_group import host_0
+        from tpuswarm.train.hosts.host_group import parse_host_0
         from tpuswarm.train.hosts.rendezvous import listen
 
-        at = host_0(self.at, self.count, self.index)
+        at = parse_host_0(self.at, self.count, self.index)
         if self.index == 0:
             listen(*at).close()  # a failure in the member's process would be invisible
 
@@ -51,7 +51,7 @@ class Group:
 
         Host 0 waits without limit, as a machine may take long to come back, while `awaited` returns True.
         """
-        from tpuswarm.train.hosts.rendezvous import PATIENCE, initialize
+        from tpuswarm.train.hosts.rendezvous import JOIN_TIMEOUT_S, initialize
 
         secret = Path(self.token).read_text().strip().encode()
-        return initialize(self.at, self.count, self.index, secret, PATIENCE if self.index else math.inf, awaited)
+        return initialize(self.at, self.count, self.index, secret, JOIN_TIMEOUT_S if self.index else math.inf, awaited)

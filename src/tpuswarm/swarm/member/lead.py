@@ -3,7 +3,7 @@
 A program over several hosts runs when all of them dispatch it, in the same order. So host 0 sends each call of its
 device state to the others and then makes it itself; a lock holds the two together, because two threads call.
 The others make the same calls in sequence on a device state of their own, hold the same versions, and never talk to the
-swarm. A host that dies ends the others (train/hosts/line.py): to the swarm that is one lost member.
+swarm. A host that dies ends the others (train/hosts/control_channel.py): to the swarm that is one lost member.
 """
 
 import threading

@@ -29,7 +29,7 @@ from tpuswarm.swarm.processes.coordinator import Begin, Joining
 from tpuswarm.swarm.processes.effects import Call, ProcessEnded, Unreachable
 from tpuswarm.swarm.processes.plan import COORDINATOR, Plan
 from tpuswarm.swarm.storage.founding import Founding
-from tpuswarm.train.hosts.rendezvous import Absent, Hosts
+from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
 from tpuswarm.train.loop.recorded import chosen
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
@@ -140,7 +140,7 @@ class MemberWorker:
             follower.send_plan(hosts, plan, data, spec.batch)
             devices = jax.devices() if spec.group else platform.local_devices()
             program = make_program(plan, data, devices, spec.evaluates, self._record_step, spec.say, spec.batch)
-            hosts.agree(program.facts())
+            hosts.require_equal(program.facts())
             spec.on_compiled()
             programs = Lead(hosts, program.make_state, program.initialize) if hosts.count > 1 else program
             return self._run_incarnations(program, programs)
@@ -153,7 +153,7 @@ class MemberWorker:
         self.spec.say(f"waiting for {group.count - 1} other hosts at {group.at}")
         try:
             return group.gather(lambda: not self._leaving and not self._run_is_over())
-        except Absent:
+        except HostsAbsent:
             return None
 
     def _run_is_over(self) -> bool:

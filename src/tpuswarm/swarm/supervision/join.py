@@ -20,7 +20,7 @@ from tpuswarm.swarm.engines.variables import BATCH, COMPILED
 from tpuswarm.swarm.member.group import FIRST_STEP_LINE, Group
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, SwarmStatus, parse_status
-from tpuswarm.train.hosts.control_channel import ABSENT, FAILED, LEFT, TAKEN, WRONG
+from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.record import read_file
@@ -136,14 +136,15 @@ def _follow(group: Group, address: str, say: Say) -> bool:
             end = _run_host(group, stop, say)
             if stop.asked is not None:
                 return True
-            if end.status == LEFT:
+            if end.status == ExitStatus.LEFT:
                 say("host 0 has left the swarm, or the swarm has ended")
                 return False
-            if end.status == WRONG or (end.status in (ABSENT, TAKEN) and not lost):
+            is_refused = not lost and end.status in (ExitStatus.ABSENT, ExitStatus.TAKEN)
+            if is_refused or end.status == ExitStatus.WRONG_INPUT:
                 raise InputError(end.last_line)
-            if end.status == FAILED:
+            if end.status == ExitStatus.FAILED:
                 raise RunFailed(end.last_line)
-            if end.status == ABSENT:
+            if end.status == ExitStatus.ABSENT:
                 if connection_error(address):
                     say("the swarm has ended")
                     return False

@@ -1,1 +1,4 @@
-"""One program over several hosts: how they find each other, learn of a death, and decide alike."""
+"""Run one program over several hosts: connect them, notice deaths, decide alike.
+
+JAX alone ends with a stack trace, or hangs, when a host dies; most lines here find out which host died.
+"""

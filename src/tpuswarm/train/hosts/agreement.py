@@ -1,7 +1,6 @@
-"""What the hosts of a run do alike: host 0 decides, at points that all of them come to; alone, this process decides.
+"""Make all hosts of a run take the same decisions; host 0 decides whatever depends on a clock, a signal or a file.
 
-A program over several hosts runs when all of them dispatch it, in one order. The steps follow from the settings; what
-depends on a clock, a signal or a file is host 0's decision, which the others hear from it.
+All hosts must dispatch the same programs in the same order. A run of one host decides alone.
 """
 
 import secrets
@@ -24,22 +23,22 @@ from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.mesh import select_devices
 
 SECRET_FILE = "secret"
-"""The file in the run directory by which hosts know each other, there while they come together."""
+"""File in the run directory with which hosts authenticate; removed once all are connected."""
 FILE_VISIBLE_S = 3.0
-"""Seconds that a file written by host 0 may take to be seen at another host."""
+"""Time until another host sees a file of host 0 on a shared disk."""
 
 T = TypeVar("T")
 
 
 class Agreement:
-    """The hosts of a run, as one of them sees them; a context manager that ends them together."""
+    """The hosts of a run, as one host sees them; a context manager that ends them together."""
 
     def __init__(self, hosts: Hosts | None = None):
-        """hosts: None for a run of one."""
-        self._hosts, self._signals = hosts, StopSignals()
-        self.asked: Signals | None = None
-        """The signal by which the run was asked to stop, as `stopping` found it."""
-        self._told: Signals | None = None
+        """hosts: None for a run of one host."""
+        self._hosts, self._signals = hosts or Hosts(0, 1, {}), StopSignals()
+        self.stop_signal: Signals | None = None
+        """The signal that stops the run; `should_stop` sets it."""
+        self._forwarded: Signals | None = None
 
     def __enter__(self) -> "Agreement":
         self._signals.__enter__()
@@ -49,127 +48,119 @@ class Agreement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._signals.__exit__(kind, error, trace)
-        if self._hosts is None:
-            return
-        if kind is GeneratorExit:  # a loop left, which is no failure
+        if kind is GeneratorExit:  # the user left the loop: no failure
             kind = error = None
-        if isinstance(error, RunFailed) and not self.leads:
-            self._hosts.wait()  # all may have failed alike: host 0 writes it down, and ends this one
+        if isinstance(error, RunFailed) and not self.is_leader:
+            self._hosts.wait()  # host 0 may fail alike: it records the error and ends this host
         self._hosts.__exit__(kind, error, trace)
 
     @property
-    def leads(self) -> bool:
-        """Whether this host decides, and writes the run directory."""
-        return self._hosts is None or self._hosts.index == 0
+    def is_leader(self) -> bool:
+        """Whether this host decides and writes the run directory."""
+        return self._hosts.index == 0
 
-    def devices(self, which: str | int | list[int]) -> list[jax.Device]:
-        """Those of all hosts; of one host those meant by `which`."""
-        if self._hosts is None:
-            return select_devices(which, platform.local_devices())
-        if which != "all":
+    def devices(self, selection: str | int | list[int]) -> list[jax.Device]:
+        """Return the devices of all hosts; of a lone host, those selected."""
+        if self._hosts.count == 1:
+            return select_devices(selection, platform.local_devices())
+        if selection != "all":
             raise InputError(
-                f"devices={which} works on one host only; a run over several hosts uses all of their devices"
+                f"devices={selection} works on one host only; a run over several hosts uses all of their devices"
             )
         return list(jax.devices())
 
-    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """Raise InputError, naming the first difference, unless all hosts have the same facts (see Hosts.agree)."""
-        if self._hosts is not None:
-            self._hosts.agree(facts())
+    def require_equal(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """Raise InputError, naming the first difference, unless all hosts have the same facts."""
+        if self._hosts.count > 1:
+            self._hosts.require_equal(facts())
 
-    def same(self, about: str, value: T) -> T:
-        """Host 0's value, of JSON's types, at every host; all have to ask about the same things in the same order."""
-        if self._hosts is None:
-            return value
-        if self.leads:
-            self._hosts.send({"about": about, "value": value})
+    def broadcast(self, activity: str, value: T) -> T:
+        """Return host 0's value (JSON) at every host; all hosts make the same calls in the same order."""
+        if self.is_leader:
+            self._hosts.send({"about": activity, "value": value})
             return value
         message = self._hosts.receive()
-        there = message[0]["about"] if message else "done"
-        if message is None or there != about:
+        activity_at_0 = message[0]["about"] if message else "done"
+        if message is None or activity_at_0 != activity:
             raise RunFailed(
-                f"host 0 is {there}, this host is {about}: all hosts must run the same program and leave its loop "
-                "at the same step"
+                f"host 0 is {activity_at_0}, this host is {activity}: all hosts must run the same program and leave "
+                "its loop at the same step"
             )
         return message[0]["value"]
 
-    def stopping(self) -> bool:
-        """Whether the run is to stop, which any host may have been asked to; all of them have to ask this."""
-        if self._hosts is None:
-            self.asked = self._signals.asked
-        elif self.asked is None:
-            self._pass_on()
-            number = self.same("stopping", self._signals.asked and int(self._signals.asked))
-            self.asked = Signals(number) if number else None
-        return self.asked is not None
+    def should_stop(self) -> bool:
+        """Return whether a signal has reached any host; all hosts must call this at the same point."""
+        if self._hosts.count == 1:
+            self.stop_signal = self._signals.asked
+        elif self.stop_signal is None:
+            self._share_signals()
+            number = self.broadcast("stopping", self._signals.asked and int(self._signals.asked))
+            self.stop_signal = Signals(number) if number else None
+        return self.stop_signal is not None
 
-    def tell(self, slow: Callable[[], None], unheard: Callable[[], None]) -> None:
-        """Have a thread call these where Ctrl-C does not end the run soon (see StopSignals)."""
-        self._signals.slow, self._signals.unheard = slow, unheard
+    def set_stop_callbacks(self, on_slow: Callable[[], None], on_forced: Callable[[], None]) -> None:
+        """Set the functions that a thread calls if Ctrl-C does not end the run soon (see StopSignals)."""
+        self._signals.slow, self._signals.unheard = on_slow, on_forced
 
-    def wait(self) -> None:
-        """Wait a moment after a failure: if another host was lost, its loss ends this process with the true reason."""
-        if self._hosts is not None:
-            self._hosts.wait()
+    def wait_for_loss(self) -> None:
+        """Wait a moment after a failure: if another host is lost, its loss ends this process with the true reason."""
+        self._hosts.wait()
 
-    def since(self) -> float:
-        """Seconds since it was asked; only host 0 knows."""
+    def seconds_since_signal(self) -> float:
+        """Return the seconds since the stop signal; only host 0 knows them."""
         return self._signals.since()
 
-    def leaves_feed(self) -> bool:
-        """Whether to stop waiting for data; several hosts stop at the same step, so that they wait for it."""
-        return self._hosts is None and self.stopping()
+    def should_leave_feed(self) -> bool:
+        """Return whether to stop waiting for data; several hosts wait, to stop at the same step."""
+        return self._hosts.count == 1 and self.should_stop()
 
-    def _pass_on(self) -> None:
-        assert self._hosts is not None
-        if self.leads:
-            for about, _ in self._hosts.pending():
-                self._signals.ask(Signals(about["asked"]))
-        elif self._signals.asked != self._told:
-            self._told = self._signals.asked
-            self._hosts.send({"asked": self._told})
+    def _share_signals(self) -> None:
+        if self.is_leader:
+            for header, _ in self._hosts.pending():
+                self._signals.ask(Signals(header["asked"]))
+        elif self._signals.asked != self._forwarded:
+            self._forwarded = self._signals.asked
+            self._hosts.send({"asked": self._forwarded})
 
 
-def join_hosts(asked: HostGroup, folder: Path, lost: Callable[[str], None]) -> Agreement:
-    """Join the hosts of a run; before anything else uses JAX.
+def join_hosts(group: HostGroup, folder: Path, on_lost: Callable[[str], None]) -> Agreement:
+    """Connect the hosts of a run, before anything else uses JAX.
 
-    folder: the run directory, which host 0 holds and every host has to see; lost: told the sentence with which host 0
-    ends where another one is gone. Raises InputError as hosts.initialize does, and for a directory that is not shared.
+    folder: the run directory, which host 0 has locked and every host must see; on_lost: gets the sentence with which
+    host 0 ends if it loses another host. Raise InputError like `initialize`, and for a directory that is not shared.
     """
-    place = folder / SECRET_FILE
-    if asked.index:
+    path = folder / SECRET_FILE
+    if group.index:
         echo(
-            f"this is host {asked.index} of {asked.count}; connecting to {asked.at}; host 0 shows the progress",
+            f"this is host {group.index} of {group.count}; connecting to {group.address}; host 0 shows the progress",
             err=True,
         )
-        return Agreement(initialize(asked.at, asked.count, asked.index, lambda: _read(place, asked)))
-    echo(f"this is host 0 of {asked.count}; waiting for the others at {asked.at}", err=True)
+        return Agreement(initialize(group.address, group.count, group.index, lambda: _read_secret(path, group)))
+    echo(f"this is host 0 of {group.count}; waiting for the others at {group.address}", err=True)
     secret = secrets.token_hex(32).encode()
-    control_channel.witnesses.append(
-        lambda why: place.unlink(missing_ok=True)
-    )  # where the process ends within `initialize`
-    control_channel.witnesses.append(lost)
+    # Losing a host ends the process inside `initialize`, without the `finally` below.
+    control_channel.exit_callbacks.append(lambda sentence: path.unlink(missing_ok=True))
+    control_channel.exit_callbacks.append(on_lost)
     try:
-        place.unlink(missing_ok=True)  # a killed process may have left it
-        place.touch(mode=0o600)
-        place.write_bytes(secret)
-        hosts = initialize(asked.at, asked.count, 0, secret)
+        path.unlink(missing_ok=True)  # left by a killed process
+        path.touch(mode=0o600)
+        path.write_bytes(secret)
+        return Agreement(initialize(group.address, group.count, 0, secret))
     finally:
-        place.unlink(missing_ok=True)
-    return Agreement(hosts)
+        path.unlink(missing_ok=True)
 
 
-def _read(place: Path, asked: HostGroup) -> bytes:
-    end = time.monotonic() + FILE_VISIBLE_S
+def _read_secret(path: Path, group: HostGroup) -> bytes:
+    deadline = time.monotonic() + FILE_VISIBLE_S
     while True:
         try:
-            if secret := place.read_bytes():
+            if secret := path.read_bytes():
                 return secret
         except OSError:
-            pass  # not there yet, or never
-        if time.monotonic() > end:
+            pass  # not visible yet
+        if time.monotonic() > deadline:
             raise InputError(
-                f"host 0 answers at {asked.at}, but host {asked.index} cannot see its run directory "
-                f"{place.parent.absolute()}: use the same --run on all hosts, on a shared disk"
+                f"host 0 answers at {group.address}, but host {group.index} cannot see its run directory "
+                f"{path.parent.absolute()}: use the same --run on all hosts, on a shared disk"
             )
         time.sleep(0.1)

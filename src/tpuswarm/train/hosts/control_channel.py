@@ -1,7 +1,7 @@
-"""A connection between two hosts of one program: authenticated when it is made, alive as long as both ends are.
+"""Connect two hosts of one program, and end this process when the other host dies.
 
-A host that dies leaves the others inside a collective that never returns, where no exception reaches anybody: what
-notices it is a thread of this connection, and all that it can do is end its process.
+Without its peer a host waits for ever in a collective, where no exception reaches it. A thread of the channel notices
+the death; it can only end the process.
 """
 
 import ctypes
@@ -17,178 +17,185 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any, NoReturn
 
 from tpuswarm.train.process.terminal import echo
 
 HEARTBEAT_INTERVAL_S = 2.0
-"""Seconds between two signs of life."""
 SILENCE_TIMEOUT_S = 15.0
-"""Seconds without one after which a host counts as dead."""
+"""Seconds without a heartbeat until a host counts as dead."""
 AUTHENTICATION_TIMEOUT_S = 5.0
-"""Seconds that a new connection has to show that it knows the secret."""
 CHUNK_BYTES = 2**20
-"""Bytes given to the system at a time; each part has `SILENCE` seconds to go."""
-LEFT, LOST, WRONG, ABSENT, TAKEN, FAILED = range(6)
-"""How the process of a host ends: by host 0's farewell, without another host, by wrong input, where hosts did not come,
-where host 0 has another host of this number, and by a failure of its own.
-"""
-HEAD = struct.Struct("!IQ")
-"""Bytes of the JSON and of the data behind it; 0 and 0 is a sign of life."""
+"""Bytes of one call of the system; each has SILENCE_TIMEOUT_S."""
+SIZES = struct.Struct("!IQ")
+"""Bytes of the JSON header and of the data behind it; 0 and 0 is a heartbeat."""
 
 Message = tuple[dict[str, Any], bytearray]
-"""What JSON holds, and bytes."""
-
-witnesses: list[Callable[[str], None]] = []
-"""Told the sentence with which `end_process` ends this process."""
-
-_last_words = threading.Lock()
+"""A JSON header, and bytes."""
 
 
-def end_process(sentence: str, status: int = LOST) -> NoReturn:
-    """Say why and end with a status, whatever the other threads wait for; only the first sentence is said."""
-    _last_words.acquire()  # and never let go
-    for witness in witnesses:
-        with suppress(Exception):  # whatever is wrong with it, the process has to end
-            witness(sentence)
+class ExitStatus(IntEnum):
+    """Exit status of a host's process."""
+
+    LEFT = 0
+    """Host 0 said farewell."""
+    LOST = 1
+    """Another host died."""
+    WRONG_INPUT = 2
+    ABSENT = 3
+    """Not all hosts came."""
+    TAKEN = 4
+    """Host 0 has another host of this number."""
+    FAILED = 5
+
+
+exit_callbacks: list[Callable[[str], None]] = []
+"""Functions that `end_process` calls with its sentence."""
+
+_exit_lock = threading.Lock()
+
+
+def end_process(sentence: str, status: int = ExitStatus.LOST) -> NoReturn:
+    """Print the sentence and exit at once, whatever other threads wait for; later calls block."""
+    _exit_lock.acquire()  # and never release it
+    for callback in exit_callbacks:
+        with suppress(Exception):  # the process must end
+            callback(sentence)
     with suppress(OSError, ValueError):
         echo(sentence, err=True)
     os._exit(status)
 
 
 class WrongSecret(Exception):
-    """The other end of a connection does not know the secret."""
+    """The peer does not know the secret."""
 
 
 def authenticate(connection: socket.socket, secret: bytes, index: int) -> int:
-    """The index of the other host, once each has proved to the other that it knows the secret; host 0 sees proof first.
+    """Prove to the peer that this host knows the secret, and check its proof; return the peer's index.
 
-    Raises WrongSecret, and OSError where the other end goes or is silent. Nothing is encrypted afterwards: the network
-    between the hosts of a program has to be theirs.
+    Host 0 checks before it proves. Raise WrongSecret, or OSError if the peer is gone or silent. Later messages are not
+    encrypted: the network between the hosts must be private.
     """
     connection.settimeout(AUTHENTICATION_TIMEOUT_S)
-    mine = secrets.token_bytes(32) + index.to_bytes(4)
-    connection.sendall(mine)
-    theirs = bytes(_exactly(connection, 36))
-    other = int.from_bytes(theirs[32:])
+    challenge = secrets.token_bytes(32) + index.to_bytes(4)
+    connection.sendall(challenge)
+    peer_challenge = bytes(_receive_exactly(connection, 36))
+    peer = int.from_bytes(peer_challenge[32:])
 
-    def proof(of: int) -> bytes:
-        said = mine + theirs if index < other else theirs + mine
-        return hmac.digest(secret, of.to_bytes(4) + said, hashlib.sha256)
+    def proof(prover: int) -> bytes:
+        challenges = challenge + peer_challenge if index < peer else peer_challenge + challenge
+        return hmac.digest(secret, prover.to_bytes(4) + challenges, hashlib.sha256)
 
     if index:
         connection.sendall(proof(index))
     try:
-        found = bytes(_exactly(connection, 32))
+        peer_proof = bytes(_receive_exactly(connection, 32))
     except ConnectionError as error:
         raise WrongSecret from error
-    if index == other or not hmac.compare_digest(found, proof(other)):
+    if index == peer or not hmac.compare_digest(peer_proof, proof(peer)):
         raise WrongSecret
     if not index:
         connection.sendall(proof(0))
-    return other
+    return peer
 
 
 class ControlChannel:
-    """Messages to and from one other host."""
+    """Messages to and from one other host, the peer."""
 
-    def __init__(self, connection: socket.socket, lost: Callable[[str, int], None]):
-        """connection: authenticated; lost: told, by a thread, why the other host is gone without a farewell, and the
-        status with which this one has to end, if it has to.
+    def __init__(self, connection: socket.socket, on_lost: Callable[[str, int], None]):
+        """connection: authenticated; on_lost: a thread calls it if the peer ends without a farewell.
+
+        on_lost gets the reason, and the exit status for this process.
         """
         connection.settimeout(SILENCE_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._lost = connection, lost
-        self._sending = threading.Lock()
-        self._left = False
-        """Gone without waiting for the other host."""
-        self._said = threading.Event()
-        """This host said farewell, or the other is gone."""
-        self._ended = threading.Event()
-        """The other host said farewell, or is gone."""
+        self._connection, self._on_lost = connection, on_lost
+        self._send_lock = threading.Lock()
+        self._ended_peer = False
+        """Whether this host has told the peer to end, and does not wait for it."""
+        self._stop_heartbeats = threading.Event()
+        self._peer_ended = threading.Event()
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        for work in (self._read, self._beat):
-            threading.Thread(target=work, name="line", daemon=True).start()
+        for work in (self._receive_messages, self._send_heartbeats):
+            threading.Thread(target=work, name="control channel", daemon=True).start()
 
-    def send(self, about: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
-        """Returns when the system has taken it over."""
+    def send(self, header: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
         try:
-            self._write(json.dumps(about).encode(), data)
+            self._write(json.dumps(header).encode(), data)
         except OSError:
-            self._gone("connection closed")
+            self._lose_peer("connection closed")
 
     def receive(self) -> Message | None:
-        """The next message, however long it takes; None once the other host has said farewell or is gone."""
+        """Wait for the next message; None once the peer has ended."""
         return self._inbox.get()
 
     def pending(self) -> list[Message]:
-        """The messages that are there already."""
-        found = []
+        """Return the messages that have arrived already."""
+        messages = []
         with suppress(queue.Empty):
             while message := self._inbox.get_nowait():
-                found.append(message)
-        return found
+                messages.append(message)
+        return messages
 
-    def farewell(self, reason: str | None = None, status: int = LOST) -> None:
-        """The last message. A reason, a sentence, is the end of the other host, with a status; nobody waits for it."""
-        self._left = reason is not None
-        with suppress(OSError):  # the reading thread says what is wrong
+    def farewell(self, reason: str | None = None, status: int = ExitStatus.LOST) -> None:
+        """Send the last message; a reason, a sentence, ends the peer with the status."""
+        self._ended_peer = reason is not None
+        with suppress(OSError):  # the receiving thread reports it
             self._write(json.dumps({"farewell": reason, "status": status}).encode(), b"")
-        self._said.set()
+        self._stop_heartbeats.set()
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Until the other host says farewell, or is gone; so many seconds at most, where given."""
-        self._ended.wait(seconds)
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the peer says farewell or is lost."""
+        self._peer_ended.wait(timeout_s)
 
-    def _write(self, about: bytes, data: bytes | memoryview) -> None:
+    def _write(self, header: bytes, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        with self._sending:
-            self._connection.sendall(HEAD.pack(len(about), len(data)) + about)
+        with self._send_lock:
+            self._connection.sendall(SIZES.pack(len(header), len(data)) + header)
             for start in range(0, len(view), CHUNK_BYTES):
                 self._connection.sendall(view[start : start + CHUNK_BYTES])
 
-    def _beat(self) -> None:
-        while not self._said.wait(
-            HEARTBEAT_INTERVAL_S
-        ):  # the other host, which may have said farewell, waits for this one's
-            with suppress(OSError):  # the reading thread says what is wrong
+    def _send_heartbeats(self) -> None:
+        while not self._stop_heartbeats.wait(HEARTBEAT_INTERVAL_S):  # goes on after the peer's farewell: it waits
+            with suppress(OSError):  # the receiving thread reports it
                 self._write(b"", b"")
-        self._ended.wait()
+        self._peer_ended.wait()
         self._connection.close()
 
-    def _read(self) -> None:
+    def _receive_messages(self) -> None:
         try:
             while True:
-                about_size, data_size = HEAD.unpack(_exactly(self._connection, HEAD.size))
-                if not about_size:
+                header_size, data_size = SIZES.unpack(_receive_exactly(self._connection, SIZES.size))
+                if not header_size:
                     continue
-                about = json.loads(_exactly(self._connection, about_size))
-                if "farewell" in about:
+                header = json.loads(_receive_exactly(self._connection, header_size))
+                if "farewell" in header:
                     break
-                self._inbox.put((about, _exactly(self._connection, data_size)))
+                self._inbox.put((header, _receive_exactly(self._connection, data_size)))
         except TimeoutError:
-            self._gone(f"silent for {SILENCE_TIMEOUT_S:.0f} s")
+            self._lose_peer(f"silent for {SILENCE_TIMEOUT_S:.0f} s")
         except OSError:
-            self._gone("connection closed")
+            self._lose_peer("connection closed")
         else:
-            if about["farewell"]:
-                self._gone(f"it ended: {about['farewell']}", about["status"])
-            self._ended.set()
+            if header["farewell"]:
+                self._lose_peer(f"it ended: {header['farewell']}", header["status"])
+            self._peer_ended.set()
             self._inbox.put(None)
 
-    def _gone(self, why: str, status: int = LOST) -> None:
-        if not self._left:
-            self._lost(why, status)
-        self._said.set()  # this process lives on without it
-        self._ended.set()
+    def _lose_peer(self, reason: str, status: int = ExitStatus.LOST) -> None:
+        if not self._ended_peer:
+            self._on_lost(reason, status)
+        self._stop_heartbeats.set()  # only if on_lost lets this process live
+        self._peer_ended.set()
         self._inbox.put(None)
 
 
 def relay(host: str, port: int) -> int:
-    """A port of this machine that passes all on to `host`:`port`, and does not close when that does.
+    """Return a local port that forwards to `host`:`port`, and stays open when that closes.
 
-    JAX's runtime ends its process with a stack trace the moment its coordinator's connection closes, before anybody
-    else can say what happened. Through a relay it notices nothing, and the line to host 0 says it.
+    JAX's runtime ends its process with a stack trace as soon as its coordinator's connection closes. Behind a relay it
+    notices nothing, and the control channel reports the loss in a sentence.
     """
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -199,54 +206,54 @@ def relay(host: str, port: int) -> int:
                 try:
                     far = socket.create_connection((host, port), SILENCE_TIMEOUT_S)
                     break
-                except OSError:  # not yet started
+                except OSError:  # not started yet
                     time.sleep(0.1)
             far.settimeout(None)
             for source, target in ((near, far), (far, near)):
-                threading.Thread(target=_pump, args=(source, target), name="relay", daemon=True).start()
+                threading.Thread(target=_forward, args=(source, target), name="relay", daemon=True).start()
 
     threading.Thread(target=accept, name="relay", daemon=True).start()
     return int(listener.getsockname()[1])
 
 
-def hold_terminate() -> None:
-    """Leave the lines the time to say what happened before a C++ library ends this process.
-
-    Once a host is gone, gloo, which carries the collectives of CPUs, may throw in a thread of its own: some devices of
-    this host are still in the collective that broke, some in the next, and no longer agree on what they send.
-    """
-    try:
-        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
-    except (OSError, AttributeError):  # another C++ library: its end may come before the sentence
-        return
-    handler = ctypes.CFUNCTYPE(None)
-    set_terminate.restype, set_terminate.argtypes = handler, [handler]
-
-    def hold() -> None:
-        time.sleep(SILENCE_TIMEOUT_S + HEARTBEAT_INTERVAL_S)
-        former()
-
-    held = handler(hold)
-    former = set_terminate(held)
-    _kept.append(held)  # C++ alone refers to it
-
-
-_kept: list[Callable[[], None]] = []
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
+def _forward(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(2**16):
             target.sendall(data)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes; ConnectionError if the connection ends before, TimeoutError in a long silence."""
+def delay_terminate() -> None:
+    """Give the control channel time to report a loss before a C++ library ends this process.
+
+    gloo carries the collectives of CPUs. Once a host is gone, it may throw in a thread of its own.
+    """
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+    except (OSError, AttributeError):  # another C++ library: the process may end without the sentence
+        return
+    handler_type = ctypes.CFUNCTYPE(None)
+    set_terminate.restype, set_terminate.argtypes = handler_type, [handler_type]
+
+    def wait_then_terminate() -> None:
+        time.sleep(SILENCE_TIMEOUT_S + HEARTBEAT_INTERVAL_S)
+        previous()
+
+    handler = handler_type(wait_then_terminate)
+    previous = set_terminate(handler)
+    _terminate_handlers.append(handler)
+
+
+_terminate_handlers: list[Callable[[], None]] = []
+"""Keeps alive handlers that only C++ refers to."""
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytearray:
+    """Return `size` bytes; raise ConnectionError if the connection ends before, TimeoutError after a long silence."""
     data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        count = connection.recv_into(view[done:])
+    view, received = memoryview(data), 0
+    while received < size:
+        count = connection.recv_into(view[received:])
         if not count:
             raise ConnectionError("closed")
-        done += count
+        received += count
     return data

@@ -1,8 +1,7 @@
-"""One program over the devices of several hosts: JAX's multi-controller model, in which every host runs every program.
+"""Join several hosts to one program: JAX's multi-controller model, in which every host dispatches every program.
 
-Host 0 leads. Every other host keeps a control channel to it (control_channel.py): over it they compare what they run,
-and learn of each other's deaths. JAX's own connections follow. A mesh over `jax.devices()` then spans all hosts, and
-every process must dispatch the same programs in the same order.
+Each other host keeps a control channel to host 0. Over it they compare versions and settings, and notice deaths. Then
+JAX connects, and a mesh over `jax.devices()` spans all hosts.
 """
 
 import atexit
@@ -27,50 +26,45 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.hosts.control_channel import (
     HEARTBEAT_INTERVAL_S,
-    LEFT,
-    LOST,
-    TAKEN,
     ControlChannel,
+    ExitStatus,
     Message,
     WrongSecret,
     authenticate,
+    delay_terminate,
     end_process,
-    hold_terminate,
     relay,
 )
-from tpuswarm.train.hosts.host_group import host_0
+from tpuswarm.train.hosts.host_group import parse_host_0
 from tpuswarm.train.process import platform
 
-PATIENCE = 120.0
-"""Seconds for all hosts of a program to come."""
-RUNTIME_SILENCE = 25
-"""Seconds after which JAX's runtime takes a host for dead; the lines are quicker, and say it in a sentence."""
-FAREWELL = 10
-"""Seconds that a host which ends waits for the others to end."""
-LOOK = 2.0
-"""Seconds between two looks at whether others are still awaited."""
-
+JOIN_TIMEOUT_S = 120.0
+JAX_HEARTBEAT_TIMEOUT_S = 25
+"""Timeout of JAX's runtime for a host; control channels are quicker and report a sentence."""
+SHUTDOWN_TIMEOUT_S = 10
+"""How long a host that ends waits for the others to end."""
+POLL_INTERVAL_S = 2.0
 
 Secret = bytes | Callable[[], bytes]
-"""What all hosts know, or a function that reads it once host 0 listens."""
+"""The secret of all hosts, or a function that reads it once host 0 listens."""
 
 
-class Absent(InputError):
-    """Hosts that did not come in time, or are awaited no longer."""
+class HostsAbsent(InputError):
+    """Some hosts did not come in time, or host 0 stopped waiting for them."""
 
 
 class Hosts:
-    """The hosts of one program, as one of them sees them; a context manager that ends them together.
+    """The hosts of one program, as one host sees them; a context manager that ends them together.
 
-    Left by an exception, it ends the other hosts with the exception's sentence.
+    An exception ends the other hosts with its sentence.
     """
 
-    def __init__(self, index: int, count: int, lines: Mapping[int, ControlChannel]):
-        """lines: by the index of the other host; host 0 has one to each, each other host one to host 0."""
+    def __init__(self, index: int, count: int, channels: Mapping[int, ControlChannel]):
+        """channels: by the peer's index; host 0 has one to each other host, which has one to host 0."""
         self.index, self.count = index, count
-        self._lines = dict(sorted(lines.items()))
-        self._runtime = False
-        self._exit_code = 1
+        self._channels = dict(sorted(channels.items()))
+        self._has_runtime = False
+        self._exit_status = 1
 
     def __enter__(self) -> "Hosts":
         return self
@@ -78,73 +72,78 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit_code = getattr(error, "exit_code", LOST)
+        self._exit_status = getattr(error, "exit_code", ExitStatus.LOST)
         if isinstance(error, Exception) and not isinstance(error, TpuswarmError):
-            self._hear()
-        self.close(None if error is None else str(error) or type(error).__name__, self._exit_code)
+            # Another host's death may have caused it: let a channel report that first.
+            deadline = time.monotonic() + HEARTBEAT_INTERVAL_S
+            for channel in self._channels.values():
+                channel.wait(max(0, deadline - time.monotonic()))
+        self.close(None if error is None else str(error) or type(error).__name__, self._exit_status)
 
-    def send(self, about: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
-        """A message to host 0; from host 0, to all others."""
-        for line in self._lines.values():
-            line.send(about, data)
+    def send(self, header: Mapping[str, Any], data: bytes | memoryview = b"") -> None:
+        """Send a message to host 0; from host 0, to all others."""
+        for channel in self._channels.values():
+            channel.send(header, data)
 
     def receive(self) -> Message | None:
-        """The next message from host 0; None once that said farewell. Not for host 0."""
-        return self._lines[0].receive()
+        """Wait for the next message of host 0; None after its farewell. Not for host 0."""
+        return self._channels[0].receive()
+
+    def receive_from_all(self) -> list[Message]:
+        """At host 0, wait for the next message of each other host."""
+        return [message for channel in self._channels.values() if (message := channel.receive())]
 
     def pending(self) -> list[Message]:
-        """The messages of the other hosts that are there already."""
-        return [message for line in self._lines.values() for message in line.pending()]
+        """Return the messages that have arrived already."""
+        return [message for channel in self._channels.values() for message in channel.pending()]
 
     def wait(self) -> None:
-        """Until the other hosts end, for a moment."""
-        for line in self._lines.values():
-            line.wait(FAREWELL)
+        """Wait for the other hosts to end, each at most SHUTDOWN_TIMEOUT_S."""
+        for channel in self._channels.values():
+            channel.wait(SHUTDOWN_TIMEOUT_S)
 
-    def answers(self) -> list[Message]:
-        """At host 0, the next message of each other host, all of which have to send one."""
-        return [message for line in self._lines.values() if (message := line.receive())]
+    def require_equal(self, facts: Mapping[str, str]) -> None:
+        """Raise InputError on all hosts, and disconnect them, unless all give the same facts; all must call it.
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        """Raise InputError on all hosts, which part then, unless all give the same facts; all of them have to ask.
-
-        facts: by a name that fits into "host 1 does not have host 0's …".
+        facts: named so that "host 1 and host 0 disagree on NAME" reads well.
         """
         if self.index:
             self.send({"facts": dict(facts)})
             answer = self.receive()
-            refused = answer[0]["refused"] if answer else "host 0 ended before the program began"
+            refusal = answer[0]["refused"] if answer else "host 0 ended before the program began"
         else:
-            given = [(index, line.receive()) for index, line in self._lines.items()]
-            found = [_difference(facts, message[0]["facts"] if message else {}, index) for index, message in given]
-            refused = next(filter(None, found), None)
-            self.send({"refused": refused})
-        if refused:
+            messages = {index: channel.receive() for index, channel in self._channels.items()}
+            differences = [
+                _difference(facts, message[0]["facts"] if message else {}, index) for index, message in messages.items()
+            ]
+            refusal = next(filter(None, differences), None)
+            self.send({"refused": refusal})
+        if refusal:
             self.close()
-            raise InputError(refused)
+            raise InputError(refusal)
 
     def start_runtime(self, name: str) -> None:
-        """Make JAX see the devices of all hosts. name: of the machine of host 0."""
+        """Make JAX see the devices of all hosts. name: host name of host 0."""
         if self.index:
             message = self.receive()
             if message is None:
                 raise InputError("host 0 ended before the program began; start all hosts again")
-            where = f"127.0.0.1:{relay(name, message[0]['port'])}"
+            address = f"127.0.0.1:{relay(name, message[0]['port'])}"
         else:
             with socket.create_server((name, 0)) as free:
-                where = f"{name}:{free.getsockname()[1]}"
-            self.send({"port": int(where.rpartition(":")[2])})
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+                address = f"{name}:{free.getsockname()[1]}"
+            self.send({"port": int(address.rpartition(":")[2])})
+        jax.config.update("jax_enable_preemption_service", False)  # it would take over SIGTERM
         try:
             jax.distributed.initialize(
-                where,
+                address,
                 self.count,
                 self.index,
-                cluster_detection_method="deactivate",  # all that it could find out is known
-                initialization_timeout=int(PATIENCE),
-                heartbeat_timeout_seconds=RUNTIME_SILENCE,
-                shutdown_timeout_seconds=FAREWELL,
-                coordinator_bind_address=where,
+                cluster_detection_method="deactivate",
+                initialization_timeout=int(JOIN_TIMEOUT_S),
+                heartbeat_timeout_seconds=JAX_HEARTBEAT_TIMEOUT_S,
+                shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+                coordinator_bind_address=address,
             )
         except RuntimeError as error:
             if "before any JAX calls" in str(error):
@@ -153,37 +152,29 @@ class Hosts:
                     "before that, and start a new process for another run"
                 ) from error
             raise
-        self._runtime = True
-        hold_terminate()
+        self._has_runtime = True
+        delay_terminate()
         atexit.register(self._exit)
 
-    def close(self, reason: str | None = None, status: int = LOST) -> None:
-        """End the program once all hosts have come to close it.
-
-        A reason, a sentence, ends the others at once, with a status.
-        """
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.farewell(reason, status)
-        for line in lines.values() if reason is None else ():
-            line.wait()
-        if self._runtime and reason is None:
-            self._runtime = False
-            _settle()
-            jax.distributed.shutdown()
-
-    def _hear(self) -> None:
-        """Give the lines a moment: what a collective throws here may come of a host that is gone, which they say."""
-        end = time.monotonic() + HEARTBEAT_INTERVAL_S
-        for line in self._lines.values():
-            line.wait(max(0, end - time.monotonic()))
+    def close(self, reason: str | None = None, status: int = ExitStatus.LOST) -> None:
+        """End the program once all hosts close it; a reason, a sentence, ends the others at once with the status."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.farewell(reason, status)
+        if reason is None:
+            for channel in channels.values():
+                channel.wait()
+            if self._has_runtime:
+                self._has_runtime = False
+                _wait_for_devices()
+                jax.distributed.shutdown()
 
     def _exit(self) -> None:
-        """At the end of a process that does not end with the others: JAX would wait for them, then print its stack."""
-        if self._runtime:
+        """Exit a process that does not end with the others: JAX would wait for them, then print a stack trace."""
+        if self._has_runtime:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(self._exit_code)
+            os._exit(self._exit_status)
 
 
 def initialize(
@@ -191,33 +182,34 @@ def initialize(
     count: int,
     index: int,
     secret: Secret,
-    seconds: float = PATIENCE,
-    awaited: Callable[[], bool] = lambda: True,
+    timeout_s: float = JOIN_TIMEOUT_S,
+    should_wait: Callable[[], bool] = lambda: True,
 ) -> Hosts:
-    """Join `count` hosts, of which this is number `index`, to one program; before anything else uses JAX.
+    """Join `count` hosts to one program as host `index`, before anything else uses JAX.
 
-    address: `HOST:PORT` where host 0 listens for the others; secret: the same on all hosts; awaited: asked at host 0
-    whether it still waits for the others, who end with it. Raises InputError where hosts do not come within `seconds`,
-    do not know the secret, run other versions or have other numbers of devices.
-    From then on a host that dies or is silent ends the others within 30 seconds, each with one sentence on stderr:
-    they may be inside a collective that never returns, so that nothing but their process can be ended.
+    address: HOST:PORT where host 0 listens; secret: the same on all hosts; should_wait: host 0 ends all hosts when it
+    returns False. Raise InputError if hosts do not come in time or differ in secret, version or number of devices.
+    Afterwards a dead or silent host ends the others within 30 seconds, each with one sentence on stderr.
     """
-    name, port = host_0(address, count, index)
+    name, port = parse_host_0(address, count, index)
     platform.configure_jax()
     if count == 1:
         return Hosts(0, 1, {})
-    end = time.monotonic() + seconds
-    lines = _dial(name, port, index, secret, end) if index else _gather(name, port, count, secret, end, awaited)
-    hosts = Hosts(index, count, lines)
+    deadline = time.monotonic() + timeout_s
+    if index:
+        channels = _connect(name, port, index, secret, deadline)
+    else:
+        channels = _accept_all(name, port, count, secret, deadline, should_wait)
+    hosts = Hosts(index, count, channels)
     try:
         versions = {package: version(package) for package in ("jax", "jaxlib", "numpy")}
-        hosts.agree({"number of hosts": str(count), **versions, "tpuswarm": _code()})
+        hosts.require_equal({"number of hosts": str(count), **versions, "tpuswarm": _source_digest()})
         hosts.start_runtime(name)
         if jax.process_index() != index:
             raise InputError(
                 f"host {index} is worker {jax.process_index()} of its TPU slice; number the hosts like the workers"
             )
-        hosts.agree({"number of devices": str(jax.local_device_count())})
+        hosts.require_equal({"number of devices": str(jax.local_device_count())})
     except BaseException:
         hosts.__exit__(*sys.exc_info())
         raise
@@ -225,97 +217,97 @@ def initialize(
 
 
 def listen(name: str, port: int) -> socket.socket:
-    """Where host 0 awaits the others; InputError where this machine cannot listen."""
     try:
         return socket.create_server((name, port))
     except OSError as error:
         raise InputError(f"host 0 cannot listen on {name}:{port}: {error.strerror or error}; use another") from error
 
 
-def _gather(
-    name: str, port: int, count: int, secret: Secret, end: float, awaited: Callable[[], bool]
+def _accept_all(
+    name: str, port: int, count: int, secret: Secret, deadline: float, should_wait: Callable[[], bool]
 ) -> dict[int, ControlChannel]:
-    """At host 0: the lines of all others. One that goes before all have come is awaited again."""
-    seconds = end - time.monotonic()
-    lines: dict[int, ControlChannel] = {}
-    coming = threading.Lock()
-    together = False
+    """At host 0, connect all others; a host that leaves before all have come may come again."""
+    timeout_s = deadline - time.monotonic()
+    channels: dict[int, ControlChannel] = {}
+    lock = threading.Lock()
+    is_complete = False
     strangers = 0
 
-    def lost(index: int, why: str, status: int) -> None:
-        with coming:
-            if not together:
-                lines.pop(index, None)
+    def on_lost(index: int, reason: str, status: int) -> None:
+        with lock:
+            if not is_complete:
+                channels.pop(index, None)
                 return
-        _lost(index, lines, why, status)
+        _end_all(index, channels, reason, status)
 
     with listen(name, port) as listener:
-        listener.settimeout(min(LOOK, max(0.1, seconds)))
+        listener.settimeout(min(POLL_INTERVAL_S, max(0.1, timeout_s)))
         while True:
-            with coming:
-                together = len(lines) == count - 1
-            if together:
-                return lines
-            if not awaited():
-                Hosts(0, count, lines).close("it stopped waiting", LEFT)
-                raise Absent("host 0 stopped waiting for the others")
-            if time.monotonic() > end:
-                missing = [str(index) for index in range(1, count) if index not in lines]
+            with lock:
+                is_complete = len(channels) == count - 1
+            if is_complete:
+                return channels
+            if not should_wait():
+                Hosts(0, count, channels).close("it stopped waiting", ExitStatus.LEFT)
+                raise HostsAbsent("host 0 stopped waiting for the others")
+            if time.monotonic() > deadline:
+                missing = [str(index) for index in range(1, count) if index not in channels]
                 more = f" ({strangers} connected without the secret)" if strangers else ""
-                refused = (
+                refusal = (
                     f"host{'s' * (len(missing) > 1)} {', '.join(missing)} did not connect to {name}:{port} within "
-                    f"{seconds:.0f} s{more}; start all {count} with the same address and secret"
+                    f"{timeout_s:.0f} s{more}; start all {count} with the same address and secret"
                 )
-                Hosts(0, count, lines).close(refused, Absent.exit_code)
-                raise Absent(refused)
+                Hosts(0, count, channels).close(refusal, HostsAbsent.exit_code)
+                raise HostsAbsent(refusal)
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
             try:
-                index = authenticate(connection, _known(secret), 0)
+                index = authenticate(connection, _secret_bytes(secret), 0)
             except (OSError, WrongSecret):
                 strangers += 1
                 connection.close()
                 continue
-            with coming:  # its line may be lost before it is kept
-                if index in lines or index >= count:
-                    line = ControlChannel(connection, lambda why, status: None)
-                    line.farewell(f"it expects hosts 1 to {count - 1}, each once, not another host {index}", TAKEN)
+            with lock:  # else on_lost could come before the channel is stored
+                if index in channels or index >= count:
+                    channel = ControlChannel(connection, lambda reason, status: None)
+                    channel.farewell(
+                        f"it expects hosts 1 to {count - 1}, each once, not another host {index}", ExitStatus.TAKEN
+                    )
                 else:
-                    lines[index] = ControlChannel(connection, partial(lost, index))
+                    channels[index] = ControlChannel(connection, partial(on_lost, index))
 
 
-def _dial(name: str, port: int, index: int, secret: Secret, end: float) -> dict[int, ControlChannel]:
-    """At any other host: the line to host 0."""
-    seconds = end - time.monotonic()
+def _connect(name: str, port: int, index: int, secret: Secret, deadline: float) -> dict[int, ControlChannel]:
+    """At any other host, connect to host 0."""
+    timeout_s = deadline - time.monotonic()
     while True:
         try:
-            connection = socket.create_connection((name, port), max(0.1, end - time.monotonic()))
-            authenticate(connection, _known(secret), index)
-            return {0: ControlChannel(connection, partial(_lost, 0, {}))}
+            connection = socket.create_connection((name, port), max(0.1, deadline - time.monotonic()))
+            authenticate(connection, _secret_bytes(secret), index)
+            return {0: ControlChannel(connection, partial(_end_all, 0, {}))}
         except WrongSecret:
             raise InputError(f"host 0 at {name}:{port} has a different secret; all hosts need the same") from None
         except OSError as error:
-            if time.monotonic() > end:
-                raise Absent(
-                    f"host 0 did not answer at {name}:{port} within {seconds:.0f} s ({error.strerror or error}); "
+            if time.monotonic() > deadline:
+                raise HostsAbsent(
+                    f"host 0 did not answer at {name}:{port} within {timeout_s:.0f} s ({error.strerror or error}); "
                     "start it, or correct its address"
                 ) from error
             time.sleep(0.1)
 
 
-def _known(secret: Secret) -> bytes:
+def _secret_bytes(secret: Secret) -> bytes:
     return secret if isinstance(secret, bytes) else secret()
 
 
-def _settle() -> None:
-    """Wait until nothing runs on this host's devices that needs another host; all hosts have to call it.
+def _wait_for_devices() -> None:
+    """Wait until this host's devices run nothing that needs another host; all hosts must call it.
 
-    JAX's own exchanges between hosts (`multihost_utils.process_allgather`, which a restore runs too) are awaited on the
-    first device only. A host that ends before its other devices are through leaves the other host waiting for them for
-    ever, at the end of its process. Collectives run in the order of their dispatch, so the last one's end is that of
-    all.
+    JAX awaits its own exchanges between hosts (`multihost_utils.process_allgather`) on the first device only. A host
+    that ends before its other devices finish leaves the other host waiting for ever. Collectives run in the order of
+    their dispatch, so this last one ends after all others.
     """
     mesh = Mesh(np.asarray(jax.devices()), ("all",))
     ones = jax.make_array_from_callback(
@@ -324,26 +316,26 @@ def _settle() -> None:
     jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(ones))
 
 
-def _lost(index: int, lines: Mapping[int, ControlChannel], why: str, status: int) -> NoReturn:
-    """A host is gone: tell the others, to whom that is a loss whatever it was to that host, and end."""
-    sentence = f"host {index} is gone ({why})"
-    for other in lines.keys() - {index}:
-        lines[other].farewell(sentence)
+def _end_all(lost: int, channels: Mapping[int, ControlChannel], reason: str, status: int) -> NoReturn:
+    """Tell the other hosts that one is lost, and end this process."""
+    sentence = f"host {lost} is gone ({reason})"
+    for other in channels.keys() - {lost}:
+        channels[other].farewell(sentence)
     end_process(f"{sentence}, so this host stops too; start all hosts again", status)
 
 
-def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], index: int) -> str | None:
-    for name, value in mine.items():
+def _difference(ours: Mapping[str, str], theirs: Mapping[str, str], index: int) -> str | None:
+    for name, value in ours.items():
         other = theirs.get(name, "nothing")
         if other != value:
             return f"host {index} and host 0 disagree on {name} ({other[:16]} vs {value[:16]}); all hosts need the same"
     return None
 
 
-def _code() -> str:
-    """SHA-256 of this package's sources."""
+def _source_digest() -> str:
+    """Return the SHA-256 of this package's source files."""
     package = Path(__file__).parents[2]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

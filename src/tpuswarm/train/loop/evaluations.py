@@ -61,7 +61,7 @@ class Evaluations:
             return False
         rows = read_rows(self._session.run.folder / METRICS)
         found = [row for row in rows if row["step"] == self._progress.step and "eval_loss" in row][-1:]
-        for row in (found := self._session.agreement.same("evaluating", found)):
+        for row in (found := self._session.agreement.broadcast("evaluating", found)):
             self._take(row)
         return not found
 
@@ -79,7 +79,7 @@ class Evaluations:
             with waiting("evaluating") as far:
                 found = evaluate(
                     session.compiled, progress.state, *session.validation, self._most_batches,
-                    leave=session.agreement.stopping, far=far, leaves_feed=session.agreement.leaves_feed,
+                    leave=session.agreement.should_stop, far=far, leaves_feed=session.agreement.should_leave_feed,
                 )  # fmt: skip
             if found is None:
                 return None

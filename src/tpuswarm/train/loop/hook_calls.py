@@ -55,7 +55,7 @@ class HookCalls:
                     add_numbers(numbers, returned[index], self._columns)
                     progress.outputs.returned(progress.step, index, returned[index])
         if due:
-            numbers = self._session.agreement.same("writing the numbers of hooks", numbers)
+            numbers = self._session.agreement.broadcast("writing the numbers of hooks", numbers)
         with self._watch.times.during(times.USER):
             for index in filter(self.hooks.counts, due):
                 returned[index] = self.hooks.call(index, row | numbers, progress.state)
@@ -77,16 +77,16 @@ class HookCalls:
             return False
         rows = read_rows(self._session.run.folder / METRICS)
         found = any(row["step"] == self._progress.step and row.keys() >= set(own) for row in rows)
-        return self._session.agreement.same("looking for numbers of hooks", found)
+        return self._session.agreement.broadcast("looking for numbers of hooks", found)
 
     def _act(self, returned: list[Any]) -> None:
         """Stop the run or scale the learning rate, if a hook returned that."""
         agreement = self._session.agreement
         if not self.stop_reason:
             reasons = [str(found.reason) for found in returned if isinstance(found, Stop)]
-            self.stop_reason = agreement.same("deciding whether a hook ends the run", "; ".join(reasons))
+            self.stop_reason = agreement.broadcast("deciding whether a hook ends the run", "; ".join(reasons))
         factors = [float(found.factor) for found in returned if isinstance(found, ScaleLearningRate)]
-        factor = agreement.same("multiplying the learning rate", math.prod(factors))
+        factor = agreement.broadcast("multiplying the learning rate", math.prod(factors))
         if factor != 1:
             self._require_scale()
             self._session.lr_scale *= factor

@@ -68,7 +68,7 @@ class Loop:
     def run(self) -> Generator[Step, None, Result]:
         """Run all steps, from the opening to the result; within the agreement of the hosts."""
         progress = self._progress
-        self._agreement.tell(self._tell_slow_stop, self._cut_short)
+        self._agreement.set_stop_callbacks(self._tell_slow_stop, self._cut_short)
         try:
             self._open()
             for step in self._train():
@@ -78,11 +78,11 @@ class Loop:
             is_done = self._hook_calls.stop_reason or progress.step == self._session.steps
             if is_done and (ended := (yield from self._finish())):
                 return self._result("finished", ended, None)
-            asked = self._agreement.asked
+            asked = self._agreement.stop_signal
             assert asked is not None
             return self._result("stopped", self._end_early(asked), int(asked))
         except GeneratorExit:
-            self._agreement.same("leaving the loop", True)
+            self._agreement.broadcast("leaving the loop", True)
             self._flush()
             self._saver.save(wait=True)
             self._saver.checkpoints.wait()
@@ -95,7 +95,7 @@ class Loop:
                 progress.event("failed", str(error))
             raise
         except jax.errors.JaxRuntimeError as error:
-            self._agreement.wait()
+            self._agreement.wait_for_loss()
             reason = first_line(error)
             progress.event("failed", reason)
             raise RunFailed(
@@ -156,7 +156,7 @@ class Loop:
         if step == 0:
             self._saver.save(wait=False)  # so there is always one to return to, and the time of a save is known early
         else:
-            self._progress.last_row = self._agreement.same("reading the last row", last_row(session.run.folder))
+            self._progress.last_row = self._agreement.broadcast("reading the last row", last_row(session.run.folder))
 
     def _train(self) -> Iterator[Step]:
         session, progress, hooks = self._session, self._progress, self._hook_calls.hooks
@@ -170,7 +170,7 @@ class Loop:
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
             while progress.step < session.steps and not self._is_ending():
-                fed = feed.next(leave=self._agreement.leaves_feed)
+                fed = feed.next(leave=self._agreement.should_leave_feed)
                 if fed is None:
                     break
                 batch, waited = fed
@@ -181,8 +181,12 @@ class Loop:
                     yield self._write_update(*before)
                 self._saver.checkpoints.check()
                 due = self._saver.is_due(), self._evaluations.is_due(), hooks.due(progress.step)
-                save, evaluate, due_hooks = self._agreement.same("deciding what is due", due)
-                if (save or evaluate or due_hooks) and progress.step < session.steps and not self._agreement.stopping():
+                save, evaluate, due_hooks = self._agreement.broadcast("deciding what is due", due)
+                if (
+                    (save or evaluate or due_hooks)
+                    and progress.step < session.steps
+                    and not self._agreement.should_stop()
+                ):
                     yield from self._flush()
                     if save:
                         self._saver.save(wait=False)
@@ -192,7 +196,7 @@ class Loop:
             self._outputs.tell(progress.step, TRACE, self._profiler.close())
 
     def _is_ending(self) -> bool:
-        return bool(self._hook_calls.stop_reason) or self._agreement.stopping()
+        return bool(self._hook_calls.stop_reason) or self._agreement.should_stop()
 
     def _dispatch(self, batch: Any) -> Metrics:
         """Start the next update on the devices; return its metrics, which are computed later."""
@@ -212,7 +216,7 @@ class Loop:
         session, progress = self._session, self._progress
         self._saver.save(wait=True)
         row = self._evaluations.measure() if self._evaluations.is_missing() else None
-        if self._agreement.stopping():  # an evaluation whose hooks were not called is made again
+        if self._agreement.should_stop():  # an evaluation whose hooks were not called is made again
             return ""
         hooks = self._hook_calls.hooks.last(progress.step, evaluated=row is not None)
         yield from self._hook_calls.call(hooks, row)
@@ -242,9 +246,9 @@ class Loop:
     def _end_early(self, asked: Signals) -> str:
         """Save, if the grace period is long enough; return what happened as a sentence."""
         progress, checkpoints = self._progress, self._saver.checkpoints
-        left = max(0.0, self._session.settings["grace"] - self._agreement.since())
+        left = max(0.0, self._session.settings["grace"] - self._agreement.seconds_since_signal())
         decision = decide_stop(asked, checkpoints.seconds, checkpoints.busy, left)
-        decision = StopDecision(*self._agreement.same("deciding how to stop", decision))
+        decision = StopDecision(*self._agreement.broadcast("deciding how to stop", decision))
         if decision.save:
             self._saver.save(wait=True)
         with self._watch.times.during(times.CHECKPOINTS):

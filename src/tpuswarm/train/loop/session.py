@@ -222,7 +222,7 @@ def prepare(
         if run.config() is None:
             with waiting(f"looking for the largest batch of {recipe.name}", short=0.0) as far:
                 found = largest_batch(recipe, asked, devices, far)
-            asked["batch"] = agreement.same("looking for the largest batch", found)
+            asked["batch"] = agreement.broadcast("looking for the largest batch", found)
             notes.append(f"batch {asked['batch']:,}, the largest that fits")
     with waiting(f"reading the data of {recipe.name}"):
         resolved = resolve(run, recipe, asked, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
@@ -235,7 +235,7 @@ def prepare(
     batch = settings["batch"]
     if settings["eval_batch"]:
         check_batch(settings["eval_batch"], len(devices), 1, name="eval_batch")
-    agreement.agree(lambda: facts(recipe, settings, source))
+    agreement.require_equal(lambda: facts(recipe, settings, source))
     changed = is_another(recorded, program)
     sentence = f"{shown(run.folder)} began with a different loss, optimizer or schedule than {recipe.name} has now"
     if changed and not accept_code:
@@ -251,7 +251,7 @@ def prepare(
             ended = last["message"]  # a hook ended it
         elif saved.step == settings["steps"]:
             ended = f"finished: {saved.step} steps"
-    if saved and (ended := agreement.same("looking for what is left to do", ended)):
+    if saved and (ended := agreement.broadcast("looking for what is left to do", ended)):
         if changed:
             raise InputError(f"{sentence}, and is finished: begin another run, with --init-from to take its parameters")
         with waiting(f"restoring the checkpoint of step {saved.step}"):
@@ -263,7 +263,7 @@ def prepare(
     with waiting(f"compiling {recipe.name} for {len(devices)} x {devices[0].device_kind}"):
         compiled = compile_step(recipe, request(settings), devices)
     choice = compiled.choice
-    agreement.agree(lambda: {"form of the program": f"{choice.why}, {choice.accumulate} micro-batches"})
+    agreement.require_equal(lambda: {"form of the program": f"{choice.why}, {choice.accumulate} micro-batches"})
     validation = HeldOut(rows, settings["eval_batch"] or batch // choice.accumulate) if rows is not None else None
     measured: list[str] = []
     if validation is not None:
@@ -276,7 +276,7 @@ def prepare(
     if saved is None and settings["init_from"]:
         with waiting(f"reading the parameters of {settings['init_from']}"):
             shared = initial_parameters(
-                settings["init_from"], settings["init_only"], recipe, compiled, init_key, agreement.agree
+                settings["init_from"], settings["init_only"], recipe, compiled, init_key, agreement.require_equal
             )
     written = configuration(recipe, settings) | {"chosen": chosen(compiled)}
     written["numerics"] = (config or {}).get("numerics") or numerics()
@@ -311,7 +311,7 @@ def prepare(
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             state = checkpoint.restore(saved, compiled.state)
         first_step, wall_s, save_seconds = saved.step, saved.about.get("wall_s", 0.0), saved.seconds
-        lr_scale = agreement.same("reading the events", lr_scale_after(read_rows(run.folder / EVENTS), first_step))
+        lr_scale = agreement.broadcast("reading the events", lr_scale_after(read_rows(run.folder / EVENTS), first_step))
         if (position := saved.position) is not None and hasattr(source, "go_to"):
             with blame("the data source failed"):
                 source.go_to(position)
@@ -340,12 +340,12 @@ def prepare(
 
 def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None, list[str]]:
     """Return the checkpoint to resume from, and sentences about damaged ones; set newer folders aside."""
-    if not agreement.leads:
-        there = agreement.same("choosing the checkpoint", dict[str, Any]())
+    if not agreement.is_leader:
+        there = agreement.broadcast("choosing the checkpoint", dict[str, Any]())
         return (checkpoint.Saved(**there | {"folder": run.checkpoints / there["folder"]}) if there else None), []
     saved, damaged = checkpoint.newest(run.checkpoints)
     checkpoint.set_aside(run.checkpoints, saved)
-    agreement.same("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
+    agreement.broadcast("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
     return saved, damaged
 
 

@@ -18,8 +18,8 @@ from benchmarks.bare import Bare, usual
 from benchmarks.report import Settings, Table, median, verdict
 from tpuswarm import Step
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.diagnose import phases
+from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.process.platform import local_devices
 
 PAIRS, TURNS, STEPS = 30, 2_000, 20
@@ -35,9 +35,9 @@ def run(settings: Settings) -> Table:
     rows = bare.put(recipe.data("train").rows(0, batch))
     metrics = {name: jnp.float32(number) for number, name in enumerate(METRICS)}
     took: dict[str, list[float]] = {"without": [], "with": [], "step": []}
-    with Watch() as watch:
+    with Diagnostics() as diagnostics:
         start = time.perf_counter()
-        watch.at_start(bare.compiled, batch)
+        diagnostics.at_start(bare.compiled, batch)
         once = time.perf_counter() - start
     _steps(bare, rows, steps)
     for pair in range(pairs):
@@ -63,23 +63,23 @@ def run(settings: Settings) -> Table:
     )
 
 
-def _turns(metrics: Any, turns: int, watch: Watch | None) -> Generator[Step, None, None]:
+def _turns(metrics: Any, turns: int, diagnostics: Diagnostics | None) -> Generator[Step, None, None]:
     """The parts of the trainer's loop that the diagnostics touch."""
     for step in range(1, turns + 1):
-        if watch is None:
+        if diagnostics is None:
             row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         else:
             with StepTraceAnnotation("train", step_num=step):
                 pass
-            watch.after_step(step, 0.0)
+            diagnostics.after_step(step, 0.0)
             row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         yield Step({"step": step, **row}, None)
 
 
 def _with(metrics: Any, turns: int) -> float:
     """Seconds of one turn with all diagnostics."""
-    with Watch() as watch, watch.times.during(times.STEPS):
-        return _drain(watch.hand_out(_turns(metrics, turns, watch))) / turns
+    with Diagnostics() as diagnostics, diagnostics.stopwatch.during(phases.STEPS):
+        return _drain(diagnostics.watch_user_code(_turns(metrics, turns, diagnostics))) / turns
 
 
 def _drain(loop: Generator[Step, None, Any]) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tpuswarm.config.limits import check_settings
 from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
-from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.hosts.host_group import parse_host_group
 from tpuswarm.train.look import wandb_log
@@ -264,7 +264,7 @@ class Trainer:
         if self.wandb is not None:
             wandb_log.require()
         hosts = parse_host_group(self.hosts, self.host, self.hosts_at)
-        with Watch() as watch, ExitStack() as ends:
+        with Diagnostics() as diagnostics, ExitStack() as ends:
             if self.fast_dev_run:
                 if hosts:
                     raise InputError("a fast dev run is of one host: its folder is not shared; leave --hosts out")
@@ -281,8 +281,8 @@ class Trainer:
                     display.note(f"{shown(session.run)} is finished; nothing left to do")
                     return session
                 loop = Loop(
-                    session, watch, display, hooks=hooks, profile=self.profile,
+                    session, diagnostics, display, hooks=hooks, profile=self.profile,
                     wandb=None if self.fast_dev_run else self.wandb, loggers=partial(all_loggers, recipe, self.loggers),
                     eval_batches=1 if self.fast_dev_run else EVAL_BATCHES,
                 )  # fmt: skip
-                return (yield from watch.hand_out(loop.run()))
+                return (yield from diagnostics.watch_user_code(loop.run()))

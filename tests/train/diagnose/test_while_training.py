@@ -17,11 +17,10 @@ from jax._src.array import ArrayImpl
 from tests.train import toy
 from tests.train.findings import complaints, place, read_findings, run_steps
 from tpuswarm import ArraySource, supervised
-from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.host_sync import HOOKS
-from tpuswarm.train.diagnose.starvation import Starvation
-from tpuswarm.train.diagnose.summary import facts, rows
-from tpuswarm.train.diagnose.times import Times
+from tpuswarm.train.diagnose import phases
+from tpuswarm.train.diagnose.diagnostics import Starvation
+from tpuswarm.train.diagnose.host_sync import READ_METHODS
+from tpuswarm.train.diagnose.phases import Stopwatch, summarize, summary_rows
 from tpuswarm.train.process.stop import SIGNALS
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 from tpuswarm.train.run.life import read_life
@@ -97,7 +96,7 @@ def test_reads_in_every_step_are_named_with_their_lines(tmp_path):
     assert all(row["steps"] == 10 and row["seconds"] > 0 for row in found)
     summary = read_summary(tmp_path)
     assert [row["steps"] for row in summary["findings"][-5:]] == [20] * 5
-    assert summary["seconds"][times.READING] > 0
+    assert summary["seconds"][phases.READING] > 0
 
 
 def test_numpy_reads_of_arrays_on_several_devices_are_found(tmp_path):
@@ -119,7 +118,10 @@ def test_usual_loops_raise_no_finding(tmp_path, total):
 
 
 def test_hooks_and_signal_handlers_are_restored_however_a_run_ends(tmp_path):
-    before, handlers = [vars(owner)[name] for owner, name in HOOKS], [signal.getsignal(number) for number in SIGNALS]
+    before, handlers = (
+        [vars(owner)[name] for owner, name in READ_METHODS],
+        [signal.getsignal(number) for number in SIGNALS],
+    )
     first, second = run_steps(tmp_path / "a"), run_steps(tmp_path / "b")
     next(first), next(second)
     assert vars(ArrayImpl)["item"] is not before[1]
@@ -128,13 +130,13 @@ def test_hooks_and_signal_handlers_are_restored_however_a_run_ends(tmp_path):
     signal.raise_signal(signal.SIGINT)
     list(second)
     assert read_life(tmp_path / "b").state == "stopped"
-    assert [vars(owner)[name] for owner, name in HOOKS] == before
+    assert [vars(owner)[name] for owner, name in READ_METHODS] == before
     assert [signal.getsignal(number) for number in SIGNALS] == handlers and signal.set_wakeup_fd(-1) == -1
     assert read_summary(tmp_path / "a")["steps"] == 2, "the devices are one step ahead"
 
 
 def test_devices_that_wait_for_data_are_found_with_their_share(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpuswarm.train.diagnose.starvation.SECONDS", 0.5)
+    monkeypatch.setattr("tpuswarm.train.diagnose.diagnostics.STARVATION_WINDOW_S", 0.5)
 
     class Slow(ArraySource):
         def rows(self, start, count):
@@ -145,28 +147,28 @@ def test_devices_that_wait_for_data_are_found_with_their_share(tmp_path, monkeyp
     [found] = read_findings(tmp_path, "starvation")
     assert found["wait_s"] / found["window_s"] > 0.5
     waited = sum(row["wait_s"] for row in read_rows(tmp_path / METRICS) if "wait_s" in row)
-    assert read_summary(tmp_path)["seconds"][times.WAITING] == pytest.approx(waited)
+    assert read_summary(tmp_path)["seconds"][phases.WAITING] == pytest.approx(waited)
 
 
 @pytest.mark.parametrize(("wait_s", "kinds"), [(0.021, ["starvation"]), (0.019, [])])
 def test_starvation_is_reported_from_a_fifth_of_the_time(wait_s, kinds):
     starvation = Starvation()
-    found = [starvation.look(step, step * wait_s, step * 0.1) for step in range(1, 101)]
+    found = [starvation.after_step(step, step * wait_s, step * 0.1) for step in range(1, 101)]
     assert [finding.kind for finding in found if finding] == kinds
 
 
 def test_seconds_of_all_phases_add_up_to_the_run(monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr(times.time, "perf_counter", lambda: float(next(clock)))
-    watch = Times()
-    with watch.during(times.STEPS):
-        watch.move(0.25, times.WAITING)
-        with watch.during(times.EVALUATION):
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: float(next(clock)))
+    stopwatch = Stopwatch()
+    with stopwatch.during(phases.STEPS):
+        stopwatch.move(0.25, phases.WAITING)
+        with stopwatch.during(phases.EVALUATION):
             pass
-    monkeypatch.setattr(times.time, "perf_counter", lambda: 10.0)
-    seconds = watch.all()
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: 10.0)
+    seconds = stopwatch.by_phase()
     assert sum(seconds.values()) == 10.0
-    assert (seconds[times.STEPS], seconds[times.WAITING], seconds[times.EVALUATION]) == (1.75, 0.25, 1.0)
+    assert (seconds[phases.STEPS], seconds[phases.WAITING], seconds[phases.EVALUATION]) == (1.75, 0.25, 1.0)
 
 
 def test_run_ends_with_where_its_time_went(tmp_path, capsys):
@@ -178,24 +180,24 @@ def test_run_ends_with_where_its_time_went(tmp_path, capsys):
     summary = read_summary(tmp_path)
     seconds = summary["seconds"]
     assert seen[-1] - seen[0] <= sum(seconds.values()) <= elapsed
-    assert seconds[times.USER] >= steps * 0.01
-    assert all(seconds[name] > 0 for name in (times.COMPILING, times.STEPS, times.EVALUATION, times.CHECKPOINTS))
-    training = sum(seconds[name] for name in times.TRAINING)
+    assert seconds[phases.USER] >= steps * 0.01
+    assert all(seconds[name] > 0 for name in (phases.COMPILING, phases.STEPS, phases.EVALUATION, phases.CHECKPOINTS))
+    training = sum(seconds[name] for name in phases.TRAINING)
     assert summary["tokens_per_s"] == pytest.approx(steps * 8 / training)
     for text in (capsys.readouterr().err, (tmp_path / "report.html").read_text()):
         assert "your code between steps" in text and "MFU" in text
 
 
 def test_mfu_is_the_models_flops_over_the_peak_of_all_devices():
-    seconds = dict.fromkeys(times.PLACES, 0.0) | {times.STEPS: 6.0, times.WAITING: 2.0, times.COMPILING: 100.0}
-    made = facts(seconds, steps=10, tokens=4_000, flops=10**13, peak=2.5e12)
+    seconds = dict.fromkeys(phases.PHASES, 0.0) | {phases.STEPS: 6.0, phases.WAITING: 2.0, phases.COMPILING: 100.0}
+    made = summarize(seconds, steps=10, tokens=4_000, flops=10**13, peak=2.5e12)
     assert made["tokens_per_s"] == 500 and made["mfu"] == 0.5  # 10 TFLOP in 8 s, of 2.5 TFLOP/s
-    assert ("MFU (model FLOPs utilisation)", "50.0%", "") in rows(made)
-    assert not any(facts(seconds, 10, 4_000, *unknown)["mfu"] for unknown in ((10**13, None), (None, 2.5e12)))
+    assert ("MFU (model FLOPs utilisation)", "50.0%", "") in summary_rows(made)
+    assert not any(summarize(seconds, 10, 4_000, *unknown)["mfu"] for unknown in ((10**13, None), (None, 2.5e12)))
 
 
 def test_failing_diagnostic_does_not_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpuswarm.train.diagnose.watch.tied_weights", lambda program: 1 / 0)
+    monkeypatch.setattr("tpuswarm.train.diagnose.diagnostics.tied_weights", lambda program: 1 / 0)
     list(run_steps(tmp_path, steps=2))
     [found] = read_findings(tmp_path)
     assert "a diagnostic failed; training continues: ZeroDivisionError" in found["message"]

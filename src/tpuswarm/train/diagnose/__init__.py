@@ -1,1 +1,1 @@
-"""What makes a run slow or silently wrong, found and said in words: one small file for each thing that can be wrong."""
+"""Find what makes a run slow or silently wrong, and where its time goes."""

@@ -1,4 +1,4 @@
-"""What every diagnostic returns, and where in the user's own code something happened."""
+"""The result of a diagnostic, and the user's line that caused it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,23 +11,23 @@ from tpuswarm.train.user_code import CodeLine, owner
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that costs time or is not what the user believes, with the way out; said once."""
+    """A fault that costs time or surprises the user, with its remedy; reported once."""
 
     kind: str
     """A row of the table in docs/slow-tpu.md; `unknown` for a diagnostic that failed itself."""
     message: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """What the sentence rests on, as plain values."""
+    """The evidence, as plain values."""
 
 
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The user's frame that called for what happens in `frame`, installed packages passed over; None if it was us."""
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the user's frame that caused a call, below frames of installed packages; None if tpuswarm caused it."""
     while frame is not None and owner(frame.f_code.co_filename) == "installed":
         frame = frame.f_back
     return frame if frame is not None and owner(frame.f_code.co_filename) == "user" else None
 
 
-def place(frame: FrameType) -> CodeLine:
-    """The line that a frame is at; its file relative to the working directory where it lies under it."""
+def line_of_frame(frame: FrameType) -> CodeLine:
+    """Return the current line of a frame; its file relative to the working directory, if inside."""
     path, here = Path(frame.f_code.co_filename), Path.cwd()
     return CodeLine(str(path.relative_to(here) if path.is_relative_to(here) else path), frame.f_lineno)

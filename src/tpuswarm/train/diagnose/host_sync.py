@@ -1,8 +1,7 @@
-"""Reads of device arrays in the user's loop: the host waits for the devices, and then the devices for the host.
+"""Find reads of device arrays in the user's loop, which make host and devices wait for each other.
 
-JAX's own transfer guard does not see `float(x)` or `x.item()` on CPU, so a loop that is tried out there would be found
-slow only on the TPU. Here the few methods of JAX's array through which every read goes are wrapped while a run is under
-way. Only what the user's code does between two steps is counted; the trainer's own reads see one flag and pass.
+JAX's transfer guard misses `float(x)` and `x.item()` on CPU. So a run wraps the few methods of JAX's array that all
+reads go through. Only reads of the user's code between two steps count.
 """
 
 import linecache
@@ -16,26 +15,27 @@ from typing import Any
 import jaxlib.xla_client
 from jax._src.array import ArrayImpl
 
-from tpuswarm.train.diagnose.finding import Finding, place, users_frame
+from tpuswarm.train.diagnose.finding import Finding, line_of_frame, user_frame
 
-STEPS, SHARE = 10, 0.1
-"""A line that reads in so many steps, and such a share of all, is worth a sentence; logging now and then is not."""
+MIN_STEPS, MIN_SHARE = 10, 0.1
+"""Report a line that reads in so many steps and in this share of all; occasional logging is fine."""
 
-HOOKS: tuple[tuple[Any, str], ...] = (
+READ_METHODS: tuple[tuple[Any, str], ...] = (
     (ArrayImpl, "_value"),
     (ArrayImpl, "item"),
     (ArrayImpl, "block_until_ready"),
     (jaxlib.xla_client, "batched_block_until_ready"),
 )
-_reading: "HostSync | None" = None
-"""Whose user code runs now."""
-_wrapped: list[tuple[Any, str, Any]] = []
-_users = 0
+_active: "HostSync | None" = None
+"""The run whose user code executes now."""
+_originals: list[tuple[Any, str, Any]] = []
+_runs = 0
+"""Runs that need the wrappers."""
 
 
 @dataclass
 class _Line:
-    """A line of the user's that reads device arrays."""
+    """A line of the user's code that reads device arrays."""
 
     place: str
     text: str
@@ -43,77 +43,76 @@ class _Line:
     seconds: float = 0.0
     steps: int = 0
     last_step: int = -1
-    said: bool = False
+    is_reported: bool = False
 
 
 class HostSync:
-    """Counts what the user's code between two steps reads from the devices.
+    """Counts the reads of device arrays by the user's code between two steps.
 
-    blocked(seconds): told of the time of each read.
+    on_read(seconds): called for each read.
     """
 
-    def __init__(self, blocked: Callable[[float], None]):
-        self._blocked = blocked
+    def __init__(self, on_read: Callable[[float], None]):
+        self._on_read = on_read
         self._lines: dict[tuple[str, int], _Line] = {}
-        self._thread, self._step, self._first = 0, 0, 0
-        self._inside = False
+        self._thread, self._step, self._first_step = 0, 0, 0
+        self._is_reading = False
 
     def start(self) -> None:
-        """Wrap the methods, unless another run has."""
-        global _users
+        global _runs
         self._thread = threading.get_ident()
-        _users += 1
-        if _users == 1:
+        _runs += 1
+        if _runs == 1:
             _wrap()
 
     def stop(self) -> None:
-        """Put them back once no run needs them."""
-        global _users
-        _users -= 1
-        if _users == 0:
-            _unwrap()
+        global _runs
+        _runs -= 1
+        if _runs == 0:
+            while _originals:
+                owner, name, original = _originals.pop()
+                setattr(owner, name, original)
 
-    def theirs(self, step: int) -> None:
-        """The user's code runs from now on, after `step`."""
-        global _reading
-        self._step, _reading = step, self
-        self._first = self._first or step
+    def enter_user_code(self, step: int) -> None:
+        """Count reads from now on, after `step`."""
+        global _active
+        self._step, _active = step, self
+        self._first_step = self._first_step or step
 
-    def ours(self) -> None:
-        """The trainer's code runs from now on."""
-        global _reading
-        _reading = None
+    def leave_user_code(self) -> None:
+        global _active
+        _active = None
 
-    def look(self) -> list[Finding]:
-        """Lines that have now read too often, each once."""
-        new = [line for line in self._lines.values() if not line.said and self._often(line)]
+    def new_findings(self) -> list[Finding]:
+        """Return lines that read too often by now, each once."""
+        new = [line for line in self._lines.values() if not line.is_reported and self._reads_often(line)]
         for line in new:
-            line.said = True
-        return [self._finding(line) for line in new]
+            line.is_reported = True
+        return [_finding(line) for line in new]
 
     def totals(self) -> list[Finding]:
-        """Every line that was said, with all its reads."""
-        return [self._finding(line) for line in self._lines.values() if line.said]
+        """Return all reported lines with their final counts."""
+        return [_finding(line) for line in self._lines.values() if line.is_reported]
 
     def read(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Do what a wrapped method did, and count it."""
-        if self._inside or threading.get_ident() != self._thread:
+        """Call an original method, and count the read."""
+        if self._is_reading or threading.get_ident() != self._thread:
             return call(*args)
-        self._inside, start = True, time.perf_counter()
+        self._is_reading, start = True, time.perf_counter()
         try:
             return call(*args)
         finally:
-            self._inside = False
+            self._is_reading = False
             self._count(time.perf_counter() - start)
 
     def _count(self, seconds: float) -> None:
-        frame = users_frame(sys._getframe(3))  # past this, `read` and the wrapper
+        frame = user_frame(sys._getframe(3))  # above this, `read` and the wrapper
         if frame is None:
             return
-        self._blocked(seconds)
+        self._on_read(seconds)
         key = (frame.f_code.co_filename, frame.f_lineno)
         if key not in self._lines:
-            self._lines[key] = _Line(str(place(frame)), linecache.getline(*key).strip())
+            self._lines[key] = _Line(str(line_of_frame(frame)), linecache.getline(*key).strip())
         line = self._lines[key]
         line.reads += 1
         line.seconds += seconds
@@ -121,46 +120,38 @@ class HostSync:
             line.last_step = self._step
             line.steps += 1
 
-    def _often(self, line: _Line) -> bool:
-        return line.steps >= STEPS and line.steps >= SHARE * (self._step - self._first + 1)
+    def _reads_often(self, line: _Line) -> bool:
+        return line.steps >= MIN_STEPS and line.steps >= MIN_SHARE * (self._step - self._first_step + 1)
 
-    def _finding(self, line: _Line) -> Finding:
-        text = f" ({line.text})" if line.text else ""
-        return Finding(
-            "host-sync",
-            f"{line.place}{text} reads device arrays: {line.reads} reads in {line.steps} steps, {line.seconds:.2f} s; "
-            "the host waits there for the devices, and then they wait for the host; a step's figures are already in "
-            "its row (row['loss']), and anything else is best read every hundred steps",
-            {"place": line.place, "reads": line.reads, "steps": line.steps, "seconds": line.seconds},
-        )
+
+def _finding(line: _Line) -> Finding:
+    text = f" ({line.text})" if line.text else ""
+    return Finding(
+        "host-sync",
+        f"{line.place}{text} reads device arrays: {line.reads} reads in {line.steps} steps, {line.seconds:.2f} s; "
+        "the host waits there for the devices, and then they wait for the host; a step's figures are already in "
+        "its row (row['loss']), and anything else is best read every hundred steps",
+        {"place": line.place, "reads": line.reads, "steps": line.steps, "seconds": line.seconds},
+    )
 
 
 def _wrap() -> None:
-    """float(), int(), bool(), print, tolist, device_get and np.asarray go through `_value`.
+    """Wrap the methods that reads go through.
 
-    `item` and np.asarray of an array on one CPU device use a buffer instead: the first is wrapped as well, the second
-    nobody can see; on TPU and GPU, where it matters, it goes through `_value`.
+    float(), int(), bool(), print, tolist, device_get and np.asarray use `_value`. `item`, and np.asarray of an array on
+    one CPU device, use a buffer instead; the latter cannot be seen.
     """
-    for owner, name in HOOKS:
+    for owner, name in READ_METHODS:
         original = vars(owner).get(name)
-        if original is None:  # another version of JAX; what is left is still seen
-            continue
-        _wrapped.append((owner, name, original))
-        setattr(owner, name, _wrapper(original))
+        if original is not None:  # else another version of JAX; the other methods still count
+            _originals.append((owner, name, original))
+            setattr(owner, name, _wrapper(original))
 
 
 def _wrapper(original: Any) -> Any:
     call: Callable[..., Any] = original.fget if isinstance(original, property) else original  # type: ignore[assignment]
 
     def read(*args: Any) -> Any:
-        if _reading is None:
-            return call(*args)
-        return _reading.read(call, *args)
+        return call(*args) if _active is None else _active.read(call, *args)
 
     return property(read) if isinstance(original, property) else read
-
-
-def _unwrap() -> None:
-    while _wrapped:
-        owner, name, original = _wrapped.pop()
-        setattr(owner, name, original)

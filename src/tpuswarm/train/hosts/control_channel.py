@@ -113,7 +113,7 @@ class ControlChannel:
         self._connection, self._on_lost = connection, on_lost
         self._send_lock = threading.Lock()
         self._ended_peer = False
-        """Whether this host has told the peer to end, and does not wait for it."""
+        """Whether this host told the peer to end; it does not wait then."""
         self._stop_heartbeats = threading.Event()
         self._peer_ended = threading.Event()
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -157,7 +157,7 @@ class ControlChannel:
                 self._connection.sendall(view[start : start + CHUNK_BYTES])
 
     def _send_heartbeats(self) -> None:
-        while not self._stop_heartbeats.wait(HEARTBEAT_INTERVAL_S):  # goes on after the peer's farewell: it waits
+        while not self._stop_heartbeats.wait(HEARTBEAT_INTERVAL_S):  # also after the peer's farewell
             with suppress(OSError):  # the receiving thread reports it
                 self._write(b"", b"")
         self._peer_ended.wait()

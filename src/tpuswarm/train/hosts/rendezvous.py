@@ -317,7 +317,6 @@ def _wait_for_devices() -> None:
 
 
 def _end_all(lost: int, channels: Mapping[int, ControlChannel], reason: str, status: int) -> NoReturn:
-    """Tell the other hosts that one is lost, and end this process."""
     sentence = f"host {lost} is gone ({reason})"
     for other in channels.keys() - {lost}:
         channels[other].farewell(sentence)
@@ -333,7 +332,6 @@ def _difference(ours: Mapping[str, str], theirs: Mapping[str, str], index: int) 
 
 
 def _source_digest() -> str:
-    """Return the SHA-256 of this package's source files."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

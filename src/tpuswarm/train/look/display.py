@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
-from tpuswarm.train.diagnose.summary import rows as summary_rows
+from tpuswarm.train.diagnose.phases import summary_rows
 from tpuswarm.train.look.describe import ParameterRow
 from tpuswarm.train.look.live import Column, Curve, Pace, bar, can_draw, region, sparkline, table
 from tpuswarm.train.process.terminal import echo_on_console
@@ -83,7 +83,7 @@ class Display:
         """Take in what the model makes, uint8 (height, width, 3); lines do without."""
 
     def summary(self, facts: Mapping[str, Any]) -> None:
-        """Say where the time went; facts: of diagnose/summary.py."""
+        """Say where the time went; facts: of diagnose/phases.py."""
         self.close()
         columns = Column("where the time went"), Column("", right=True), Column("share", right=True)
         self.console.print(table(columns, summary_rows(facts), self.console.width))

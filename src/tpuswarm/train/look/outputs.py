@@ -8,7 +8,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.diagnose.summary import sentence
+from tpuswarm.train.diagnose.phases import summary_sentence
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.board import Board
 from tpuswarm.train.look.display import Display
@@ -138,8 +138,8 @@ class Outputs:
             self.tell(step, "diagnostic", finding.message, kind=finding.kind, **finding.numbers)
 
     def summary(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Where the time went: facts of diagnose/summary.py."""
-        self.event(step, "summary", sentence(facts), **facts)
+        """Where the time went: facts of diagnose/phases.py."""
+        self.event(step, "summary", summary_sentence(facts), **facts)
         self._display.summary(facts)
 
     def close(self) -> None:

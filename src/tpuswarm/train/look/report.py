@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from tpuswarm.config.formatting import format_figure, token_unit
-from tpuswarm.train.diagnose.summary import rows
+from tpuswarm.train.diagnose.phases import summary_rows
 from tpuswarm.train.look.pictures import made
 from tpuswarm.train.run.directory import EVENTS, METRICS, SAMPLE, read_config, read_rows
 
@@ -195,7 +195,7 @@ def _time_and_findings(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]
     newest = {(each["kind"], each.get("place", each["message"])): each["message"] for each in said}
     items = "".join(f"<li>{html.escape(message)}</li>" for message in newest.values())
     return [
-        *[("Where the time went", table(("", "", "share"), rows(summary))) for summary in summaries[-1:]],
+        *[("Where the time went", table(("", "", "share"), summary_rows(summary))) for summary in summaries[-1:]],
         *([("Diagnostics", f"<ul>{items}</ul>")] if items else []),
     ]
 

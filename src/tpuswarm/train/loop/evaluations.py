@@ -10,8 +10,8 @@ import jax
 
 from tpuswarm.config.units import Interval, parse_every
 from tpuswarm.errors import InputError
-from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.diagnose import phases
+from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.loop.hooks import Hooks
 from tpuswarm.train.loop.progress import Progress
@@ -28,8 +28,8 @@ from tpuswarm.train.user_code import blame
 class Evaluations:
     """Evaluates the state that a `Progress` has reached, and keeps the best checkpoint."""
 
-    def __init__(self, progress: Progress, saver: Saver, watch: Watch, most_batches: int = EVAL_BATCHES):
-        self._progress, self._saver, self._watch, self._most_batches = progress, saver, watch, most_batches
+    def __init__(self, progress: Progress, saver: Saver, diagnostics: Diagnostics, most_batches: int = EVAL_BATCHES):
+        self._progress, self._saver, self._diagnostics, self._most_batches = progress, saver, diagnostics, most_batches
         self._session = session = progress.session
         every = session.settings["eval_every"]
         self._interval = Interval() if every is None else parse_every(every, "eval_every")
@@ -75,7 +75,7 @@ class Evaluations:
         """Evaluate; return the row, not written yet, or None if the run is asked to stop meanwhile."""
         progress, session = self._progress, self._session
         assert session.validation is not None
-        with progress.pause_clock(), self._watch.times.during(times.EVALUATION):
+        with progress.pause_clock(), self._diagnostics.stopwatch.during(phases.EVALUATION):
             with waiting("evaluating") as far:
                 found = evaluate(
                     session.compiled, progress.state, *session.validation, self._most_batches,

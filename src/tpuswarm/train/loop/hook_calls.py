@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.diagnose import phases
+from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.loop.evaluations import Evaluations
 from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, add_numbers
 from tpuswarm.train.loop.progress import Progress
@@ -19,8 +19,8 @@ from tpuswarm.train.run.directory import METRICS, read_rows
 class HookCalls:
     """Calls hooks with the state that a `Progress` has reached."""
 
-    def __init__(self, hooks: Hooks, progress: Progress, evaluations: Evaluations, watch: Watch):
-        self.hooks, self._progress, self._evaluations, self._watch = hooks, progress, evaluations, watch
+    def __init__(self, hooks: Hooks, progress: Progress, evaluations: Evaluations, diagnostics: Diagnostics):
+        self.hooks, self._progress, self._evaluations, self._diagnostics = hooks, progress, evaluations, diagnostics
         self._session = session = progress.session
         self.stop_reason = ""
         """Why a hook has ended the run; empty if none has."""
@@ -48,7 +48,7 @@ class HookCalls:
         """Return what each hook returned, and all their numbers; those that count evaluations are called last."""
         progress, returned = self._progress, dict[int, Any]()
         row, numbers = progress.last_row | {"step": progress.step}, dict[str, Any]()
-        with self._watch.times.during(times.USER):
+        with self._diagnostics.stopwatch.during(phases.USER):
             for index in due:
                 if not self.hooks.counts(index):
                     returned[index] = self.hooks.call(index, row, progress.state)
@@ -56,7 +56,7 @@ class HookCalls:
                     progress.outputs.returned(progress.step, index, returned[index])
         if due:
             numbers = self._session.agreement.broadcast("writing the numbers of hooks", numbers)
-        with self._watch.times.during(times.USER):
+        with self._diagnostics.stopwatch.during(phases.USER):
             for index in filter(self.hooks.counts, due):
                 returned[index] = self.hooks.call(index, row | numbers, progress.state)
         return returned, numbers

@@ -12,8 +12,8 @@ from jax.profiler import StepTraceAnnotation
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import RunFailed, TpuswarmError, first_line
 from tpuswarm.train.data.feed import Feed
-from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.diagnose import phases
+from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.look.describe import memory_sentence, parameter_rows
 from tpuswarm.train.look.display import Display, Opening
 from tpuswarm.train.look.outputs import Logger, Outputs
@@ -45,7 +45,7 @@ class Loop:
     def __init__(
         self,
         session: Session,
-        watch: Watch,
+        diagnostics: Diagnostics,
         display: Display,
         *,
         hooks: Hooks,
@@ -54,14 +54,19 @@ class Loop:
         loggers: Callable[[], list[Logger]] = list,
         eval_batches: int = EVAL_BATCHES,
     ):
-        self._session, self._watch, self._display, self._agreement = session, watch, display, session.agreement
+        self._session, self._diagnostics, self._display, self._agreement = (
+            session,
+            diagnostics,
+            display,
+            session.agreement,
+        )
         self._wandb, self._loggers = wandb, loggers
         self._outputs = Outputs(session.run, display, session.first_step)
         self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
         self._progress = Progress(session, self._outputs)
-        self._saver = Saver(self._progress, watch)
-        self._evaluations = Evaluations(self._progress, self._saver, watch, eval_batches)
-        self._hook_calls = HookCalls(hooks, self._progress, self._evaluations, watch)
+        self._saver = Saver(self._progress, diagnostics)
+        self._evaluations = Evaluations(self._progress, self._saver, diagnostics, eval_batches)
+        self._hook_calls = HookCalls(hooks, self._progress, self._evaluations, diagnostics)
         self._unread: tuple[int, Metrics] | None = None
         """The newest step and its metrics, which are still on the devices."""
 
@@ -144,13 +149,13 @@ class Loop:
                 unit=token_unit(compiled.program.tokens_per_row),
                 parameters=parameter_rows(compiled),
                 sentences=[memory_sentence(compiled), *session.notes],
-                seconds=self._watch.times.of(*times.PLACES),
+                seconds=self._diagnostics.stopwatch.seconds(*phases.PHASES),
             )
         )
         self._outputs.event(step, "started", f"from step {step}", command=command_line())
         for note in session.notes:
             self._progress.event("note", note)
-        self._outputs.findings(step, self._watch.at_start(compiled, session.settings["batch"]))
+        self._outputs.findings(step, self._diagnostics.at_start(compiled, session.settings["batch"]))
         if self._wandb is not None:
             self._outputs.open_wandb(step, self._wandb)
         if step == 0:
@@ -165,7 +170,7 @@ class Loop:
         spec = session.compiled.program.batch_spec(session.settings["batch"])
         sharding = batch_sharding(session.compiled.mesh)
         feed = Feed(session.source, spec, sharding, progress.step, session.steps)
-        with self._watch.times.during(times.STEPS), feed:
+        with self._diagnostics.stopwatch.during(phases.STEPS), feed:
             progress.restart_clock()
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
@@ -176,7 +181,7 @@ class Loop:
                 batch, waited = fed
                 progress.wait_s += waited
                 before, self._unread = self._unread, (progress.step + 1, self._dispatch(batch))
-                self._outputs.findings(progress.step, self._watch.after_step(progress.step, waited))
+                self._outputs.findings(progress.step, self._diagnostics.after_step(progress.step, waited))
                 if before:
                     yield self._write_update(*before)
                 self._saver.checkpoints.check()
@@ -251,7 +256,7 @@ class Loop:
         decision = StopDecision(*self._agreement.broadcast("deciding how to stop", decision))
         if decision.save:
             self._saver.save(wait=True)
-        with self._watch.times.during(times.CHECKPOINTS):
+        with self._diagnostics.stopwatch.during(phases.CHECKPOINTS):
             checkpoints.wait()
         cause = STOP_CAUSES[asked]
         message = f"{cause}: saved at step {progress.step}"
@@ -297,7 +302,7 @@ class Loop:
 
     def _write_summary(self) -> None:
         """Write where the time went: an event, which the report reads, and a table on the display."""
-        summary = self._watch.summary(self._session.compiled, self._session.tokens_per_step)
+        summary = self._diagnostics.summary(self._session.compiled, self._session.tokens_per_step)
         self._outputs.summary(self._progress.step, summary)
 
     def _result(self, ended: str, message: str, signal: int | None) -> Result:

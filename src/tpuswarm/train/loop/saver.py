@@ -4,8 +4,8 @@ import time
 
 from tpuswarm.config.units import parse_every
 from tpuswarm.errors import RunFailed
-from tpuswarm.train.diagnose import times
-from tpuswarm.train.diagnose.watch import Watch
+from tpuswarm.train.diagnose import phases
+from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.loop.finite import diverged, not_finite
 from tpuswarm.train.loop.progress import Progress
 from tpuswarm.train.process.waiting import waiting
@@ -16,9 +16,9 @@ from tpuswarm.train.run.checkpoint import Checkpoints
 class Saver:
     """Saves the state that a `Progress` has reached."""
 
-    def __init__(self, progress: Progress, watch: Watch):
+    def __init__(self, progress: Progress, diagnostics: Diagnostics):
         session = progress.session
-        self._progress, self._watch = progress, watch
+        self._progress, self._diagnostics = progress, diagnostics
         self._interval = parse_every(session.settings["save_every"], "save_every")
         keep, writes = session.settings["keep"], session.run.writes
         self.checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_seconds, writes)
@@ -40,7 +40,7 @@ class Saver:
         progress = self._progress
         if progress.step == self._saved_step:
             return
-        with progress.pause_clock(), self._watch.times.during(times.CHECKPOINTS):
+        with progress.pause_clock(), self._diagnostics.stopwatch.during(phases.CHECKPOINTS):
             if not_finite(self._params()):
                 raise self.failure(progress.step, "the parameters")
             about, position = {"wall_s": progress.wall_s}, progress.session.position(progress.step)

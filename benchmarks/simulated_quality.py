@@ -18,7 +18,7 @@ from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule, advance_quorum
 from tpuswarm.swarm.core.arithmetic.quantize import decode, encode, feedback
 from tpuswarm.swarm.core.choose import clipping, effective
-from tpuswarm.train.data.feed import read_rows
+from tpuswarm.train.data.feed import read_checked_rows
 from tpuswarm.train.loop.evaluate import FiniteSource
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
@@ -159,7 +159,7 @@ def held_out_loss(program: Program, state: State, source: FiniteSource, batch: i
     rows = min(most_rows, source.rows_per_epoch)
     spec = program.batch_spec(batch)
     found = [
-        _evaluate(state, read_rows(source, spec, first, batch), program=program)
+        _evaluate(state, read_checked_rows(source, spec, first, batch), program=program)
         for first in range(0, rows - batch + 1, batch)
     ]
     return float(np.mean(jax.device_get(found), dtype=np.float64))
@@ -300,7 +300,7 @@ def ticks_of(arm: Arm, cycle: int, cycles: int) -> Ticks:
 def rows_of(program: Program, source: Source, arm: Arm, size: int, cycle: int) -> dict[str, np.ndarray]:
     """Return the rows of a cycle, [members, steps, size, ...]: one range per member, zeros for its idle ticks."""
     whole = sum(arm.cycle)
-    found = read_rows(source, program.batch_spec(whole * size), cycle * whole * size, whole * size)
+    found = read_checked_rows(source, program.batch_spec(whole * size), cycle * whole * size, whole * size)
     ends = np.cumsum(arm.cycle)[:-1]
 
     def dealt(leaf: np.ndarray) -> np.ndarray:

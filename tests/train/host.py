@@ -15,7 +15,7 @@ from tests.hosts import SECRET
 from tests.train import toy, wide
 from tpuswarm import supervised
 from tpuswarm.train.data import placing
-from tpuswarm.train.data.feed import read_rows
+from tpuswarm.train.data.feed import read_checked_rows
 from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.program import mesh
 from tpuswarm.train.program.compiled import compile_step
@@ -41,7 +41,7 @@ def train(shard: str, steps: int, after_step=lambda step: None):
 
         def read_mine(first, count, step=step):
             read.add(count)
-            return read_rows(source, compiled.program.batch_spec(count), step * BATCH + first, count)
+            return read_checked_rows(source, compiled.program.batch_spec(count), step * BATCH + first, count)
 
         batch = placing.place_batch(read_mine, BATCH, mesh.batch_sharding(compiled.mesh))
         state, metrics = compiled.step(state, batch, toy.clock(step, step / steps, seed=1))

@@ -11,7 +11,7 @@ from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
 from tpuswarm.plan.hazards import Hazard, explain_refusal, find_hazards
 from tpuswarm.plan.request import CompileRequest, CompileResult, Program, SliceSpec
-from tpuswarm.train.data.feed import ALIVE, DEPTH
+from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES, MAX_READ_AHEAD
 from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program.compiled import DoesNotFit, Placed
 from tpuswarm.train.program.flops import Flops, model_flops
@@ -98,7 +98,7 @@ def _check_evaluation(sizes: Sizes, tpu: SliceSpec, sized: Sized) -> list[Hazard
         needed = compiling.needed_bytes(str(error))
     else:
         state = bytes_per_device(compiled.state)
-        training_batches = (compiled.memory.arguments - state) * DEPTH // ALIVE
+        training_batches = (compiled.memory.arguments - state) * MAX_READ_AHEAD // MAX_BATCHES_ON_DEVICES
         batches = training_batches + EVALUATION_BATCHES * (memory.arguments - state)
         needed = state + batches + memory.temporaries + compiled.memory.code + memory.code
         if tpu.hbm_bytes is None or needed <= tpu.hbm_bytes:

@@ -18,7 +18,7 @@ from tpuswarm.torch.ops import RANDOM
 from tpuswarm.torch.recipe import CHECKED_ROWS
 from tpuswarm.torch.trace import traceback_line
 from tpuswarm.train.data.arrays import to_numpy
-from tpuswarm.train.data.placing import in_jax_types
+from tpuswarm.train.data.placing import narrow_rows
 from tpuswarm.train.process.terminal import echo
 
 MAX_CHECKED_PARAMETERS = 50_000_000
@@ -167,7 +167,7 @@ def _step_in_jax(exported: ExportedModule, batch: Mapping[str, np.ndarray]) -> S
     except RuntimeError as error:
         raise NotComparable("JAX has no CPU here (JAX_PLATFORMS)") from error
     with jax.default_device(device), jax.default_matmul_precision("highest"):
-        args = dict(params), dict(state), in_jax_types(batch)
+        args = dict(params), dict(state), narrow_rows(batch)
         outputs = jax.device_get(jax.jit(step).lower(*args).compile(QUICK_COMPILE)(*args))
     gradients = {
         name: outputs.gradients.get(name, np.zeros_like(param))

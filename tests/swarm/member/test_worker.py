@@ -16,7 +16,7 @@ from tpuswarm.swarm.processes.plan import COORDINATOR, Plan, Swarm, code_digest
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import entry
-from tpuswarm.train.data.source import training_rows
+from tpuswarm.train.data.source import training_source
 from tpuswarm.train.user_code import build_recipe
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,8 @@ class Run:
         plan = Plan(
             Swarm("run", 1, cycle=2, outer="average", outer_lr=None, quantize="plain", overlap=True, fragments=1),
             TARGET, options, settings, files={}, shared={}, tokens_per_row=1,
-            data=training_rows(build_recipe(TARGET, options), 0).digest, code=code_digest(TARGET), evaluate_every=None,
+            data=training_source(build_recipe(TARGET, options), 0).digest, code=code_digest(TARGET),
+            evaluate_every=None,
         )  # fmt: skip
         self.ledger = Ledger(Store(folder))
         self.answers: list[object] = []

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tpuswarm import Trainer, supervised
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.source import ArraySource, Repeated, shuffled, training_rows
+from tpuswarm.train.data.source import ArraySource, Repeated, shuffled_epochs, training_source
 
 
 def flat(*place):
-    return [(epoch, int(row)) for epoch, rows in shuffled(*place) for row in rows]
+    return [(epoch, int(row)) for epoch, rows in shuffled_epochs(*place) for row in rows]
 
 
 @given(st.integers(0, 500), st.integers(1, 60), st.integers(1, 60), st.integers(1, 40), st.integers(0, 5))
@@ -25,7 +25,7 @@ def test_rows_do_not_depend_on_the_size_of_batches(start, first, second, size, s
 
 @given(st.integers(0, 20), st.integers(1, 40), st.integers(0, 5))
 def test_epoch_has_every_row_once(epoch, size, seed):
-    [(which, rows)] = shuffled(epoch * size, size, size, seed)
+    [(which, rows)] = shuffled_epochs(epoch * size, size, size, seed)
     assert which == epoch and sorted(rows) == list(range(size))
     other = flat((epoch + 1) * 50, 50, 50, seed), flat(epoch * 50, 50, 50, seed + 1)
     assert all([row for _, row in order] != [row for _, row in flat(epoch * 50, 50, 50, seed)] for order in other)
@@ -82,8 +82,8 @@ def test_seed_of_a_run_orders_arrays_without_their_own(tmp_path):
 
     arrays = {"x": np.arange(64, dtype=np.float32)}
     orders = [ArraySource(arrays, seed=seed).rows(0, 64)["x"].tolist() for seed in (0, 3)]
-    assert [training_rows(recipe(arrays), seed).rows(0, 64)["x"].tolist() for seed in (0, 3)] == orders
+    assert [training_source(recipe(arrays), seed).rows(0, 64)["x"].tolist() for seed in (0, 3)] == orders
     own = recipe(ArraySource(arrays, seed=0))
-    assert training_rows(own, 3).rows(0, 64)["x"].tolist() == orders[0] != orders[1]
+    assert training_source(own, 3).rows(0, 64)["x"].tolist() == orders[0] != orders[1]
     step = next(Trainer(devices=1, seed=3).steps(recipe(arrays), steps=2, batch=4, run=tmp_path / "run"))
     assert step.row["row"] == orders[1][0]

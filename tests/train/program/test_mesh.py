@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.placing import within_host
+from tpuswarm.train.data.placing import within_host_sharding
 from tpuswarm.train.program.mesh import (
     MIN_PART,
     MIN_SHARDED_BYTES,
@@ -66,7 +66,7 @@ def test_fsdp_splits_large_leaves_evenly_along_one_or_several_axes(shape, count)
 def test_each_host_holds_all_parts_split_as_far_as_possible(hosts, devices_of_host):
     mesh = make_mesh([Device(number, number % hosts) for number in range(hosts * devices_of_host)])
     shape = (2**5 * 3 * 19, 2**4 * 9 * 19)
-    divided = within_host(leaf_sharding(shape, 4, mesh, "fsdp"))
+    divided = within_host_sharding(leaf_sharding(shape, 4, mesh, "fsdp"))
     parts = divided.devices_indices_map(shape)
     for host in range(hosts):
         mine = {str(index) for device, index in parts.items() if device.process_index == host}

@@ -21,7 +21,7 @@ from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Tokenizer
 from tpuswarm.recipes.prepared import ABOUT, about, is_made, make, share
 from tpuswarm.train.data.contents import contents_digest
-from tpuswarm.train.data.source import shuffled
+from tpuswarm.train.data.source import shuffled_epochs
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
 
@@ -190,7 +190,7 @@ class TokenSource:
         """Rows start to start + count of the order."""
         parts = [
             window * self._window + _shift(self._seed, epoch, self._shifts)
-            for epoch, window in shuffled(start, count, self.rows_per_epoch, self._seed)
+            for epoch, window in shuffled_epochs(start, count, self.rows_per_epoch, self._seed)
         ]
         first = np.concatenate(parts)
         return {"tokens": self._array[first[:, None] + self._places].astype(np.int32)}

@@ -16,7 +16,7 @@ from tpuswarm.swarm.member.device_state import Evaluation
 from tpuswarm.swarm.member.program_state import ProgramState, layout_of, place_fragments
 from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
 from tpuswarm.train.data.placing import to_host
-from tpuswarm.train.data.source import training_rows
+from tpuswarm.train.data.source import training_source
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, add_numbers, hooks_of
@@ -152,7 +152,7 @@ def make_program(
     batch = batch or int(plan.settings["batch"])
     recipe = build_recipe(plan.target, plan.options | fill(plan.shared, data))
     with blame(f"the data of {recipe.name} failed"):
-        source = training_rows(recipe, plan.settings["seed"])
+        source = training_source(recipe, plan.settings["seed"])
     compile_cache.fetch(say)
     say(f"{recipe.name}: compiling")
     compiled = compile_step(recipe, request(plan.settings | {"batch": batch}), devices)

@@ -16,8 +16,8 @@ from tpuswarm.swarm.core.values import Form
 from tpuswarm.swarm.member.device_state import Evaluation, Payload
 from tpuswarm.swarm.member.shared_params import Coded, Flat, SharedParams, norm
 from tpuswarm.swarm.storage import tensors
-from tpuswarm.train.data.feed import DEPTH, read_rows
-from tpuswarm.train.data.placing import place, place_batch
+from tpuswarm.train.data.feed import MAX_READ_AHEAD, read_checked_rows
+from tpuswarm.train.data.placing import place_array, place_batch
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, HeldOut, evaluate
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Compiled
@@ -40,7 +40,9 @@ def place_fragments(compiled: Compiled, layout: Layout, fragments: Sequence[np.n
     shared = compiled.program.exchange().get(compiled.state)
     arrays = layout.join(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(shared), [place(arrays[path], leaf.sharding) for path, leaf in leaves])
+    return jax.tree.unflatten(
+        jax.tree.structure(shared), [place_array(arrays[path], leaf.sharding) for path, leaf in leaves]
+    )
 
 
 Inspect = Callable[[State, Any, dict[str, Any], Callable[[float], object]], Evaluation]
@@ -63,7 +65,7 @@ class Prefetch:
     def next(self, rows: Rows, ahead: Rows) -> Batch:
         """Return the batch of `rows`, or raise the error of reading it. ahead: the rows leased after it."""
         wanted = [rows]
-        while len(wanted) <= DEPTH and len(following := ahead.first(len(rows))) == len(rows):
+        while len(wanted) <= MAX_READ_AHEAD and len(following := ahead.first(len(rows))) == len(rows):
             wanted.append(following)
             ahead = ahead - following
         for outdated in self._pending.keys() - set(wanted):
@@ -214,7 +216,7 @@ def _reader(compiled: Compiled, source: Source) -> Callable[[Rows], Batch]:
         ((start, stop),) = rows.ranges
 
         def read(first: int, count: int) -> dict[str, np.ndarray]:
-            return read_rows(source, compiled.program.batch_spec(count), start + first, count)
+            return read_checked_rows(source, compiled.program.batch_spec(count), start + first, count)
 
         return place_batch(read, stop - start, batch_sharding(compiled.mesh))
 

@@ -17,7 +17,7 @@ from tpuswarm.swarm.core.arithmetic.adopt import add, adopt_mean, mix
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, BLOCK_SIZE, encode, feedback
 from tpuswarm.swarm.core.values import Form
-from tpuswarm.train.data.placing import on_every_host, to_host, within_host
+from tpuswarm.train.data.placing import replicate_over_hosts, to_host, within_host_sharding
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Placed
 from tpuswarm.train.program.mesh import AXIS
@@ -62,7 +62,7 @@ class SharedParams:
         unit = BLOCK_SIZE * devices if devices > 1 else 1
         self._lengths = [-(-size // unit) * unit for size in layout.sizes]
         split = split_sharding(placed.mesh)
-        whole = within_host(split)
+        whole = within_host_sharding(split)
         flat = [jax.ShapeDtypeStruct((length,), np.float32, sharding=split) for length in self._lengths]
         self.snapshot: Callable[[State], Flat] = (
             jax.jit(lambda state: self._flat(self._exchange.get(state)), out_shardings=split)
@@ -117,7 +117,7 @@ class SharedParams:
 
     def plain(self, snapshot: Flat, anchor: Flat) -> Coded:
         """Return a plain contribution."""
-        return Coded(on_every_host(snapshot), [], [], self.squares(snapshot, anchor))
+        return Coded(replicate_over_hosts(snapshot), [], [], self.squares(snapshot, anchor))
 
     def zeros(self) -> Flat:
         """Return an empty error feedback."""

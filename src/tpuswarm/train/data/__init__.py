@@ -1,1 +1,1 @@
-"""From a source's rows to arrays on the devices of one host or several."""
+"""Read rows of a source and place them on the devices of one host or several."""

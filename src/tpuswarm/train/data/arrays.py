@@ -1,6 +1,6 @@
-"""Arrays from other libraries to JAX and back, a whole pytree at a time; shapes of a tree; keys made on the CPU.
+"""Convert pytrees of arrays between JAX, NumPy and torch; describe their shapes; make random keys on the CPU.
 
-torch is never imported: its tensors come through DLPack, the protocol by which array libraries share memory.
+This module never imports torch: its tensors come through DLPack, a protocol to share memory between libraries.
 """
 
 import itertools
@@ -19,23 +19,19 @@ from tpuswarm.train.process.platform import configure_jax
 
 DLPACK_CPU = 1
 """kDLCPU in dlpack.h: memory of the host."""
-
-UNREADABLE = (BufferError, RuntimeError, TypeError, ValueError)
-"""What libraries raise for an array that they cannot hand over, or JAX for one that it cannot take."""
+CONVERSION_ERRORS = (BufferError, RuntimeError, TypeError, ValueError)
 
 
 @entry_point
 def to_jax(tree: Any) -> Any:
-    """A pytree of NumPy arrays, torch tensors, other DLPack arrays or numbers, as JAX arrays in the same tree.
+    """Convert a pytree of NumPy arrays, torch tensors, other DLPack arrays or numbers to JAX arrays in the same tree.
 
-    No copy is made if the default device is the CPU and the memory is contiguous and aligned to 64 bytes (torch's is, a
-    memory map's is, that of a small NumPy array usually is not): writing into the source then changes the JAX array;
-    `jnp.array` makes an independent copy. Arrays move to the default device; those on a GPU stay there. Gradients of
-    tensors are dropped.
+    Arrays move to the default device; arrays on a GPU stay there. On the CPU they share memory if it is contiguous and
+    aligned to 64 bytes, as in torch and memory maps, but rarely in small NumPy arrays. Then writing into the source
+    changes the JAX array; `jnp.array` makes an independent copy. Gradients of tensors are dropped.
 
-    bfloat16 stays bfloat16. 64-bit types become 32-bit ones unless JAX_ENABLE_X64 is set. Raises InputError, naming the
-    leaf, for an integer that does not fit, a float that would become infinite, or anything that is not an array of
-    numbers.
+    bfloat16 stays bfloat16. 64-bit types become 32-bit types unless JAX_ENABLE_X64 is set. Raise InputError, naming the
+    leaf, for an integer that does not fit, a float that would become infinite, or a leaf without numbers.
     """
     configure_jax()
     return jax.tree_util.tree_map_with_path(_to_jax, tree)
@@ -43,55 +39,55 @@ def to_jax(tree: Any) -> Any:
 
 @entry_point
 def to_numpy(tree: Any, writable: bool = False) -> Any:
-    """A pytree of JAX arrays, or of anything `to_jax` takes, as NumPy arrays; bfloat16 becomes ml_dtypes' bfloat16.
+    """Convert a pytree of JAX arrays, or of anything that `to_jax` takes, to NumPy arrays.
 
-    A JAX array on the CPU becomes a read-only view, because JAX arrays never change; `writable` copies those that are
-    read-only. Arrays on other devices are fetched, sharded ones assembled. Raises InputError, naming the leaf, for
-    random keys and for an array with parts on other hosts.
+    bfloat16 becomes ml_dtypes' bfloat16. A JAX array on the CPU becomes a read-only view, because JAX arrays never
+    change; `writable` copies read-only arrays. Arrays on other devices are fetched, and sharded arrays assembled. Raise
+    InputError, naming the leaf, for random keys and for an array with parts on other hosts.
     """
     configure_jax()
 
-    def one(path: Any, leaf: Any) -> np.ndarray:
-        array = _host(leaf, _name(path))
+    def convert(path: Any, leaf: Any) -> np.ndarray:
+        array = _to_host(leaf, _name(path))
         return array.copy() if writable and not array.flags.writeable else array
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 @entry_point
 def to_torch(tree: Any, writable: bool = False) -> Any:
-    """A pytree of JAX arrays as torch tensors; `import torch` first. bfloat16 stays bfloat16.
+    """Convert a pytree of JAX arrays to torch tensors; `import torch` first. bfloat16 stays bfloat16.
 
-    Arrays on one CPU device, or on one GPU that torch can use, share their memory with the tensor. torch has no
-    read-only tensors: do not write into these, or the JAX array changes; `writable` copies. Arrays on a TPU or on
-    several devices are fetched to the host. Raises the same errors as `to_numpy`.
+    Arrays on one CPU device, or on one GPU that torch can use, share their memory with the tensor. Writing into it
+    would change the JAX array; `writable` copies. Arrays on a TPU or on several devices are fetched to the host. Raise
+    the errors of `to_numpy`.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise InputError("to_torch needs torch: install it and `import torch` before the call")
     configure_jax()
 
-    def one(path: Any, leaf: Any) -> Any:
+    def convert(path: Any, leaf: Any) -> Any:
         name = _name(path)
-        if not (isinstance(leaf, jax.Array) and _reachable(leaf, torch)):
-            host = _host(leaf, name)
-            with jax.enable_x64(True):  # nothing is computed: int64 stays int64
+        if not (isinstance(leaf, jax.Array) and _is_shareable(leaf, torch)):
+            host = _to_host(leaf, name)
+            with jax.enable_x64(True):  # int64 stays int64
                 leaf = jax.device_put(host, _cpu())
         _refuse_keys(leaf, name)
         try:
             tensor = torch.from_dlpack(leaf)
-        except UNREADABLE as error:
+        except CONVERSION_ERRORS as error:
             raise InputError(f"torch cannot take {name} ({leaf.dtype}): {first_line(error)}") from error
         return tensor.clone() if writable else tensor
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 @entry_point
 def shapes(tree: Any) -> str:
-    """One line per array of a pytree, with path and type, and a total: `print(shapes(params))`.
+    """Return one line per array of a pytree, with path and type, and a total: `print(shapes(params))`.
 
-    Shapes are enough: `shapes(jax.eval_shape(init, jax.random.key(0)))` shows a model too large for any memory.
+    Abstract shapes are enough: `shapes(jax.eval_shape(init, jax.random.key(0)))` works for models of any size.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = [(_name(path), leaf if hasattr(leaf, "dtype") else np.asarray(leaf)) for path, leaf in flat]
@@ -104,11 +100,10 @@ def shapes(tree: Any) -> str:
 
 @entry_point
 def cpu_keys(seed: int) -> Iterator[jax.Array]:
-    """An endless supply of random keys made on the CPU: key n is `jax.random.fold_in(jax.random.key(seed), n)`.
+    """Yield random keys made on the CPU: key n is `jax.random.fold_in(jax.random.key(seed), n)`.
 
-    Making a key on a TPU or GPU is a small program: compiled once for that device, launched for every key, and fetched
-    when the host reads it. A key made on the CPU travels to the devices with the call that uses it; it is not tied to
-    the CPU. Inside a jitted function split and fold in as usual: there it costs nothing.
+    On a TPU or GPU each key would launch a small program. A key of the CPU travels to the devices with the call that
+    uses it. Inside a jitted function split and fold in as usual: that costs nothing there.
     """
     configure_jax()
     cpu = _cpu()
@@ -138,10 +133,10 @@ def _to_jax(path: Any, leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array):
         return leaf
     name = _name(path)
-    array = _imported(leaf, name)
+    array = _from_dlpack(leaf, name)
     if isinstance(array, jax.Array) and array.dtype == jax.dtypes.canonicalize_dtype(array.dtype):
         return array
-    host = narrowed(np.asarray(array), name)
+    host = narrow(np.asarray(array), name)
     try:
         return jax.device_put(host)
     except TypeError as error:
@@ -153,35 +148,40 @@ def _refuse_keys(leaf: jax.Array, name: str) -> None:
         raise InputError(f"{name} is a random key, not numbers; jax.random.key_data gives the numbers in it")
 
 
-def _host(leaf: Any, name: str) -> np.ndarray:
+def _to_host(leaf: Any, name: str) -> np.ndarray:
     if isinstance(leaf, jax.Array):
         _refuse_keys(leaf, name)
         if not leaf.is_fully_addressable:
             raise InputError(
                 f"parts of {name} are on other hosts; jax.experimental.multihost_utils.process_allgather fetches them"
             )
-    return np.asarray(_imported(leaf, name))
+    return np.asarray(_from_dlpack(leaf, name))
 
 
-def _imported(leaf: Any, name: str) -> Any:
-    """A foreign leaf as NumPy shows its memory, or on a GPU as a JAX array there; every dtype as it is."""
+def _from_dlpack(leaf: Any, name: str) -> Any:
+    """Return a foreign leaf as a NumPy array, or on a GPU as a JAX array there; keep its dtype."""
     if isinstance(leaf, jax.Array | np.ndarray) or not hasattr(leaf, "__dlpack__"):
         return leaf
     try:
-        for unwrap in ("detach", "resolve_conj", "resolve_neg", "contiguous"):  # torch's; DLPack says none of them
+        for unwrap in (
+            "detach",
+            "resolve_conj",
+            "resolve_neg",
+            "contiguous",
+        ):  # torch's states, unknown to DLPack
             leaf = getattr(leaf, unwrap)() if hasattr(leaf, unwrap) else leaf
         if leaf.__dlpack_device__()[0] != DLPACK_CPU and jax.default_backend() == "cpu" and hasattr(leaf, "cpu"):
-            leaf = leaf.cpu()  # a JAX that has no such device
+            leaf = leaf.cpu()  # this JAX has no such device
         with jax.enable_x64(True):
             array = jax.dlpack.from_dlpack(leaf)
-            # From the host's memory it is bound to the CPU, and a step on the devices of a mesh would refuse it.
+            # A JAX array from the host's memory would stay on the CPU, and a step on other devices would refuse it.
             return np.asarray(array) if leaf.__dlpack_device__()[0] == DLPACK_CPU else array
-    except UNREADABLE as error:
+    except CONVERSION_ERRORS as error:
         raise InputError(f"{name} ({type(leaf).__name__}) cannot be read: {first_line(error)}") from error
 
 
-def narrowed(array: np.ndarray, name: str) -> np.ndarray:
-    """`array` in JAX's types: byte order of this machine, 32 bits unless 64 are on; InputError for a value it loses."""
+def narrow(array: np.ndarray, name: str) -> np.ndarray:
+    """Convert an array to JAX's types: native byte order, 32 bits unless 64 are on; InputError if a value is lost."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     wanted = jax.dtypes.canonicalize_dtype(array.dtype)
@@ -198,7 +198,7 @@ def narrowed(array: np.ndarray, name: str) -> np.ndarray:
     return narrow
 
 
-def _reachable(array: jax.Array, torch: Any) -> bool:
-    """Whether torch can use the array's memory where it is."""
+def _is_shareable(array: jax.Array, torch: Any) -> bool:
+    """Return whether torch can use the array's memory in place."""
     device, *others = array.devices()
     return not others and (device.platform == "cpu" or (device.platform == "gpu" and torch.cuda.is_available()))

@@ -1,4 +1,4 @@
-"""What is in a file, by its digest; a large file is read once for each state that it is in."""
+"""Compute the digest of a file, and cache it until the file changes."""
 
 import hashlib
 import json
@@ -11,26 +11,26 @@ from tpuswarm.train.process.waiting import waiting
 
 
 def contents_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal; raises OSError where it cannot be read.
+    """Return the SHA-256 of a file's bytes, in hexadecimal; raise OSError if it cannot be read.
 
-    Remembered in the user's cache with the file's size, inode and times: whoever changes a file changes one of these.
+    The user's cache stores it with the file's size, inode and times; any change of the file changes one of these.
     """
     path = path.resolve()
-    state = _state(path)
-    note = cache_folder("digests") / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged: read the file again
-        known = json.loads(note.read_text())
-        if known["state"] == state:
-            return str(known["digest"])
+    identity = _identity(path)
+    cached = cache_folder("digests") / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: read the file again
+        entry = json.loads(cached.read_text())
+        if entry["state"] == identity:
+            return str(entry["digest"])
     with waiting(f"checking {path.name}"), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if _state(path) == state:
-        with suppress(OSError):  # a cache that is full or read-only only costs time
-            note.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(note, json.dumps({"path": str(path), "state": state, "digest": digest}))
+    if _identity(path) == identity:
+        with suppress(OSError):  # a full or read-only cache only costs time
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cached, json.dumps({"path": str(path), "state": identity, "digest": digest}))
     return digest
 
 
-def _state(path: Path) -> list[int]:
+def _identity(path: Path) -> list[int]:
     stat = path.stat()
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -1,4 +1,4 @@
-"""Rows from items of other libraries: dicts, or tuples whose parts are named."""
+"""Make batches from items of other libraries: dicts, or tuples with named parts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,33 +8,33 @@ import numpy as np
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.source import copied
+from tpuswarm.train.data.source import copy_array
 
 ArrayRows = dict[str, np.ndarray]
-NO_NUMBERS = "OSUmM"
-"""Kinds of arrays of objects, texts and times."""
+NON_NUMERIC_KINDS = "OSUmM"
+"""NumPy's kinds of objects, texts and times."""
 
 
-def stacked(items: Iterable[Any], names: Sequence[str]) -> ArrayRows:
-    """Stack items to one batch; InputError unless they are arrays of numbers of one shape.
+def stack_items(items: Iterable[Any], names: Sequence[str]) -> ArrayRows:
+    """Stack items to one batch; raise InputError unless they are arrays of numbers of one shape.
 
-    Each item is copied before the next is read, which may fill the same arrays again.
+    Copies each item before it reads the next one, which may fill the same arrays again.
     """
     columns: dict[str, list[np.ndarray]] = {}
     types: dict[str, str] = {}
     for number, item in enumerate(items):
-        row = named(item, names)
+        row = name_parts(item, names)
         if number == 0:
             types = {name: type(value).__name__ for name, value in row.items()}
             columns = {name: [] for name in row}
         for name, column in columns.items():
-            with _one_shape(name):
-                column.append(copied(row[name]))
+            with _require_one_shape(name):
+                column.append(copy_array(row[name]))
     rows = {}
     for name, column in columns.items():
-        with _one_shape(name):
+        with _require_one_shape(name):
             rows[name] = np.stack(column)
-        if rows[name].dtype.kind in NO_NUMBERS:
+        if rows[name].dtype.kind in NON_NUMERIC_KINDS:
             raise InputError(
                 f"{name} of the data is a {types[name]}: items are dicts of arrays and numbers; name the others with "
                 "names=[…]"
@@ -42,8 +42,8 @@ def stacked(items: Iterable[Any], names: Sequence[str]) -> ArrayRows:
     return rows
 
 
-def joined(parts: Sequence[ArrayRows]) -> ArrayRows:
-    """Concatenate parts of a batch; InputError if one lacks an array or has rows of another shape."""
+def concatenate(parts: Sequence[ArrayRows]) -> ArrayRows:
+    """Concatenate parts of a batch; raise InputError if one lacks an array or has rows of another shape."""
     first = parts[0]
     for part in parts[1:]:
         for name in first.keys() | part.keys():
@@ -59,14 +59,15 @@ def joined(parts: Sequence[ArrayRows]) -> ArrayRows:
 
 
 @contextmanager
-def _one_shape(name: str) -> Iterator[None]:
+def _require_one_shape(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError) as error:
         raise InputError(f"{name} of the data cannot be one array: {error}; pad or cut it to one shape") from error
 
 
-def named(item: Any, names: Sequence[str]) -> Mapping[str, Any]:
+def name_parts(item: Any, names: Sequence[str]) -> Mapping[str, Any]:
+    """Return an item as a dict, or the named parts of a dict."""
     if isinstance(item, Mapping):
         for name in names:
             if name not in item:
@@ -76,6 +77,6 @@ def named(item: Any, names: Sequence[str]) -> Mapping[str, Any]:
     if len(parts) != len(names):
         raise InputError(
             f"an item of the data is a {type(item).__name__} of {len(parts)} parts, and {len(names)} names are given: "
-            "say what they are, as in names=['image', 'label']"
+            "name each part, as in names=['image', 'label']"
         )
     return dict(zip(names, parts, strict=True))

@@ -1,4 +1,4 @@
-"""Seeded infinite orders: the row at a position is a pure function of the position."""
+"""Read rows in seeded infinite orders: each row is a pure function of its position."""
 
 import hashlib
 import threading
@@ -19,21 +19,21 @@ from tpuswarm.train.recipe import Recipe, Source
 from tpuswarm.train.user_code import line_of, require_call
 
 SPLITS = ("train", "validation", "test", "all")
-POLL_S = 0.2
-_reading = threading.RLock()
+POLL_INTERVAL_S = 0.2
+_reader_lock = threading.RLock()
 
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order of `size` rows in one epoch: int64 (uint32 up to 4 billion rows)."""
+    """Return the order of `size` rows in one epoch: uint32, from 4 billion rows on int64."""
     dtype = np.uint32 if size <= 2**32 else np.int64
     return np.random.default_rng([seed, epoch]).permutation(np.arange(size, dtype=dtype))
 
 
-def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows (int64) at positions start to start + count, epoch by epoch.
+def shuffled_epochs(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each epoch with its rows (int64) at positions start to start + count.
 
-    Each epoch has every row once, in its own order.
+    Every epoch has each row once, in its own order.
     """
     stop = start + count
     while start < stop:
@@ -44,19 +44,18 @@ def shuffled(start: int, count: int, rows_per_epoch: int, seed: int) -> Iterator
 
 
 def row_numbers(start: int, count: int, rows_per_epoch: int, seed: int) -> np.ndarray:
-    """int64[count]: the rows at positions start to start + count, as `shuffled` gives them."""
-    return np.concatenate([rows for _, rows in shuffled(start, count, rows_per_epoch, seed)])
+    """Return int64[count]: the rows at positions start to start + count."""
+    return np.concatenate([rows for _, rows in shuffled_epochs(start, count, rows_per_epoch, seed)])
 
 
-def _first_byte(array: np.memmap) -> int:
-    """Where in its file a memory map, or a part of one, begins."""
+def _offset_in_file(array: np.memmap) -> int:
     mapped = array.offset - array.offset % ALLOCATIONGRANULARITY
     start = np.frombuffer(array._mmap, np.uint8).__array_interface__["data"][0]  # type: ignore[attr-defined]
     return int(array.__array_interface__["data"][0]) - int(start) + mapped
 
 
-def _numbers(name: str, data: Any) -> np.ndarray:
-    """An array of rows; InputError for what is none."""
+def _to_rows(name: str, data: Any) -> np.ndarray:
+    """Return data as an array of rows; keep a memory map, which is read row by row and digested as a file."""
     try:
         array = np.asanyarray(data)
     except ValueError as error:  # rows of different lengths
@@ -73,19 +72,16 @@ def _numbers(name: str, data: Any) -> np.ndarray:
 class ArraySource:
     """Arrays with a common first axis; every epoch is a new permutation of all rows, drawn from `seed`.
 
-    Without a seed of their own, rows a run trains on come in the order of the run's seed.
-
-    `digest` covers names, shapes, dtypes and contents; of a memory map that of its whole file, which is read once for
-    each state of it.
+    Without a seed, training uses the run's seed. `digest` covers names, shapes, dtypes and contents; for a memory map
+    it reads the whole file once, and again when the file changes.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], seed: int | None = None):
-        # asanyarray keeps a memory map what it is: read row by row, and known as one to the digest.
-        self._arrays = {name: _numbers(name, array) for name, array in arrays.items()}
+        self._arrays = {name: _to_rows(name, array) for name, array in arrays.items()}
         sizes = {name: len(array) for name, array in self._arrays.items()}
         if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise InputError(f"data arrays need the same, non-zero number of rows, not {sizes}")
-        self._given, self._seed = seed, seed or 0
+        self._has_seed, self._seed = seed is not None, seed or 0
         self.rows_per_epoch = next(iter(sizes.values()))
 
     @property
@@ -95,40 +91,40 @@ class ArraySource:
 
     @cached_property
     def digest(self) -> str:
-        """Of the order and of everything in it."""
+        """SHA-256 of the seed and the arrays."""
         digest = hashlib.sha256(str(self._seed).encode())
         for name, array in self._arrays.items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             if isinstance(array, np.memmap) and array.filename:  # may be larger than memory
                 file = contents_digest(Path(array.filename))
-                digest.update(f"{file} {_first_byte(array)} {array.strides}".encode())
+                digest.update(f"{file} {_offset_in_file(array)} {array.strides}".encode())
             else:
-                digest.update(np.ascontiguousarray(array).view(np.uint8).data)  # a view: tobytes would hold it twice
+                digest.update(np.ascontiguousarray(array).view(np.uint8).data)  # a view; tobytes would copy
         return digest.hexdigest()
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
-        """Rows start to start + count of the order."""
+        """Read rows start to start + count of the order."""
         index = self.row_numbers(start, count)
         return {name: array[index] for name, array in self._arrays.items()}
 
     def row_numbers(self, start: int, count: int) -> np.ndarray:
-        """int64[count]: which rows of the arrays have the positions start to start + count in the order."""
+        """Return int64[count]: the rows of the arrays at positions start to start + count of the order."""
         return row_numbers(start, count, self.rows_per_epoch, self._seed)
 
     def seeded(self, seed: int) -> "ArraySource":
-        """The same rows in the order of a run's seed; itself where it was given one."""
-        if self._given is not None:
+        """Return the same rows in the order of a run's seed, unless the source has a seed."""
+        if self._has_seed:
             return self
-        other = copy(self)  # of the same class, which may read rows in a way of its own
-        other._given = other._seed = seed
+        other = copy(self)  # keeps a subclass
+        other._has_seed, other._seed = True, seed
         other.__dict__.pop("digest", None)
         return other
 
 
 class Repeated:
-    """The first rows of a source again and again, in their order: what a model should be able to learn by heart.
+    """The first rows of a source, repeated in their order: a model should learn them by heart.
 
-    They are read once, at the first use, and held: a source whose order changes would give others the next time.
+    Reads them once and keeps them, because the order of a source may change.
     """
 
     in_memory = True
@@ -137,17 +133,17 @@ class Repeated:
         self._source, self.rows_per_epoch = source, rows
 
     @cached_property
-    def _held(self) -> dict[str, np.ndarray]:
+    def _rows(self) -> dict[str, np.ndarray]:
         return rows_of(self._source, 0, self.rows_per_epoch)
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
-        """Rows start to start + count of the order."""
+        """Return rows start to start + count of the order."""
         index = np.arange(start, start + count) % self.rows_per_epoch
-        return {name: array[index] for name, array in self._held.items()}
+        return {name: array[index] for name, array in self._rows.items()}
 
 
 def source_of(recipe: Recipe, split: str) -> Source:
-    """The recipe's rows of one split; InputError for what is no source. Raises NoSuchSplit."""
+    """Return the recipe's rows of a split; raise InputError unless they are a source, or NoSuchSplit."""
     require_call(recipe.data, "Recipe.data", "split")
     source = recipe.data(split)
     if not hasattr(source, "rows"):
@@ -160,57 +156,57 @@ def source_of(recipe: Recipe, split: str) -> Source:
 
 
 def rows_of(source: Source, start: int, count: int) -> dict[str, np.ndarray]:
-    """Read rows start to start + count of a source; InputError unless they are arrays by name.
+    """Read rows start to start + count of a source as copies; raise InputError unless they are arrays by name.
 
-    One thread at a time reads what is not in memory, of whatever source: splits may share a data set, which need not
-    bear two at once. The arrays are copies, for a source may fill its own again at the next call.
+    Only one thread at a time reads sources that are not in memory: splits may share a data set. A source may fill the
+    same arrays again at the next call.
     """
-    with nullcontext() if getattr(source, "in_memory", False) else reading():
+    with nullcontext() if getattr(source, "in_memory", False) else reader_lock():
         rows = source.rows(start, count)
         if isinstance(rows, Mapping):
-            return {name: copied(array) for name, array in rows.items()}
+            return {name: copy_array(array) for name, array in rows.items()}
     raise InputError(
         f"rows({start}, {count}) of the data returns a {type(rows).__name__}, not a dict of arrays by name"
         f"{line_of(source.rows)}"
     )
 
 
-def copied(array: Any) -> np.ndarray:
-    """A copy of an array of any library as NumPy's."""
-    return np.array(np.asarray(array))  # in two steps: torch's tensors refuse to be copied by NumPy
+def copy_array(array: Any) -> np.ndarray:
+    """Copy an array of any library to a NumPy array."""
+    return np.array(np.asarray(array))  # in two steps, because NumPy cannot copy a torch tensor
 
 
 @contextmanager
-def reading(leave: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-    """Wait until no other thread reads data, and hold others back; False if told to leave while waiting."""
-    while not (is_alone := _reading.acquire(timeout=POLL_S)):
-        if leave():
+def reader_lock(should_leave: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+    """Hold the lock for reading data; yield False, without the lock, if `should_leave` returns True meanwhile."""
+    while not (has_lock := _reader_lock.acquire(timeout=POLL_INTERVAL_S)):
+        if should_leave():
             break
     try:
-        yield is_alone
+        yield has_lock
     finally:
-        if is_alone:
-            _reading.release()
+        if has_lock:
+            _reader_lock.release()
 
 
-def training_rows(recipe: Recipe, seed: int) -> Source:
-    """What a run with this seed trains on."""
+def training_source(recipe: Recipe, seed: int) -> Source:
+    """Return the rows that a run with this seed trains on."""
     source = source_of(recipe, "train")
     seeded = getattr(source, "seeded", None)
     return source if seeded is None else seeded(seed)
 
 
 def by_split(data: Any) -> Callable[[str], Any]:
-    """What a recipe was given as its data, as a function of the split."""
+    """Return a recipe's data as a function of the split."""
     if callable(data):
         require_call(data, "data", "split")
         return data
     if isinstance(data, Mapping) and data and data.keys() <= set(SPLITS):
         return data.get
-    for name, each in data.items() if isinstance(data, Mapping) else ():
-        if isinstance(each, Mapping) or hasattr(each, "rows"):
+    for name, value in data.items() if isinstance(data, Mapping) else ():
+        if isinstance(value, Mapping) or hasattr(value, "rows"):
             raise InputError(
-                f"data has a {type(each).__name__} under {name}: a batch is one dict of arrays, without dicts in it; "
+                f"data has a {type(value).__name__} under {name}: a batch is one dict of arrays, without dicts in it; "
                 f"a dict of splits has the keys {', '.join(SPLITS)}"
             )
     return {"train": data}.get

@@ -1,38 +1,39 @@
-"""Data that can only be read in order as a source."""
+"""Read data that comes in order only: loaders, streamed data sets."""
 
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.items import ArrayRows, joined, named, stacked
-from tpuswarm.train.data.source import copied
+from tpuswarm.train.data.items import ArrayRows, concatenate, name_parts, stack_items
+from tpuswarm.train.data.source import copy_array
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.user_code import line_of
 
-REPORTED_ROWS = 10_000
-"""Reading at least so many rows again is reported."""
+MIN_REPORTED_ROWS = 10_000
+"""Rereading at least so many rows is reported."""
 MAX_POSITIONS = 8
-"""Remembered positions of a stream: more than the batches that are read ahead of the step that is saved."""
+"""Positions to remember: more than the batches read ahead of the saved step."""
 
 
 @entry_point
 class StreamSource:
     """A source of data that is read in order: a DataLoader, a streamed dataset, a function that makes one.
 
-    data: an iterable that begins anew each time, or a function that makes an iterable or an iterator. batched: items
-    are batches, whose first axis is the row, as those of a DataLoader; else they are rows. names: those of the parts of
-    items that are tuples. rows_per_epoch: for `--epochs` and for evaluations.
+    data: an iterable that starts again each time, or a function that makes an iterable or an iterator. batched: items
+    are batches, whose first axis is the row, as in a DataLoader; otherwise items are rows. names: of the parts of items
+    that are tuples. rows_per_epoch: for `--epochs` and for evaluations.
 
-    After its end the stream begins anew. A checkpoint holds its position if `data` is a function and makes an object
+    After its end the stream starts again. A checkpoint holds its position if `data` is a function and makes an object
     with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader, Hugging Face's IterableDataset) or with
-    `get_state` and `set_state` (grain's iterators). A resumed run then goes on there, without what a shuffle buffer
-    held. Otherwise it reads the earlier rows again, and goes on exactly if they come in the same order.
+    `get_state` and `set_state` (grain's iterators). A resumed run continues there, without the content of a shuffle
+    buffer. Otherwise it reads the earlier rows again, and continues exactly if they come in the same order.
     """
 
     def __init__(
@@ -52,169 +53,166 @@ class StreamSource:
         if rows_per_epoch is not None and not (isinstance(rows_per_epoch, Integral) and rows_per_epoch > 0):
             raise InputError(f"rows_per_epoch is a number of rows, 1 or more, not {rows_per_epoch!r}")
         self._data, self._names, self._batched = data, tuple(names), batched
-        self._made: Any = None
+        self._iterable: Any = None
         self._positions: list[dict[str, Any]] = []
         if rows_per_epoch is not None:
             self.rows_per_epoch = rows_per_epoch
         self.ended_after: int | None = None
         """Rows of a pass that ended before `rows_per_epoch`."""
-        self._passed: int | None = None
-        """Rows of this pass so far; None if it did not begin at the first."""
+        self._rows_in_pass: int | None = None
+        """Rows of this pass so far; None if it did not start at the first row."""
         self._items: Iterator[Any] = iter(())
-        self._held: list[ArrayRows] = []
-        self._last: tuple[int, ArrayRows] | None = None
-        """The newest item and its first row: reading within it again needs no new pass."""
-        self._next = 0
+        self._buffer: list[ArrayRows] = []
+        self._last_item: tuple[int, ArrayRows] | None = None
+        """The newest item and its first row: going back within it needs no new pass."""
+        self._next_row = 0
 
     def rows(self, start: int, count: int) -> ArrayRows:
         """Read rows start to start + count of the order."""
-        if self._last and self._last[0] <= start < self._next:
-            first, part = self._last
-            self._held, self._next = [part], first
-        elif start < self._next:
-            self._items, self._held, self._last, self._next, self._positions = iter(()), [], None, 0, []
-        if start - self._next > REPORTED_ROWS:
-            with waiting(f"reading {start - self._next:,} rows of the stream again", short=0.0):
-                self._skip(start - self._next)
+        if self._last_item and self._last_item[0] <= start < self._next_row:
+            first, part = self._last_item
+            self._buffer, self._next_row = [part], first
+        elif start < self._next_row:
+            self._items, self._buffer, self._last_item = iter(()), [], None
+            self._next_row, self._positions = 0, []
+        if start - self._next_row > MIN_REPORTED_ROWS:
+            with waiting(f"reading {start - self._next_row:,} rows of the stream again", short=0.0):
+                self._skip(start - self._next_row)
         else:
-            self._skip(start - self._next)
-        return self._take(count)
+            self._skip(start - self._next_row)
+        return self._take_rows(count)
 
     def position(self, row: int) -> dict[str, Any] | None:
         """Return the newest position at or before `row`, in plain values; None if `data` has no positions.
 
         `row` is one of the last few that were read; another thread may read on.
         """
-        known = [each for each in self._positions if each["row"] <= row]
-        return known[-1] if known else None
+        earlier = [position for position in self._positions if position["row"] <= row]
+        return earlier[-1] if earlier else None
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Continue at a `position` of an earlier source of the same data."""
-        made: Any = self._data() if callable(self._data) else None
-        if _methods(made) is None and made is not None:
-            made = iter(made)
-        if (methods := _methods(made)) is None:
+        iterable: Any = self._data() if callable(self._data) else None
+        if _position_methods(iterable) is None and iterable is not None:
+            iterable = iter(iterable)
+        if (methods := _position_methods(iterable)) is None:
             raise InputError(
                 "the run's checkpoint holds a position of its stream, and this stream has none: it is another kind of "
-                "data; give what the run was begun with, or begin another run"
+                "data; give the data of the run's start, or begin another run"
             )
-        methods[1](decoded(position["state"]))
-        self._made, self._items, self._passed = made, iter(made), None
-        self._held, self._last, self._next, self._positions = [], None, position["row"], []
+        methods[1](decode_state(position["state"]))
+        self._iterable, self._items, self._rows_in_pass = iterable, iter(iterable), None
+        self._buffer, self._last_item, self._next_row, self._positions = [], None, position["row"], []
 
-    def _begin(self) -> None:
-        """Begin a new pass over the data."""
-        self._made = self._data() if callable(self._data) else self._data
-        if not isinstance(self._made, Iterable):
-            raise InputError(f"the stream's function returned {self._made!r}, not an iterable{line_of(self._data)}")
-        self._items, self._passed = iter(self._made), 0
+    def _start_pass(self) -> None:
+        self._iterable = self._data() if callable(self._data) else self._data
+        if not isinstance(self._iterable, Iterable):
+            raise InputError(f"the stream's function returned {self._iterable!r}, not an iterable{line_of(self._data)}")
+        self._items, self._rows_in_pass = iter(self._iterable), 0
 
-    def _remember(self, row: int) -> None:
-        """Remember the position before the next item, which begins with `row`."""
-        # An iterable that was set to a position may begin its next pass anywhere; a function makes a new one.
-        methods = (_methods(self._made) or _methods(self._items)) if callable(self._data) else None
-        if methods is not None:
-            try:
-                state = encoded(methods[0]())
-            except TypeError:
-                return  # it has no plain form: what came before is read again
-            self._positions = [*self._positions[1 - MAX_POSITIONS :], {"row": row, "state": state}]
+    def _remember_position(self, row: int) -> None:
+        """Remember the position before the next item, which starts with `row`."""
+        if not callable(self._data):
+            return  # after `go_to`, the same iterable may start its next pass anywhere; a function makes a new one
+        if methods := _position_methods(self._iterable) or _position_methods(self._items):
+            with suppress(TypeError):  # no plain form: a resumed run reads the earlier rows again
+                state = encode_state(methods[0]())
+                self._positions = [*self._positions[1 - MAX_POSITIONS :], {"row": row, "state": state}]
 
     def _skip(self, count: int) -> None:
         while count:
-            count -= len(next(iter(self._take(min(count, REPORTED_ROWS)).values())))
+            count -= len(next(iter(self._take_rows(min(count, MIN_REPORTED_ROWS)).values())))
 
-    def _take(self, count: int) -> ArrayRows:
-        found: list[ArrayRows] = []
-        wanted, remembered = count, False  # once for each batch: a state may be large
-        while wanted:
-            if not self._held and not remembered:
-                remembered = True
-                self._remember(self._next + count - wanted)
-            if self._held:
-                part = self._held.pop(0)
+    def _take_rows(self, count: int) -> ArrayRows:
+        parts: list[ArrayRows] = []
+        missing, has_position = count, False  # one position for each batch: a state may be large
+        while missing:
+            if not self._buffer and not has_position:
+                has_position = True
+                self._remember_position(self._next_row + count - missing)
+            if self._buffer:
+                part = self._buffer.pop(0)
             else:
-                part = self._read()
-                self._last = (self._next + count - wanted, part)
+                part = self._read_item()
+                self._last_item = (self._next_row + count - missing, part)
             size = len(next(iter(part.values())))
-            if size > wanted:
-                self._held.insert(0, {name: array[wanted:] for name, array in part.items()})
-                part = {name: array[:wanted] for name, array in part.items()}
-            wanted -= min(size, wanted)
-            found.append(part)
-        self._next += count
-        return joined(found)
+            if size > missing:
+                self._buffer.insert(0, {name: array[missing:] for name, array in part.items()})
+                part = {name: array[:missing] for name, array in part.items()}
+            missing -= min(size, missing)
+            parts.append(part)
+        self._next_row += count
+        return concatenate(parts)
 
-    def _read(self) -> ArrayRows:
+    def _read_item(self) -> ArrayRows:
         """Read the next item as rows."""
         for _ in range(2):
             for item in self._items:
                 if not self._batched:
-                    return self._counted(stacked([item], self._names))
-                # A copy: the data may fill the same arrays again for its next item.
-                part = {name: copied(value) for name, value in named(item, self._names).items()}
+                    return self._count_rows(stack_items([item], self._names))
+                # Copies, because the data may fill the same arrays again for its next item.
+                part = {name: copy_array(value) for name, value in name_parts(item, self._names).items()}
                 sizes = {name: array.shape[:1] for name, array in part.items()}
                 if len(set(sizes.values())) != 1 or () in sizes.values():
                     raise InputError(f"a batch of the stream has arrays of different rows: {sizes}; use batched=False")
                 if sizes[next(iter(sizes))] != (0,):
-                    return self._counted(part)
-            if self._passed and self._passed < getattr(self, "rows_per_epoch", 0):
-                self.ended_after = self._passed
-            self._begin()
+                    return self._count_rows(part)
+            if self._rows_in_pass and self._rows_in_pass < getattr(self, "rows_per_epoch", 0):
+                self.ended_after = self._rows_in_pass
+            self._start_pass()
         raise InputError("the stream has no rows: it ended as soon as it began")
 
-    def _counted(self, part: ArrayRows) -> ArrayRows:
-        if self._passed is not None:
-            self._passed += len(next(iter(part.values())))
+    def _count_rows(self, part: ArrayRows) -> ArrayRows:
+        if self._rows_in_pass is not None:
+            self._rows_in_pass += len(next(iter(part.values())))
         return part
 
 
-BYTES = "base64"
-"""The key under which `encoded` puts bytes and arrays."""
-TUPLE = "tuple"
-"""The key under which it puts tuples: some libraries refuse a position with lists in their place."""
+BYTES_KEY = "base64"
+TUPLE_KEY = "tuple"
+"""Marks tuples, because some libraries refuse a position with lists instead."""
 
 
-def _methods(made: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+def _position_methods(iterable: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
     """Return the methods that get and set the position of an iterable or iterator."""
-    for get, set_ in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
-        if hasattr(made, get) and hasattr(made, set_):
-            return getattr(made, get), getattr(made, set_)
+    for getter, setter in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        if hasattr(iterable, getter) and hasattr(iterable, setter):
+            return getattr(iterable, getter), getattr(iterable, setter)
     return None
 
 
-def encoded(state: Any) -> Any:
-    """Return a stream's position as values of JSON; TypeError if it has no such form."""
+def encode_state(state: Any) -> Any:
+    """Return a stream's state as JSON values; raise TypeError if that is impossible."""
     if isinstance(state, np.generic):
         state = state.item()
     if isinstance(state, bytes):
-        return {BYTES: b64encode(state).decode()}
-    if isinstance(state, np.ndarray) or hasattr(state, "detach"):  # torch's, of a sampler's generator
+        return {BYTES_KEY: b64encode(state).decode()}
+    if isinstance(state, np.ndarray) or hasattr(state, "detach"):  # a torch tensor, of a sampler's generator
         array = np.asarray(state)
         form = {"dtype": array.dtype.str, "shape": list(array.shape), "torch": not isinstance(state, np.ndarray)}
-        return {BYTES: b64encode(array.tobytes()).decode(), **form}
+        return {BYTES_KEY: b64encode(array.tobytes()).decode(), **form}
     if isinstance(state, Mapping):
-        if not all(isinstance(name, str) for name in state) or state.keys() & {BYTES, TUPLE}:
-            raise TypeError("a position whose names are no texts, or the keys of this form")
-        return {name: encoded(value) for name, value in state.items()}
+        if not all(isinstance(name, str) for name in state) or state.keys() & {BYTES_KEY, TUPLE_KEY}:
+            raise TypeError("a position with names that are not strings, or that this form reserves")
+        return {name: encode_state(value) for name, value in state.items()}
     if isinstance(state, tuple):
-        return {TUPLE: [encoded(value) for value in state]}
+        return {TUPLE_KEY: [encode_state(value) for value in state]}
     if isinstance(state, list):
-        return [encoded(value) for value in state]
+        return [encode_state(value) for value in state]
     if state is None or isinstance(state, str | int | float | bool):
         return state
     raise TypeError(f"a position with a {type(state).__name__}")
 
 
-def decoded(state: Any) -> Any:
-    """Return what `encoded` was given."""
+def decode_state(state: Any) -> Any:
+    """Return the argument of `encode_state`."""
     if isinstance(state, Mapping):
-        if state.keys() == {BYTES}:
-            return b64decode(state[BYTES])
-        if state.keys() == {TUPLE}:
-            return tuple(decoded(value) for value in state[TUPLE])
-        if state.keys() == {BYTES, "dtype", "shape", "torch"}:
-            flat = np.frombuffer(bytearray(b64decode(state[BYTES])), state["dtype"]).reshape(state["shape"])
+        if state.keys() == {BYTES_KEY}:
+            return b64decode(state[BYTES_KEY])
+        if state.keys() == {TUPLE_KEY}:
+            return tuple(decode_state(value) for value in state[TUPLE_KEY])
+        if state.keys() == {BYTES_KEY, "dtype", "shape", "torch"}:
+            flat = np.frombuffer(bytearray(b64decode(state[BYTES_KEY])), state["dtype"]).reshape(state["shape"])
             return sys.modules["torch"].from_numpy(flat) if state["torch"] else flat
-        return {name: decoded(value) for name, value in state.items()}
-    return [decoded(value) for value in state] if isinstance(state, list) else state
+        return {name: decode_state(value) for name, value in state.items()}
+    return [decode_state(value) for value in state] if isinstance(state, list) else state

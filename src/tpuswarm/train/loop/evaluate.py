@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.feed import read_batch
-from tpuswarm.train.data.source import reading, rows_of, source_of
+from tpuswarm.train.data.source import reader_lock, rows_of, source_of
 from tpuswarm.train.paths import by_path
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.compiled import Placed, with_sharding
@@ -138,7 +138,7 @@ def evaluate(
         if leave():
             return None
         spec = placed.program.batch_spec(part.rows)
-        with reading(leaves_feed) as is_alone:  # the feed may be in the middle of a slow read
+        with reader_lock(leaves_feed) as is_alone:  # the feed may be in the middle of a slow read
             if not is_alone:
                 return None
             rows = read_batch(source, spec, split if part.split else whole, part.first)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
-from tpuswarm.train.data.source import training_rows
+from tpuswarm.train.data.source import training_source
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
 from tpuswarm.train.process.numerics import run_key
@@ -68,7 +68,7 @@ def find_lr(
     init_key, step_key = jax.random.split(run_key(seed))
     shared = initial_parameters(parent, asked.get("init_only"), recipe, compiled, init_key) if parent else None
     state = compiled.init(init_key, shared)
-    source, sharding = training_rows(recipe, seed), batch_sharding(compiled.mesh)
+    source, sharding = training_source(recipe, seed), batch_sharding(compiled.mesh)
     spec = compiled.program.batch_spec(request.batch)
     tried: list[tuple[float, float]] = []
     for step in range(steps):

@@ -175,7 +175,7 @@ class Loop:
             # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
             # wait; and everything up to a checkpoint's step is written before the checkpoint.
             while progress.step < session.steps and not self._is_ending():
-                fed = feed.next(leave=self._agreement.should_leave_feed)
+                fed = feed.next(should_leave=self._agreement.should_leave_feed)
                 if fed is None:
                     break
                 batch, waited = fed

@@ -13,7 +13,7 @@ import numpy as np
 
 from tpuswarm.config.limits import check_settings
 from tpuswarm.errors import InputError, NoSuchSplit
-from tpuswarm.train.data.source import Repeated, source_of, training_rows
+from tpuswarm.train.data.source import Repeated, source_of, training_source
 from tpuswarm.train.data.stream import StreamSource
 from tpuswarm.train.hosts.agreement import Agreement, join_hosts
 from tpuswarm.train.hosts.host_group import HostGroup
@@ -168,7 +168,7 @@ def resolve(
     usual = {"steps": STEPS, "seed": 0, "deterministic": False, "save_every": "5m", "keep": 3, **recipe.defaults}
     seed = _first(asked.get("seed"), stored.get("seed"), usual["seed"])
     with blame(f"the data of {recipe.name} failed"):
-        source = training_rows(recipe, seed)
+        source = training_source(recipe, seed)
     asked["data"] = getattr(source, "digest", None)
     batch = asked["batch"] or stored.get("batch") or default_batch(recipe, devices, asked["accumulate"])
     program = program_of(recipe, Options())

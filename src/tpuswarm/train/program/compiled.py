@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 
 from tpuswarm.config.limits import check_settings
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.data.feed import ALIVE
-from tpuswarm.train.data.placing import place as place_array
+from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES
+from tpuswarm.train.data.placing import place_array
 from tpuswarm.train.optional import SavesMemory, SetsCompiler
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program import mesh as meshes
@@ -142,7 +142,7 @@ def compile_step(
     every = list(ways(recipe, request, platform, kind, len(devices), memory_bytes))
     rows = batch_spec(program_of(recipe, request.options(platform, kind)), recipe.name, request.batch)
     last: TooLarge | None = None
-    if memory_bytes is not None and (alone := ALIVE * _bytes(rows) // len(devices)) > memory_bytes:
+    if memory_bytes is not None and (alone := MAX_BATCHES_ON_DEVICES * _bytes(rows) // len(devices)) > memory_bytes:
         every, last = [], TooLarge(every[-1], alone, 0)  # whatever is compiled, a device holds its rows
     mesh = meshes.make_mesh(devices)
     for choice in every:
@@ -208,7 +208,7 @@ def compile_traced(traced: Traced, memory_bytes: int | None = None) -> Compiled 
                 raise Refused(recipe.name, device.device_kind, error, step.jaxpr) from error
             needed = needed_bytes(str(error))
         else:
-            waiting = (ALIVE - 1) * _bytes(dict(placed.program.batch_spec(batch))) // placed.mesh.size
+            waiting = (MAX_BATCHES_ON_DEVICES - 1) * _bytes(dict(placed.program.batch_spec(batch))) // placed.mesh.size
             memory = memory_of(executable, platform, waiting)
             if memory_bytes is None or memory.total <= memory_bytes:
                 fields = placed.program, placed.options, placed.mesh, placed.state, placed.compiling

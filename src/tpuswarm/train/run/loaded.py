@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.placing import place as place_array
+from tpuswarm.train.data.placing import place_array
 from tpuswarm.train.optional import ComparesPublished, ReadsPublished, identity_of
 from tpuswarm.train.paths import by_path, matching, other_model
 from tpuswarm.train.program.compiled import Placed, place

@@ -18,11 +18,11 @@ from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
 from tpuswarm.train.look.outputs import Logger, all_loggers, check_loggers
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate_run, predict_run
-from tpuswarm.train.loop.hooks import Every, Hooks, Step, hooks_of
-from tpuswarm.train.loop.learning_rate import STEPS, Rates, find_lr
+from tpuswarm.train.loop.hooks import Every, Hooks, Step, recipe_hooks
+from tpuswarm.train.loop.learning_rate import DEFAULT_STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
 from tpuswarm.train.loop.result import Result
-from tpuswarm.train.loop.session import prepare, taken
+from tpuswarm.train.loop.session import open_run, prepare
 from tpuswarm.train.optional import check_recipe
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.terminal import echo
@@ -212,7 +212,7 @@ class Trainer:
         recipe: Recipe,
         *,
         batch: int | None = None,
-        steps: int = STEPS,
+        steps: int = DEFAULT_STEPS,
         init_from: str | Path | None = None,
         init_only: str | None = None,
     ) -> Rates:
@@ -227,8 +227,8 @@ class Trainer:
             raise InputError("find_lr runs on one host, with a batch in rows: leave out hosts and batch='auto'")
         platform.configure_jax(bool(self.deterministic))
         devices = select_devices(self.devices, platform.local_devices())
-        with waiting(f"looking for the learning rate of {recipe.name}", short=0.0) as far:
-            return find_lr(recipe, asked, devices, steps, far)
+        with waiting(f"looking for the learning rate of {recipe.name}", short=0.0) as show_progress:
+            return find_lr(recipe, asked, devices, steps, show_progress)
 
     @entry_point
     def steps(
@@ -259,7 +259,7 @@ class Trainer:
                 parse_every(asked[name], name)
         if run is not None and not isinstance(run, (str, Path)):
             raise InputError(f"run is a {type(run).__name__}: give the path of a folder, or gs://BUCKET/FOLDER")
-        hooks = Hooks(self.hooks, hooks_of(recipe))
+        hooks = Hooks(self.hooks, recipe_hooks(recipe))
         check_loggers(self.loggers)
         if self.wandb is not None:
             wandb_log.require()
@@ -273,7 +273,7 @@ class Trainer:
             elif run is not None and is_url(str(run)) and hosts:
                 raise InputError(f"several hosts save on a disk that they share, and {run} is a bucket: use its folder")
             folder = folder_for(str(run)) if run else None
-            with taken(recipe, asked, folder, hosts, ends) as (directory, agreement):
+            with open_run(recipe, asked, folder, hosts, ends) as (directory, agreement):
                 session = prepare(directory, agreement, recipe, asked, tokens, epochs, self.accept_code)
             display = self.display or auto_display(quiet=not agreement.is_leader)
             with agreement:

@@ -18,7 +18,7 @@ from tpuswarm.train.hosts.agreement import SECRET_FILE, Agreement
 from tpuswarm.train.hosts.control_channel import ControlChannel
 from tpuswarm.train.hosts.host_group import PORT, HostGroup, parse_host_group
 from tpuswarm.train.hosts.rendezvous import Hosts
-from tpuswarm.train.loop import recorded
+from tpuswarm.train.loop import run_config
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import build_recipe
 
@@ -50,7 +50,7 @@ def test_hosts_that_differ_are_refused_by_name(pair, tmp_path, host_1, differenc
         (tmp_path / f"{index}.txt").write_text(text * 99)
         recipe = GPT2(**{"data": str(tmp_path / f"{index}.txt"), **options})
         source = recipe.data("train")
-        return recorded.facts(recipe, {"batch": batch, "steps": 20, "data": source.digest}, source)
+        return run_config.shared_facts(recipe, {"batch": batch, "steps": 20, "data": source.digest}, source)
 
     results = call_both(
         lambda: pair[0].require_equal(lambda: facts(0)), lambda: pair[1].require_equal(lambda: facts(1, **host_1))
@@ -60,7 +60,7 @@ def test_hosts_that_differ_are_refused_by_name(pair, tmp_path, host_1, differenc
 
 
 def test_data_without_a_digest_are_compared_by_their_first_row():
-    one, other = (recorded.facts(toy.recipe(), {"data": None}, ArraySource(toy.data(seed))) for seed in (0, 1))
+    one, other = (run_config.shared_facts(toy.recipe(), {"data": None}, ArraySource(toy.data(seed))) for seed in (0, 1))
     assert [name for name in one if one[name] != other[name]] == ["first row of the data"]
 
 

@@ -71,10 +71,10 @@ def test_every_row_counts_once(rows, count):
 def test_parts_cover_all_rows_in_few_sizes_within_the_batch_of_a_device(rows, devices):
     found = list(parts(rows, 24, devices))
     assert [row for part in found for row in range(part.first, part.first + part.rows)] == list(range(rows))
-    assert len({(part.rows, part.split) for part in found}) <= 4
+    assert len({(part.rows, part.is_split) for part in found}) <= 4
     for part in found:
-        assert not part.split or part.rows % devices == 0
-        assert (part.rows // devices if part.split else part.rows) <= 24 // devices
+        assert not part.is_split or part.rows % devices == 0
+        assert (part.rows // devices if part.is_split else part.rows) <= 24 // devices
 
 
 @pytest.mark.parametrize("count", [1, 4])

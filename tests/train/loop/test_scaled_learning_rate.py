@@ -10,7 +10,7 @@ from tests.train import toy
 from tests.train.test_own_program import Game
 from tests.train.test_own_program import Recipe as GameRecipe
 from tpuswarm import Every, InputError, ReduceOnPlateau, ScaleLearningRate, Trainer, load
-from tpuswarm.train.loop import recorded
+from tpuswarm.train.loop import run_config
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 
@@ -61,9 +61,9 @@ def test_what_a_later_start_undoes_does_not_scale_its_learning_rate():
         return {"event": event, "step": step, **more}
 
     events = [row("started", 0), row("lr_scale", 4, total=0.5), row("lr_scale", 8, total=0.1)]
-    assert [recorded.lr_scale_after(events, step) for step in (3, 4, 8)] == [1.0, 0.5, 0.1]
+    assert [run_config.lr_scale_after(events, step) for step in (3, 4, 8)] == [1.0, 0.5, 0.1]
     events += [row("started", 5), row("note", 6)]
-    assert recorded.lr_scale_after(events, 12) == 0.5
+    assert run_config.lr_scale_after(events, 12) == 0.5
 
 
 class JittedGame(Game):

@@ -116,7 +116,7 @@ def evaluate(
     from tpuswarm.train.loop.evaluate import evaluate_run
 
     with waiting("evaluating") as show_progress:
-        values, rows = evaluate_run(loaded, "all" if data else split, far=show_progress)
+        values, rows = evaluate_run(loaded, "all" if data else split, show_progress=show_progress)
     measures = {}
     if isinstance(loaded.recipe, Measured):
         with waiting("generating pictures") as show_progress:

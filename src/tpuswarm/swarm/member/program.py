@@ -19,8 +19,8 @@ from tpuswarm.train.data.placing import to_host
 from tpuswarm.train.data.source import training_source
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
-from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, add_numbers, hooks_of
-from tpuswarm.train.loop.session import held_out, request
+from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, merge_numbers, recipe_hooks
+from tpuswarm.train.loop.resolve import held_out, request
 from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
@@ -100,7 +100,7 @@ class MemberProgram:
         """
         step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
         found = Evaluation({"step": step, **row}, {}, [])
-        due = self._hooks.evaluated()
+        due = self._hooks.with_evaluation_hooks()
         if not due and not isinstance(self._recipe, ShowsPicture):
             return found
         exchange = self.compiled.program.exchange()
@@ -114,7 +114,7 @@ class MemberProgram:
             allow(HOOK_TIMEOUT_S)
             try:
                 returned = self._hooks.call(index, found.row, fresh)
-                add_numbers(numbers, returned, found.row.keys())
+                merge_numbers(numbers, returned, found.row.keys())
             except Exception as error:  # noqa: BLE001  # a user's function must not stop the swarm
                 found.texts.append(str(error) if isinstance(error, InputError) else f"a hook failed: {error!r}")
                 continue
@@ -176,7 +176,7 @@ def make_program(
 
 def swarm_hooks(recipe: Recipe) -> Hooks:
     """Return a recipe's hooks. Raise InputError for one that a swarm cannot call."""
-    every = hooks_of(recipe)
+    every = recipe_hooks(recipe)
     for hook in every:
         if hook.every != EVALUATION or isinstance(hook.call, Patience):
             raise InputError(

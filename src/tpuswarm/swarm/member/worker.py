@@ -30,7 +30,7 @@ from tpuswarm.swarm.processes.effects import Call, ProcessEnded, Unreachable
 from tpuswarm.swarm.processes.plan import COORDINATOR, Plan
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
-from tpuswarm.train.loop.recorded import chosen
+from tpuswarm.train.loop.run_config import chosen_form
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
 
@@ -289,7 +289,7 @@ class MemberWorker:
                 ]
                 state = tuple(digest for digest, _ in made)
                 outer_state = tuple(digest for _, digest in made if digest)
-                founding = Founding(program.layout.fragments, chosen(program.compiled))
+                founding = Founding(program.layout.fragments, chosen_form(program.compiled))
                 answer = self._call(Call(COORDINATOR, "found", (founding, state, outer_state, program.digests)))
                 if isinstance(answer, Refused):
                     raise InputError(f"{self.spec.name} cannot join: {answer.reason}")

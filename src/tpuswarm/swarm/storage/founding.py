@@ -18,7 +18,7 @@ class Founding:
 
     fragments: tuple[tuple[Leaf, ...], ...]
     chosen: dict[str, Any]
-    """How its program runs (train/loop/recorded.py)."""
+    """How its program runs (train/loop/run_config.py)."""
 
     @cached_property
     def layout(self) -> Layout:

@@ -17,7 +17,7 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 from tpuswarm.swarm.storage.verify import newest_whole
-from tpuswarm.train.loop.session import request
+from tpuswarm.train.loop.resolve import request
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Placed, place

@@ -20,7 +20,7 @@ from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine
-from tpuswarm.train.loop.session import Resolved, held_out, resolve
+from tpuswarm.train.loop.resolve import Resolved, held_out, resolve
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
 from tpuswarm.train.settings import check_batch, differences

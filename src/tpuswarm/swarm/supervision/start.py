@@ -35,8 +35,8 @@ from tpuswarm.swarm.views.screen import Screen, auto_screen
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, read_run, read_status, write_status
 from tpuswarm.train.look.outputs import Blamed, all_loggers
-from tpuswarm.train.loop.recorded import configuration
-from tpuswarm.train.loop.session import Resolved, request
+from tpuswarm.train.loop.resolve import Resolved, request
+from tpuswarm.train.loop.run_config import run_config
 from tpuswarm.train.optional import KeepsFiles, SharesData, sampled
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.process.stop import Interrupted, defer_interrupts
@@ -205,7 +205,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
     chosen = {"platform": kind, "devices": spec.per_member, "tokens_per_row": plan.tokens_per_row}
     if isinstance(recipe, KeepsFiles):
         recipe.keep(run.folder)
-    run.write_config(configuration(recipe, settings) | {"swarm": table, "chosen": chosen})
+    run.write_config(run_config(recipe, settings) | {"swarm": table, "chosen": chosen})
     for change in spec.changed:
         run.write_event("note", message=f"accepted: {change}")
     environment = machine.environments(kind, spec.devices, spec.per_member)

@@ -1,1 +1,1 @@
-"""The loop over the steps of a run, from what was asked to its result."""
+"""Run the steps of a run: from its settings to its result."""

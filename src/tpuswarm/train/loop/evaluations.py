@@ -15,7 +15,7 @@ from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
 from tpuswarm.train.loop.hooks import Hooks
 from tpuswarm.train.loop.progress import Progress
-from tpuswarm.train.loop.result import figures
+from tpuswarm.train.loop.result import eval_metrics
 from tpuswarm.train.loop.saver import Saver
 from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.process.waiting import waiting
@@ -28,58 +28,58 @@ from tpuswarm.train.user_code import blame
 class Evaluations:
     """Evaluates the state that a `Progress` has reached, and keeps the best checkpoint."""
 
-    def __init__(self, progress: Progress, saver: Saver, diagnostics: Diagnostics, most_batches: int = EVAL_BATCHES):
-        self._progress, self._saver, self._diagnostics, self._most_batches = progress, saver, diagnostics, most_batches
-        self._session = session = progress.session
-        every = session.settings["eval_every"]
+    def __init__(self, progress: Progress, saver: Saver, diagnostics: Diagnostics, max_batches: int = EVAL_BATCHES):
+        self._progress, self._saver, self._max_batches = progress, saver, max_batches
+        self._stopwatch, self._session = diagnostics.stopwatch, progress.session
+        settings = self._session.settings
+        every, goal = settings["eval_every"], settings["keep_best"]
         self._interval = Interval() if every is None else parse_every(every, "eval_every")
-        self._evaluated_at = time.monotonic()
-        goal = session.settings["keep_best"]
-        self._best = Best(goal, session.run.folder) if goal else None
+        self._last_time = time.monotonic()
+        self._best = Best(goal, self._session.run.folder) if goal else None
         if self._best and self._best.instead_of:
-            session.notes.append(
+            self._session.notes.append(
                 f"the best checkpoint was kept by {self._best.instead_of}; from here on it is by {goal}, and the next "
                 "evaluation replaces it"
             )
 
-    def require_names(self, hooks: Hooks, known: list[str]) -> None:
+    def require_names(self, hooks: Hooks, names: list[str]) -> None:
         """Raise InputError if hooks or `keep_best` need a metric that no evaluation will have."""
         if self._session.validation is not None and hooks.can_add_metrics:
-            return  # the first evaluation shows the names
-        hooks.require(known)
+            return  # only the first evaluation shows the names
+        hooks.require_metrics(names)
         if self._best:
-            self._best.require(self._session.measured)
+            self._best.require(self._session.eval_names)
 
     def is_due(self) -> bool:
-        """Whether `eval_every` has passed since the last evaluation."""
-        elapsed = time.monotonic() - self._evaluated_at
-        return self._session.validation is not None and self._interval.due(self._progress.step, elapsed)
+        elapsed_s = time.monotonic() - self._last_time
+        return self._session.validation is not None and self._interval.due(self._progress.step, elapsed_s)
 
     def is_missing(self) -> bool:
-        """Whether this step has no evaluation yet; one of an earlier process counts as if made now."""
+        """Return whether this step has no evaluation yet; use the evaluation of an earlier process."""
         if self._session.validation is None:
             return False
         rows = read_rows(self._session.run.folder / METRICS)
-        found = [row for row in rows if row["step"] == self._progress.step and "eval_loss" in row][-1:]
-        for row in (found := self._session.agreement.broadcast("evaluating", found)):
-            self._take(row)
-        return not found
+        newest = [row for row in rows if row["step"] == self._progress.step and "eval_loss" in row][-1:]
+        newest = self._session.agreement.broadcast("evaluating", newest)
+        for row in newest:
+            self._count(row)
+        return not newest
 
     def was_missed(self) -> bool:
-        """Whether the process before this one saved this step and ended before the evaluation due at it."""
-        session = self._session
-        is_inside = 0 < self._progress.step < session.steps
+        """Return whether the process before this one saved this step and ended before its evaluation."""
+        is_inside = 0 < self._progress.step < self._session.steps
         return is_inside and self.is_missing() and self._interval.due(self._progress.step, 0.0)
 
     def measure(self) -> dict[str, Any] | None:
-        """Evaluate; return the row, not written yet, or None if the run is asked to stop meanwhile."""
+        """Evaluate; return the row without writing it, or None if the run is asked to stop meanwhile."""
         progress, session = self._progress, self._session
         assert session.validation is not None
-        with progress.pause_clock(), self._diagnostics.stopwatch.during(phases.EVALUATION):
-            with waiting("evaluating") as far:
+        with progress.pause_clock(), self._stopwatch.during(phases.EVALUATION):
+            with waiting("evaluating") as show_progress:
                 found = evaluate(
-                    session.compiled, progress.state, *session.validation, self._most_batches,
-                    leave=session.agreement.should_stop, far=far, leaves_feed=session.agreement.should_leave_feed,
+                    session.compiled, progress.state, *session.validation, self._max_batches,
+                    should_leave=session.agreement.should_stop, show_progress=show_progress,
+                    should_leave_feed=session.agreement.should_leave_feed,
                 )  # fmt: skip
             if found is None:
                 return None
@@ -87,30 +87,30 @@ class Evaluations:
             if not math.isfinite(values.get("loss", 0.0)):
                 raise self._saver.failure(progress.step, f"held-out loss {values['loss']}")
             self._write_picture()
-        self._evaluated_at = time.monotonic()
+        self._last_time = time.monotonic()
         row: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "eval_rows": rows}
-        if rows < (every := session.validation.source.rows_per_epoch):
-            row["eval_rows_total"] = every
-        row |= dict.fromkeys(session.measured)
+        if rows < (total := session.validation.source.rows_per_epoch):
+            row["eval_rows_total"] = total
+        row |= dict.fromkeys(session.eval_names)
         row |= {f"eval_{name}": value for name, value in values.items() if math.isfinite(value)}
-        for name in figures(progress.last_row):
+        for name in eval_metrics(progress.last_row):
             del progress.last_row[name]
-        progress.last_row |= figures(row)
+        progress.last_row |= eval_metrics(row)
         return row
 
     def finish(self, row: Mapping[str, Any]) -> None:
-        """Count a written row, which may be the best one; InputError if it lacks the metric of `keep_best`."""
+        """Count a written row, which may be the best one; raise InputError if it lacks the metric of `keep_best`."""
         self._progress.note_missing(row)
-        self._take(row)
+        self._count(row)
         if self._best:
             try:
                 self._best.require(row)
             except InputError:
-                self._session.forget("keep_best")  # else the same command without it would fail again
+                self._session.remove_setting("keep_best")  # else the same command without it would fail again
                 raise
 
     def report_missing_best(self) -> None:
-        """Tell if `keep_best` has found nothing to keep."""
+        """Report if no evaluation had the metric of `keep_best`."""
         if self._best and self._best.step is None:
             goal = self._session.settings["keep_best"]
             self._progress.note_once("best", f"no evaluation had a value of {goal}: there is no best checkpoint")
@@ -121,9 +121,9 @@ class Evaluations:
             with blame(f"{recipe.name}.pictured failed"):
                 self._progress.outputs.made(self._progress.step, recipe.pictured(self._progress.state))
 
-    def _take(self, row: Mapping[str, Any]) -> None:
+    def _count(self, row: Mapping[str, Any]) -> None:
         progress = self._progress
-        progress.last_row |= figures(row)
+        progress.last_row |= eval_metrics(row)
         if self._best and self._best.better(row):
             self._saver.save(wait=False)
             progress.event(best.EVENT, str(self._best))

@@ -1,4 +1,4 @@
-"""Hooks: a user's functions that a run calls between its steps."""
+"""Hooks: the user's functions that a run calls between its steps."""
 
 import math
 import operator
@@ -21,10 +21,11 @@ from tpuswarm.train.user_code import blame, line_of, require_call
 
 
 class Step(NamedTuple):
-    """A row of metrics.jsonl and a state: a training loop yields it, and hooks get it.
+    """A row of metrics.jsonl and a state, for hooks and for the user's loop.
 
-    The row of an update has step, tokens, loss, …; that of an evaluation has step and eval_loss. In a loop the devices
-    run ahead: `state` is of the row's step or of the next one. It is valid until the next step is requested.
+    The row of an update has step, tokens, loss, …; the row of an evaluation has step and eval_loss. In a loop the
+    devices run ahead: `state` belongs to the row's step or to the next one. It is valid until the next step is
+    requested.
     """
 
     row: dict[str, Any]
@@ -66,33 +67,33 @@ class ScaleLearningRate(NamedTuple):
 
 
 class Patience:
-    """Counts evaluations without a better figure.
+    """Counts evaluations without improvement.
 
-    metric: `eval_loss`, or `eval_accuracy:max` where the highest is best; least: a smaller step is no improvement. A
-    process that resumes the run counts anew.
+    metric: `eval_loss`, or `eval_accuracy:max` if the highest is best; least: a smaller step is no improvement. A
+    process that resumes the run starts to count again.
     """
 
     def __init__(self, metric: str = "eval_loss", patience: int = 3, least: float = 0.0):
         check_number(patience, "patience", least=1)
         check_number(least, "least", least=0)
         self._metric, self._patience, self._least = metric, patience, least
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Count anew, as for each run that it is a hook of."""
-        self._best, self._waited = Best(self._metric), 0
+    def reset(self) -> None:
+        self._best, self._without_improvement = Best(self._metric), 0
 
-    def require(self, names: Collection[str]) -> None:
-        """Raise InputError where the metric is not among these, the figures of a run."""
+    def require_metric(self, names: Collection[str]) -> None:
+        """Raise InputError if the metric is not among the names."""
         self._best.require(names)
 
-    def ran_out(self, step: Step) -> bool:
-        """Whether an evaluation is the last of `patience` without a better figure; InputError where it lacks it."""
+    def is_exhausted(self, step: Step) -> bool:
+        """Count an evaluation; return whether it is the last of `patience` without improvement."""
         self._best.require(step.row)
         if not self._best.has(step.row):
             return False
-        self._waited = 0 if self._best.better(step.row, self._least) else self._waited + 1
-        return self._waited == self._patience
+        is_better = self._best.better(step.row, self._least)
+        self._without_improvement = 0 if is_better else self._without_improvement + 1
+        return self._without_improvement == self._patience
 
 
 @entry_point
@@ -100,17 +101,17 @@ class EarlyStopping(Patience):
     """`Every("evaluation", EarlyStopping())` ends the run after `patience` evaluations without a better value."""
 
     def __call__(self, step: Step) -> Stop | None:
-        """Look at one evaluation."""
-        if not self.ran_out(step):
+        """Count one evaluation."""
+        if not self.is_exhausted(step):
             return None
         return Stop(f"{self._metric} was no better in {self._patience} evaluations than at step {self._best.step}")
 
 
 @entry_point
 class ReduceOnPlateau(Patience):
-    """`Every("evaluation", ReduceOnPlateau())`: multiplies the rate by `factor` where EarlyStopping would stop.
+    """`Every("evaluation", ReduceOnPlateau())`: multiplies the rate by `factor` when EarlyStopping would stop.
 
-    It then counts anew, from the best figure so far.
+    Then it counts again, from the best value so far.
     """
 
     def __init__(self, metric: str = "eval_loss", factor: float = 0.1, patience: int = 3, least: float = 0.0):
@@ -119,18 +120,18 @@ class ReduceOnPlateau(Patience):
         self._factor = factor
 
     def __call__(self, step: Step) -> ScaleLearningRate | None:
-        """Look at one evaluation."""
-        if not self.ran_out(step):
+        """Count one evaluation."""
+        if not self.is_exhausted(step):
             return None
-        self._waited = 0
+        self._without_improvement = 0
         return ScaleLearningRate(self._factor)
 
 
 class Hooks:
-    """The hooks of a run, and when each was called last."""
+    """The hooks of a run, and their last calls."""
 
     def __init__(self, hooks: Iterable[Every], more: Iterable[Every] = ()):
-        """InputError for a hook that is no Every, has a wrong interval, or cannot be called with a Step."""
+        """Raise InputError for a hook without Every, with a wrong interval, or that does not take a Step."""
         if isinstance(hooks, Every):
             raise InputError("hooks are given as a list, [Every(100, function)]")
         hooks = [*hooks, *more]
@@ -145,17 +146,16 @@ class Hooks:
                         f'{name} counts evaluations: give it as Every("{EVALUATION}", {name}()), not as '
                         f"Every({hook.every!r}, …); eval_every says how often they are"
                     )
-                hook.call.begin()
+                hook.call.reset()
         self._hooks = [(_interval(hook.every), hook.call) for hook in hooks]
-        self._called = [time.monotonic()] * len(self._hooks)
-        self._called_at = [-1] * len(self._hooks)
-        """Step of each one's last call."""
+        self._call_times = [time.monotonic()] * len(self._hooks)
+        self._call_steps = [-1] * len(self._hooks)
 
-    def require(self, names: Collection[str]) -> None:
-        """Raise InputError if a hook reads a metric that is not among `names`."""
+    def require_metrics(self, names: Collection[str]) -> None:
+        """Raise InputError if a hook reads a metric that is not among the names."""
         for _, call in self._hooks:
             if isinstance(call, Patience):
-                call.require(names)
+                call.require_metric(names)
 
     @property
     def can_add_metrics(self) -> bool:
@@ -170,75 +170,76 @@ class Hooks:
     def due(self, step: int) -> list[int]:
         """Return the indices of the hooks that are due at a step."""
         now = time.monotonic()
-        last = enumerate(zip(self._hooks, self._called, strict=True))
-        return [index for index, ((interval, _), at) in last if interval is not None and interval.due(step, now - at)]
+        return [
+            index
+            for index, ((interval, _), last) in enumerate(zip(self._hooks, self._call_times, strict=True))
+            if interval is not None and interval.due(step, now - last)
+        ]
 
-    def evaluated(self, due: Sequence[int] = ()) -> list[int]:
-        """Return the indices `due` and those of the hooks of evaluations."""
+    def with_evaluation_hooks(self, due: Sequence[int] = ()) -> list[int]:
+        """Return the indices `due` and the indices of the hooks of evaluations."""
         return [index for index, (interval, _) in enumerate(self._hooks) if interval is None or index in due]
 
-    def last(self, step: int, evaluated: bool) -> list[int]:
-        """Return the indices of the hooks to call at the end of a run: all that have not seen its last row.
+    def due_at_end(self, step: int, is_evaluated: bool) -> list[int]:
+        """Return the indices of the hooks that have not seen the last row of a run.
 
-        evaluated: the row has changed since the hooks of this step were called.
+        is_evaluated: the row has changed since the hooks of this step were called.
         """
-        return [index for index, at in enumerate(self._called_at) if evaluated or at != step]
+        return [index for index, last in enumerate(self._call_steps) if is_evaluated or last != step]
 
-    def counts(self, index: int) -> bool:
-        """Whether a hook counts evaluations. Such hooks are called last, since they read the numbers of others."""
+    def counts_evaluations(self, index: int) -> bool:
+        """Return whether a hook counts evaluations. It is called last, since it reads the numbers of other hooks."""
         return isinstance(self._hooks[index][1], Patience)
 
     def call(self, index: int, row: Mapping[str, Any], state: State) -> Any:
-        """Call a hook; return a figure as a picture, and numbers under the names that they have in rows.
+        """Call a hook; return a figure as a picture, and numbers under their names in rows.
 
-        InputError with the hook's line if it fails or returns something unusable.
+        Raise InputError with the hook's line if it fails or returns something unusable.
         """
         interval, function = self._hooks[index]
-        given = copy_containers(state)
+        state_copy = copy_containers(state)
         with blame(f"a hook failed at step {row['step']}"):
-            returned = function(Step(dict(row), given))
-        require_unchanged(given, state)
-        self._called[index], self._called_at[index] = time.monotonic(), row["step"]
+            returned = function(Step(dict(row), state_copy))
+        require_unchanged(state_copy, state)
+        self._call_times[index], self._call_steps[index] = time.monotonic(), row["step"]
         try:
-            found = _required(returned)
-            return _in_rows(found, interval is None) if isinstance(found, Mapping) else found
+            result = _convert_result(returned)
+            return _name_columns(result, interval is None) if isinstance(result, Mapping) else result
         except InputError as error:
             raise InputError(f"{error}{line_of(function)}") from None
-        except Exception as error:  # from whatever library made the value
+        except Exception as error:  # from any library that made the value
             raise InputError(
                 f"a hook returned a {type(returned).__name__} that cannot be used: {first_line(error)}"
                 f"{line_of(function)}"
             ) from error
 
 
-def add_numbers(numbers: dict[str, Any], returned: Any, names: Collection[str]) -> None:
-    """Add a hook's numbers to those of other hooks; InputError for a name that is taken."""
+def merge_numbers(numbers: dict[str, Any], returned: Any, columns: Collection[str]) -> None:
+    """Add a hook's numbers to the numbers of other hooks; raise InputError for a duplicate name."""
     for name, value in returned.items() if isinstance(returned, Mapping) else ():
-        if name in numbers or name in names:
-            whose = "another hook's" if name in numbers else "a column of rows already"
-            raise InputError(f"a hook returned a number called {name}, which is {whose}: rename it")
+        if name in numbers or name in columns:
+            owner = "another hook's" if name in numbers else "a column of rows already"
+            raise InputError(f"a hook returned a number called {name}, which is {owner}: rename it")
         numbers[name] = value
 
 
-def _in_rows(numbers: Mapping[str, Any], of_evaluation: bool) -> dict[str, Any]:
-    """Numbers of a hook under the names that they have in rows."""
-    if of_evaluation:
+def _name_columns(numbers: Mapping[str, Any], is_evaluation: bool) -> dict[str, Any]:
+    if is_evaluation:
         return {f"eval_{name.removeprefix('eval_')}": value for name, value in numbers.items()}
     if wrong := next((name for name in numbers if name.startswith("eval_")), None):
         raise InputError(f'a hook returned {wrong}: numbers of evaluations are for hooks of Every("{EVALUATION}", …)')
     return dict(numbers)
 
 
-def hooks_of(recipe: Recipe) -> list[Every]:
-    """The hooks that a recipe brings."""
+def recipe_hooks(recipe: Recipe) -> list[Every]:
     if not isinstance(recipe, HasHooks):
         return []
     require_call(recipe.hooks, "hooks")
     with blame(f"hooks of {recipe.name} fails"):
-        found = recipe.hooks()
-    if isinstance(found, Every) or not isinstance(found, list | tuple):
-        raise InputError(f"hooks of {recipe.name} returns a {type(found).__name__}, not a list of Every")
-    return list(found)
+        hooks = recipe.hooks()
+    if isinstance(hooks, Every) or not isinstance(hooks, list | tuple):
+        raise InputError(f"hooks of {recipe.name} returns a {type(hooks).__name__}, not a list of Every")
+    return list(hooks)
 
 
 def copy_containers(state: State) -> State:
@@ -246,12 +247,12 @@ def copy_containers(state: State) -> State:
     return jax.tree.map(lambda leaf: leaf, state)
 
 
-def require_unchanged(given: State, state: State) -> None:
-    """Raise InputError, naming the first, where the user's code has replaced arrays in its copy of a state."""
-    leaves = jax.tree.leaves(given), jax.tree.leaves(state)
+def require_unchanged(copied: State, state: State) -> None:
+    """Raise InputError, naming an array, if user code has replaced arrays in its copy of a state."""
+    leaves = jax.tree.leaves(copied), jax.tree.leaves(state)
     if len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves)):
         return
-    now, before = by_path(given), by_path(state)
+    now, before = by_path(copied), by_path(state)
     for path in sorted(now.keys() | before.keys()):
         if now.get(path) is not before.get(path):
             raise InputError(
@@ -260,15 +261,15 @@ def require_unchanged(given: State, state: State) -> None:
             )
 
 
-def _required(returned: Any) -> Any:
-    """Convert what a hook returned: a figure to a picture, numbers to floats, or to None if they are not finite.
+def _convert_result(returned: Any) -> Any:
+    """Convert a hook's result: a figure to a picture, numbers to floats, or to None if they are not finite.
 
-    InputError for a three-dimensional array that is no picture, a bad factor, or a dict with anything but numbers.
+    Raise InputError for a three-dimensional array that is no picture, a bad factor, or a dict with other values.
     """
     if isinstance(returned, ScaleLearningRate):
         check_number(returned.factor, "the factor of ScaleLearningRate", above=0)
     if isinstance(returned, Mapping):
-        return {name: _number(name, value) for name, value in returned.items()}
+        return {name: _to_number(name, value) for name, value in returned.items()}
     if hasattr(returned, "savefig"):
         return to_picture(returned)
     shape: tuple[int, ...] = getattr(returned, "shape", ())
@@ -278,7 +279,7 @@ def _required(returned: Any) -> Any:
     return returned
 
 
-def _number(name: Any, value: Any) -> float | None:
+def _to_number(name: Any, value: Any) -> float | None:
     array = np.asarray(value)
     if not isinstance(name, str) or array.shape or array.dtype.kind not in "biufV":  # V: bfloat16
         raise InputError(f"a hook returned a dict with {name!r}: {value!r}; in a dict of a hook are names and numbers")
@@ -287,5 +288,4 @@ def _number(name: Any, value: Any) -> float | None:
 
 
 def _interval(every: int | str) -> Interval | None:
-    """Return the interval of a hook; None for a hook of evaluations."""
     return None if every == EVALUATION else parse_every(every, "a hook's every")

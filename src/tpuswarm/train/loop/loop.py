@@ -1,4 +1,4 @@
-"""The loop over the steps of a run, in one process; alone or as one of several hosts."""
+"""Run the steps of a run in one process, alone or as one of several hosts."""
 
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +20,7 @@ from tpuswarm.train.look.outputs import Logger, Outputs
 from tpuswarm.train.look.profile import TRACE, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES
 from tpuswarm.train.loop.evaluations import Evaluations
-from tpuswarm.train.loop.hook_calls import HookCalls
+from tpuswarm.train.loop.hook_runner import HookRunner
 from tpuswarm.train.loop.hooks import Hooks, Step, copy_containers, require_unchanged
 from tpuswarm.train.loop.progress import Progress
 from tpuswarm.train.loop.result import Result, last_row
@@ -54,49 +54,44 @@ class Loop:
         loggers: Callable[[], list[Logger]] = list,
         eval_batches: int = EVAL_BATCHES,
     ):
-        self._session, self._diagnostics, self._display, self._agreement = (
-            session,
-            diagnostics,
-            display,
-            session.agreement,
-        )
-        self._wandb, self._loggers = wandb, loggers
+        self._session, self._diagnostics, self._display = session, diagnostics, display
+        self._agreement, self._wandb, self._loggers = session.agreement, wandb, loggers
         self._outputs = Outputs(session.run, display, session.first_step)
         self._profiler = Profiler(session.run, session.first_step, session.steps, profile)
         self._progress = Progress(session, self._outputs)
         self._saver = Saver(self._progress, diagnostics)
         self._evaluations = Evaluations(self._progress, self._saver, diagnostics, eval_batches)
-        self._hook_calls = HookCalls(hooks, self._progress, self._evaluations, diagnostics)
+        self._hook_runner = HookRunner(hooks, self._progress, self._evaluations, diagnostics)
         self._unread: tuple[int, Metrics] | None = None
-        """The newest step and its metrics, which are still on the devices."""
+        """The newest step and its metrics, still on the devices."""
 
     def run(self) -> Generator[Step, None, Result]:
-        """Run all steps, from the opening to the result; within the agreement of the hosts."""
+        """Run all steps; yield their rows and return the result."""
         progress = self._progress
-        self._agreement.set_stop_callbacks(self._tell_slow_stop, self._cut_short)
+        self._agreement.set_stop_callbacks(self._note_slow_stop, self._cut_short)
         try:
             self._open()
             for step in self._train():
-                given = copy_containers(step.state)
-                yield step._replace(state=given)
-                require_unchanged(given, step.state)
-            is_done = self._hook_calls.stop_reason or progress.step == self._session.steps
+                state_copy = copy_containers(step.state)
+                yield step._replace(state=state_copy)
+                require_unchanged(state_copy, step.state)
+            is_done = self._hook_runner.stop_reason or progress.step == self._session.steps
             if is_done and (ended := (yield from self._finish())):
                 return self._result("finished", ended, None)
-            asked = self._agreement.stop_signal
-            assert asked is not None
-            return self._result("stopped", self._end_early(asked), int(asked))
+            signal = self._agreement.stop_signal
+            assert signal is not None
+            return self._result("stopped", self._end_early(signal), int(signal))
         except GeneratorExit:
             self._agreement.broadcast("leaving the loop", True)
             self._flush()
             self._saver.save(wait=True)
             self._saver.checkpoints.wait()
-            left = f"the loop was left after step {progress.step}; the same command resumes from there"
-            progress.event("stopped", left)
+            message = f"the loop was left after step {progress.step}; the same command resumes from there"
+            progress.event("stopped", message)
             self._write_summary()
             raise
         except TpuswarmError as error:
-            with suppress(RunFailed):  # the disk may be what failed
+            with suppress(RunFailed):  # the disk may have failed
                 progress.event("failed", str(error))
             raise
         except jax.errors.JaxRuntimeError as error:
@@ -107,10 +102,10 @@ class Loop:
                 f"the devices failed around step {progress.step} ({reason}); the checkpoint of step "
                 f"{self._saver.saved_step} is safe, and the same command resumes from it"
             ) from error
-        except Interrupted:  # for the second time
+        except Interrupted:  # a second Ctrl-C
             self._cut_short()
             raise
-        except BaseException as error:  # whatever it is, the run records it
+        except BaseException as error:  # record every failure
             with suppress(RunFailed):
                 progress.event("failed", f"{type(error).__name__}: {error}")
             raise
@@ -121,15 +116,17 @@ class Loop:
                 ends.callback(self._profiler.close)
                 ends.callback(self._saver.checkpoints.close)
 
-    def _tell_slow_stop(self) -> None:
+    def _note_slow_stop(self) -> None:
         self._display.note("finishing the step under way, then saving; Ctrl-C again stops without saving")
 
     def _cut_short(self) -> None:
         """End without saving, after a second Ctrl-C."""
         self._display.close()
         with suppress(RunFailed):
-            lost = f"interrupted twice: step {self._progress.step} was not saved"
-            message = f"{lost}; the checkpoint of step {self._saver.saved_step} is safe"
+            message = (
+                f"interrupted twice: step {self._progress.step} was not saved; the checkpoint of step "
+                f"{self._saver.saved_step} is safe"
+            )
             set_exit_message(self._stopped_sentence(message))
             self._progress.event("stopped", message)
 
@@ -159,52 +156,49 @@ class Loop:
         if self._wandb is not None:
             self._outputs.open_wandb(step, self._wandb)
         if step == 0:
-            self._saver.save(wait=False)  # so there is always one to return to, and the time of a save is known early
+            self._saver.save(wait=False)  # a fallback for failures, and an early measurement of the time of a save
         else:
             self._progress.last_row = self._agreement.broadcast("reading the last row", last_row(session.run.folder))
 
     def _train(self) -> Iterator[Step]:
-        session, progress, hooks = self._session, self._progress, self._hook_calls.hooks
+        session, progress, hooks = self._session, self._progress, self._hook_runner.hooks
         if self._evaluations.was_missed() and (row := self._evaluations.measure()):
-            yield from self._hook_calls.call(hooks.evaluated(), row)
+            yield from self._hook_runner.call(hooks.with_evaluation_hooks(), row)
         spec = session.compiled.program.batch_spec(session.settings["batch"])
         sharding = batch_sharding(session.compiled.mesh)
         feed = Feed(session.source, spec, sharding, progress.step, session.steps)
         with self._diagnostics.stopwatch.during(phases.STEPS), feed:
             progress.restart_clock()
-            # The order matters: a step's metrics are read after the next one was dispatched, so that the devices never
-            # wait; and everything up to a checkpoint's step is written before the checkpoint.
+            # Read a step's metrics after the dispatch of the next step: the devices never wait. Write all rows up to a
+            # checkpoint's step before the checkpoint.
             while progress.step < session.steps and not self._is_ending():
-                fed = feed.next(should_leave=self._agreement.should_leave_feed)
-                if fed is None:
+                item = feed.next(should_leave=self._agreement.should_leave_feed)
+                if item is None:
                     break
-                batch, waited = fed
-                progress.wait_s += waited
+                batch, wait_s = item
+                progress.wait_s += wait_s
                 before, self._unread = self._unread, (progress.step + 1, self._dispatch(batch))
-                self._outputs.findings(progress.step, self._diagnostics.after_step(progress.step, waited))
+                self._outputs.findings(progress.step, self._diagnostics.after_step(progress.step, wait_s))
                 if before:
                     yield self._write_update(*before)
                 self._saver.checkpoints.check()
                 due = self._saver.is_due(), self._evaluations.is_due(), hooks.due(progress.step)
                 save, evaluate, due_hooks = self._agreement.broadcast("deciding what is due", due)
-                if (
-                    (save or evaluate or due_hooks)
-                    and progress.step < session.steps
-                    and not self._agreement.should_stop()
-                ):
+                is_due = (save or evaluate or due_hooks) and progress.step < session.steps
+                if is_due and not self._agreement.should_stop():
                     yield from self._flush()
                     if save:
                         self._saver.save(wait=False)
                     row = self._evaluations.measure() if evaluate else None
-                    yield from self._hook_calls.call(hooks.evaluated(due_hooks) if row else due_hooks, row)
+                    yield from self._hook_runner.call(hooks.with_evaluation_hooks(due_hooks) if row else due_hooks, row)
             yield from self._flush()
             self._outputs.tell(progress.step, TRACE, self._profiler.close())
 
     def _is_ending(self) -> bool:
-        return bool(self._hook_calls.stop_reason) or self._agreement.should_stop()
+        return bool(self._hook_runner.stop_reason) or self._agreement.should_stop()
 
     def _dispatch(self, batch: Any) -> Metrics:
-        """Start the next update on the devices; return its metrics, which are computed later."""
+        """Start the next update on the devices; return its metrics, which do not exist yet."""
         progress, session = self._progress, self._session
         self._outputs.tell(progress.step, TRACE, self._profiler.before(progress.step))
         with StepTraceAnnotation("train", step_num=progress.step + 1):
@@ -214,27 +208,27 @@ class Loop:
         return metrics
 
     def _finish(self) -> Generator[Step, None, str]:
-        """Make the last checkpoint, evaluation and report, if they are missing; return how the run ended.
+        """Make the missing last checkpoint, evaluation and report; return how the run ended.
 
-        Return an empty string if it is asked to stop before the report.
+        Return an empty string after a stop signal.
         """
         session, progress = self._session, self._progress
         self._saver.save(wait=True)
         row = self._evaluations.measure() if self._evaluations.is_missing() else None
-        if self._agreement.should_stop():  # an evaluation whose hooks were not called is made again
+        if self._agreement.should_stop():  # the process that resumes evaluates again
             return ""
-        hooks = self._hook_calls.hooks.last(progress.step, evaluated=row is not None)
-        yield from self._hook_calls.call(hooks, row)
+        hooks = self._hook_runner.hooks.due_at_end(progress.step, is_evaluated=row is not None)
+        yield from self._hook_runner.call(hooks, row)
         self._evaluations.report_missing_best()
         if session.run.writes:
             self._write_summary()
             if (text := self._sample()) is not None:
                 session.run.write_event(SAMPLE, step=progress.step, text=text)
             with writing(session.run.folder / "report.html"), waiting("writing the report"):
-                from tpuswarm.train.look.report import write_report  # matplotlib: half a second that no start waits for
+                from tpuswarm.train.look.report import write_report  # matplotlib takes half a second
 
                 write_report(session.run.folder)
-        if reason := self._hook_calls.stop_reason:  # the same command does not continue
+        if reason := self._hook_runner.stop_reason:  # the same command does not continue
             ended = f"ended at step {progress.step}: {reason}"
             self._outputs.tell(progress.step, "finished", ended, of=session.steps)
             return ended
@@ -248,17 +242,17 @@ class Loop:
         with waiting("writing a sample"):
             return sampled(self._session.recipe, self._progress.state)
 
-    def _end_early(self, asked: Signals) -> str:
-        """Save, if the grace period is long enough; return what happened as a sentence."""
+    def _end_early(self, signal: Signals) -> str:
+        """Save, if the grace period is long enough; return a sentence about it."""
         progress, checkpoints = self._progress, self._saver.checkpoints
-        left = max(0.0, self._session.settings["grace"] - self._agreement.seconds_since_signal())
-        decision = decide_stop(asked, checkpoints.seconds, checkpoints.busy, left)
+        left_s = max(0.0, self._session.settings["grace"] - self._agreement.seconds_since_signal())
+        decision = decide_stop(signal, checkpoints.seconds, checkpoints.busy, left_s)
         decision = StopDecision(*self._agreement.broadcast("deciding how to stop", decision))
         if decision.save:
             self._saver.save(wait=True)
         with self._diagnostics.stopwatch.during(phases.CHECKPOINTS):
             checkpoints.wait()
-        cause = STOP_CAUSES[asked]
+        cause = STOP_CAUSES[signal]
         message = f"{cause}: saved at step {progress.step}"
         if self._saver.saved_step != progress.step:
             why = cause if decision.save else f"{cause}, {decision.reason}"
@@ -281,19 +275,19 @@ class Loop:
 
     def _write_update(self, step: int, metrics: Metrics) -> Step:
         session, progress = self._session, self._progress
-        if session.compiled.options.platform == "cpu":  # there one by one, without NumPy, is many times faster
+        if session.compiled.options.platform == "cpu":  # one by one, without NumPy, is many times faster there
             values = {name: float(value.item()) for name, value in metrics.items()}
         else:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not values.pop(COUNTS, True):
             progress.note_once(
                 "uncounted",
-                f"no row counts in step {step} (its weights are all 0), which changes nothing; more of these are not "
+                f"no row counts in step {step} (its weights are all 0): it changes nothing; further ones are not "
                 "reported",
             )
         elif not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")):
-            what = f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}"
-            raise self._saver.failure(step, what)
+            quantities = f"loss {values['loss']}, gradient norm {values.get('grad_norm', 'unknown')}"
+            raise self._saver.failure(step, quantities)
         else:
             progress.note_missing({"step": step} | {name: None for name in values if not math.isfinite(values[name])})
         if (ended := getattr(session.source, "ended_after", None)) is not None:
@@ -301,7 +295,7 @@ class Loop:
         return progress.write_update(step, values)
 
     def _write_summary(self) -> None:
-        """Write where the time went: an event, which the report reads, and a table on the display."""
+        """Write a summary as an event, for the report, and as a table on the display."""
         summary = self._diagnostics.summary(self._session.compiled, self._session.tokens_per_step)
         self._outputs.summary(self._progress.step, summary)
 

@@ -1,4 +1,4 @@
-"""The end of a run as `fit` gives it, and the rows that say how it went."""
+"""The end of a run, and its last metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,19 +18,18 @@ class Result:
     step: int
     steps: int
     metrics: dict[str, Any]
-    """The last row of an update, with the figures of the newest evaluation: eval_loss, …"""
+    """The last row of an update, with the metrics of the newest evaluation: eval_loss, …"""
     ended: str
     """finished or stopped."""
     message: str
     signal: int | None
-    """The signal that stopped it."""
+    """The signal that stopped the run."""
 
 
-def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of an evaluation's row."""
+def eval_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name.startswith("eval_")}
 
 
 def last_row(folder: Path) -> dict[str, Any]:
-    """The newest row of an update in a run's metrics, with the figures of the newest evaluation."""
-    return (newest_steps(folder) or [{}])[-1] | figures(newest_evaluation(folder))
+    """Return the newest row of an update in a run's metrics, with the metrics of the newest evaluation."""
+    return (newest_steps(folder) or [{}])[-1] | eval_metrics(newest_evaluation(folder))

@@ -1,4 +1,4 @@
-"""The configuration that a run records, and the facts that its hosts compare."""
+"""Make the configuration that a run records, and the facts that its hosts compare."""
 
 import hashlib
 import json
@@ -17,11 +17,11 @@ from tpuswarm.train.settings import FIXED, FREE
 from tpuswarm.train.user_code import blame, file_digest
 
 LR_SCALE = "lr_scale"
-"""An event: a hook multiplied the learning rate; `total` is the product of all factors so far."""
+"""The event of a hook that scales the learning rate; `total` is the product of all factors so far."""
 
 
-def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.toml; InputError for options that are no plain values."""
+def run_config(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.toml; raise InputError for options that are not plain values."""
     options = recipe.options()
     try:
         json.dumps(options)
@@ -34,8 +34,8 @@ def configuration(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def chosen(compiled: Compiled) -> dict[str, Any]:
-    """How a program runs on its devices, and with which versions."""
+def chosen_form(compiled: Compiled) -> dict[str, Any]:
+    """Return how a program runs on its devices, and with which versions: `chosen` in config.toml."""
     device = compiled.mesh.devices.flat[0]
     return {
         "platform": device.platform,
@@ -53,31 +53,29 @@ def chosen(compiled: Compiled) -> dict[str, Any]:
     }
 
 
-def facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
-    """Return the facts that all hosts of a run must share, by name."""
-    options = {
-        name: value for name, value in recipe.options().items() if name != "data"
-    }  # a path may differ between hosts
+def shared_facts(recipe: Recipe, settings: Mapping[str, Any], source: Source) -> dict[str, str]:
+    """Return the facts that must be equal on all hosts of a run, by name."""
+    options = {name: value for name, value in recipe.options().items() if name != "data"}  # a path may differ
     return {
         "recipe": recipe.name,
         "recipe file": file_digest(recipe.target),
         **{f"{name} of {recipe.name}": str(value) for name, value in options.items()},
         **{name: str(value) for name, value in settings.items()},
-        "first row of the data": first_row(source),
+        "first row of the data": first_row_digest(source),
     }
 
 
-def first_row(source: Source) -> str:
-    """Its digest, for a source need not give one of all rows."""
-    row = hashlib.sha256()
+def first_row_digest(source: Source) -> str:
+    """Return the SHA-256 of the first row; not every source has a digest of all rows."""
+    digest = hashlib.sha256()
     with blame("the data source failed"):
         for name, array in sorted(rows_of(source, 0, 1).items()):
-            row.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
-    return row.hexdigest()
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def lr_scale_after(events: Iterable[Mapping[str, Any]], step: int) -> float:
-    """Return the product of all learning-rate factors after `step` updates, without those that a later start undid."""
+    """Return the product of the learning-rate factors after `step` updates; a start undoes later factors."""
     scales: list[tuple[int, float]] = []
     for row in events:
         if row["event"] == "started":

@@ -47,7 +47,7 @@ def resolve(
 ) -> Resolved:
     """Resolve every setting of a run.
 
-    requested: the user's settings, None if the user did not name one; may_grow: accept more steps than the run has, if no
+    requested: the user's settings, None for those without a value; may_grow: accept more steps than the run has, if no
     step depends on the progress of the run.
     """
     config = run.config()

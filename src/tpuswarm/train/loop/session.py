@@ -136,7 +136,7 @@ def prepare(
 ) -> Session | Result:
     """Resolve every setting, compile, and restore or make the state; return a finished run without compiling.
 
-    requested: the settings of FIXED and FREE, None if the user did not name one; accept_code: whether to continue with a
+    requested: the user's settings of FIXED and FREE, None without a value; accept_code: whether to continue with a
     program that differs from the run's. Raise InputError for impossible settings.
     """
     devices = agreement.devices(requested["devices"])

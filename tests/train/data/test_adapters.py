@@ -1,4 +1,4 @@
-"""Data of other libraries: sets with an index, and streams that can only be read in order."""
+"""Data of other libraries: sets with an index, and streams."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ TUPLES = list(zip(*ROWS.values(), strict=True))
 
 
 class Batched(list):
-    """As of Hugging Face: rows are dicts, many are read at once."""
+    """Like a Hugging Face dataset: rows are dicts, and one call reads many."""
 
     requests: ClassVar = []
 
@@ -33,7 +33,7 @@ class Batched(list):
 
 
 class Loader:
-    """As a DataLoader: starts again each time, its last batch is smaller."""
+    """Like a DataLoader: starts again each time, and its last batch is smaller."""
 
     def __init__(self, size):
         self.starts, self._size = 0, size
@@ -45,7 +45,7 @@ class Loader:
 
 
 class Iterating:
-    """An iterator with a position of bytes, as grain's; `read` notes every item."""
+    """Like a grain iterator: its position is bytes; `read` records every item."""
 
     def __init__(self, read):
         self._items, self._read, self._done = list(Loader(5)), read, 0
@@ -68,7 +68,7 @@ class Iterating:
 
 
 class Stateful:
-    """A loader with a position, as torchdata's and Hugging Face's."""
+    """Like loaders of torchdata and Hugging Face: it has a position."""
 
     def __init__(self, read, extra=None):
         self._read, self._done, self._extra = read, 0, extra
@@ -113,7 +113,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def expected_losses(tmp_path_factory):
-    """Of 14 steps over the rows in their order, without an interruption."""
+    """Losses of 14 uninterrupted steps over the rows in their order."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     fit(stream(Loader(64)), folder, 14)
     return losses(folder)
@@ -159,14 +159,14 @@ class Reused:
     reads=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 25)), min_size=1, max_size=6),
 )  # fmt: skip
 def test_stream_gives_its_rows_in_order_and_starts_again(rows_per_item, items, reads):
-    """Rows between reads are those of another host or member."""
+    """Other hosts or members read the rows between."""
     source = StreamSource(Reused(items, rows_per_item), batched=rows_per_item is not None)
     length = items * (rows_per_item or 1)
     for start, count in reads:
         rows = source.rows(start, count)
         expected = np.arange(start, start + count) % length
         assert np.array_equal(rows["x"], expected) and np.array_equal(rows["y"][:, 0], expected)
-        rows["x"][:] = POISON  # what is handed out is the caller's
+        rows["x"][:] = POISON  # the caller may overwrite its rows
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -180,7 +180,7 @@ def test_stream_goes_back_within_its_last_item_without_starting_again():
     source = stream(loader := Loader(5))
     for start, count in [(0, 1), (0, 2), (1, 3), (3, 4), (5, 1), (6, 9), (10, 5), (12, 20), (30, 2), (3, 1)]:
         assert row_numbers(source, start, count) == list(range(start, start + count))
-    assert loader.starts == 2  # for the last of them
+    assert loader.starts == 2  # the last read goes back to row 3
 
 
 @pytest.mark.parametrize("size", [5, 30])
@@ -262,7 +262,7 @@ def test_unreadable_data_is_refused_with_the_reason(make, words):
 
 
 def test_stream_that_ends_before_its_rows_per_epoch_is_reported(tmp_path):
-    """A run is told; an evaluation would count rows twice."""
+    """A run reports it; an evaluation refuses it, because it would count rows twice."""
 
     def stream(rows_per_epoch):
         items = [{"x": part, "y": part} for part in np.arange(12, dtype=np.float32).reshape(3, 4)]
@@ -299,7 +299,7 @@ class Pairs:
 
 
     def __init__(self):
-        self.lock = get_context("spawn").Lock()  # which only a process that is started may be sent
+        self.lock = get_context("spawn").Lock()  # can be sent only to a starting process
 
 
 print(IndexedSource(Pairs()).rows(0, 3)["x"].shape)
@@ -311,8 +311,8 @@ except Exception as error:
 
 
 def test_dataset_defined_in_a_notebook_is_read_without_workers_and_refused_by_name_with_them():
-    """A worker process would end with a traceback of its own, and the run with a guess at the cause."""
-    words = [sys.executable, "-c", IN_A_NOTEBOOK]  # a program without a file, as a notebook is
+    """Otherwise a worker process ends with a traceback, and the run only guesses the cause."""
+    words = [sys.executable, "-c", IN_A_NOTEBOOK]  # without a file, like a notebook
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("(3,)\nInputError Pairs is defined in a notebook")
     assert "leave out workers" in done.stdout and done.stderr == ""
@@ -327,6 +327,6 @@ def test_dataset_defined_in_a_notebook_is_read_without_workers_and_refused_by_na
         (lambda: StreamSource(lambda: 5).rows(0, 1), r"the stream's function returned 5.*test_adapters\.py"),
     ],
 )
-def test_what_is_no_stream_is_refused(make, words):
+def test_wrong_stream_is_refused(make, words):
     with pytest.raises(InputError, match=words):
         make()

@@ -96,7 +96,7 @@ def test_views_keep_their_values():
         np.testing.assert_array_equal(to_jax(Tensor(view)), view)
 
 
-def test_foreign_array_is_not_bound_to_the_first_device_and_sharded_one_is_put_together(devices):
+def test_foreign_array_is_not_bound_to_a_device_and_sharded_array_is_assembled(devices):
     split = jax.device_put(jnp.arange(16.0), NamedSharding(make_mesh(devices), PartitionSpec("data")))
     added = jax.jit(jnp.add)(to_jax(Foreign(aligned((16,)))), split)
     assert len(added.devices()) == 8

@@ -58,7 +58,7 @@ def test_source_may_fill_the_same_buffer_again(in_memory):
 
 
 def test_feed_reads_no_more_than_two_batches_ahead_and_can_be_left():
-    """Each of them is on the devices as soon as it is read."""
+    """Each batch takes device memory as soon as it is read."""
     read = {start: threading.Event() for start in range(0, 40, 4)}
     with feed(Counter(lambda start: read[start].set())) as batches:
         assert read[4].wait(300) and not read[8].wait(0.3)

@@ -1,4 +1,4 @@
-"""Faults that are found before the first step."""
+"""Faults found before the first step."""
 
 import importlib.util
 import re
@@ -88,7 +88,7 @@ def float32_findings(loss, precision="bf16", cast=()):
 
 
 def casts_to_float32(params, batch, key):
-    """As flax.nnx.Embed does: what follows it computes in float32, whatever the weights are."""
+    """Like flax.nnx.Embed: later products compute in float32, whatever the dtype of the weights."""
     h = jnp.tanh(batch["x"].astype(jnp.float32) @ params["up"].astype(jnp.float32))  # the cast
     return jnp.square(h.astype(batch["x"].dtype) @ params["down"]).astype(jnp.float32).mean()
 

@@ -1,7 +1,6 @@
-"""Faults that are found in the steps of a run, and the table at its end.
+"""Faults found during the steps of a run, and the table at its end.
 
-That a shipped recipe raises no finding is asserted where one is trained: journeys/test_commands.py and
-test_examples.py.
+journeys/test_commands.py and test_examples.py assert that shipped recipes raise no finding.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""What the hosts of a run agree on and decide together: two hosts in one process, over real connections."""
+"""Agreement between two hosts in one process, over real connections."""
 
 import re
 import shutil
@@ -92,12 +92,12 @@ def test_hosts_compare_a_published_model_before_they_read_it():
     def agree(facts):
         raise InputError(facts()["parameters at hf:small"])
 
-    for recipe, words in (
+    for recipe, message in (
         (Reads(data="fake"), "digest of hf:small"),
         (WithoutDigest(), "lone has no shared_digest, by which hosts compare their hf:small"),
         (toy.recipe(), r"hf:small is not a tpuswarm run .*, and toy can only start from one"),
     ):
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match=message):
             initial_parameters("hf:small", None, recipe, None, None, agree)
 
 

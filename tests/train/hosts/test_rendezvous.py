@@ -27,7 +27,7 @@ MODULE = "tests.train.host"
 
 
 def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch):
-    """Up to the order of sums. Neither leaves before its devices have finished what the other waits for."""
+    """Losses and parameters agree up to the order of sums, and both hosts end."""
     started = start_hosts(MODULE, tmp_path, shards=["replicate", "fsdp"])
     monkeypatch.setattr(mesh, "MIN_SHARDED_BYTES", host.SHARDED_BYTES)
     expected = {shard: host.train(shard, host.STEPS) for shard in ("replicate", "fsdp")}
@@ -80,10 +80,13 @@ def dial(address: tuple[str, int], index: int, host_0) -> socket.socket:
 
 
 def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatch):
-    lines = []
-    monkeypatch.setattr(
-        rendezvous, "ControlChannel", lambda *about: lines.append(control_channel.ControlChannel(*about)) or lines[-1]
-    )
+    channels = []
+
+    def connect(*args):
+        channels.append(control_channel.ControlChannel(*args))
+        return channels[-1]
+
+    monkeypatch.setattr(rendezvous, "ControlChannel", connect)
     monkeypatch.setattr(rendezvous, "POLL_INTERVAL_S", 0.1)
     address, leave = ("127.0.0.1", free_port()), threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -98,7 +101,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             assert duplicate.get(timeout=60) == (words, ExitStatus.TAKEN)
             connection.shutdown(socket.SHUT_RDWR)
             one.get(timeout=60)
-            lines[0].wait(60)  # until host 0 has seen it
+            channels[0].wait(60)  # until host 0 has seen it
             _, again = watched(dial(address, 1, zero))
             assert not zero.done()
         finally:
@@ -205,7 +208,7 @@ def test_one_host_needs_no_others():
 
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_library_that_ends_the_process_waits_for_the_sentence(is_in_time):
-    """gloo does, in a thread of its own, where two devices no longer send each other the same once a host is gone."""
+    """gloo throws in its own thread once a host is gone."""
     script = f"""
 import ctypes, threading
 from tpuswarm.train.hosts import control_channel

@@ -1,4 +1,4 @@
-"""Evaluations count every held-out row once; what is wrong with them is reported before the first step."""
+"""Evaluations count every held-out row once; their errors come before the first step."""
 
 from functools import cache
 

@@ -174,7 +174,7 @@ def test_best_checkpoint_is_kept_however_old(tmp_path):
 
 
 def test_numbers_of_hooks_are_logged_and_decide_what_is_best_and_when_to_stop(tmp_path):
-    """Of evaluations at 2, 4, … the score rises until 6; the second process keeps the best of both."""
+    """The score rises until step 6; the second process keeps the best score of both."""
     scores, logger = {2: 1.0, 4: 3.0, 6: 5.0, 8: 4.0, 10: np.float32(2.0), 12: float("nan")}, Logger()
 
     def score(step):
@@ -218,7 +218,7 @@ def test_numbers_of_hooks_are_logged_and_decide_what_is_best_and_when_to_stop(tm
         *((ScaleLearningRate(factor), "the factor of ScaleLearningRate") for factor in (np.nan, -1.0, 0, "x", None)),
     ],
 )
-def test_what_a_hook_must_not_return_is_refused(returned, says):
+def test_unusable_result_of_a_hook_is_refused(returned, says):
     with pytest.raises(InputError, match=says):
         Hooks([Every(2, lambda step: returned)]).call(0, {"step": 2}, None)
 
@@ -239,7 +239,7 @@ def test_names_of_numbers_are_checked(tmp_path, hooks, options, says):
     assert "keep_best" not in read_config(tmp_path / "run")["may_change"], "the next start would fail again"
 
 
-def test_run_without_evaluations_calls_their_hooks_at_the_end_alone(tmp_path):
+def test_run_without_evaluations_calls_their_hooks_only_at_the_end(tmp_path):
     recipe = toy.supervised(toy.init, toy.loss, optax.sgd(0.1), toy.data())
     score = Every("evaluation", lambda step: {"score": step.row["step"]})
     fit(tmp_path / "run", recipe, hooks=[score])
@@ -284,7 +284,7 @@ def test_evaluation_whose_hooks_were_not_called_is_made_again(tmp_path, monkeypa
     assert scores == {step: 9.0 if step == at else 1.0 for step in (2, 4, 6, 8)}
 
 
-def test_recipe_brings_hooks_and_loggers_which_are_made_where_they_are_needed(tmp_path):
+def test_recipe_brings_hooks_and_loggers(tmp_path):
     seen, made = [], []
     recipe = toy.recipe()
     recipe.hooks = lambda: [Every(4, lambda step: seen.append(step.row["step"]))]
@@ -301,7 +301,7 @@ def test_recipe_brings_hooks_and_loggers_which_are_made_where_they_are_needed(tm
 
 
 def test_numbers_of_the_last_step_are_written_once(tmp_path, monkeypatch):
-    """Though the process ended after it had written them, and the next one calls the hook again."""
+    """The process ends after it wrote them, and the next process calls the hook again."""
     with monkeypatch.context() as patch, pytest.raises(RunFailed, match="killed"):
         patch.setattr(report, "write_report", Mock(side_effect=OSError("killed")))
         fit(tmp_path / "run", hooks=[Every(4, lambda step: {"norm": 1.0})])

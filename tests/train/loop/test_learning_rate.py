@@ -27,7 +27,7 @@ def test_found_rate_is_one_that_trains():
     assert 0.01 / CURVATURE < found.lr < 2 / CURVATURE
     assert [rate for rate, _ in found.tried] == pytest.approx(list(1e-6 * 1e6 ** (np.arange(len(found.tried)) / 100)))
     assert found.tried[-1][1] > found.tried[0][1] and len(found.tried) < 100  # it stopped when it had grown too large
-    # The recipe's batch is rounded up to what the devices' micro-batches divide.
+    # The recipe's batch is rounded up to a multiple of the devices' micro-batches.
     assert Trainer(devices=8, accumulate=2).find_lr(bowl(defaults={"batch": 12})).lr > 0
 
 

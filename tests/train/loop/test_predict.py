@@ -1,4 +1,4 @@
-"""What a user's function gives for each row of a split, with the parameters of a run."""
+"""Predictions of a user's function for each row of a split."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ def guesses(params, batch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A recipe with a test split of 11 rows, and a run of it whose average is far behind its parameters."""
+    """A recipe with a test split of 11 rows, and its run, whose average lags far behind the parameters."""
     splits = {"train": toy.data(0), "test": TEST}
     recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), splits)
     folder = tmp_path_factory.mktemp("runs") / "trained"
@@ -38,7 +38,7 @@ def test_each_row_is_predicted_in_order_with_the_parameters_of_evaluations(train
     )
 
 
-def test_mutable_state_and_programs_of_ones_own(tmp_path):
+def test_functions_get_mutable_state_and_the_state_of_own_programs(tmp_path):
     def loss(params, extra, batch, key):
         return (params["w"][None] * batch["x"]).sum(), ({}, {"seen": extra["seen"] + 1})
 
@@ -60,7 +60,7 @@ def test_mutable_state_and_programs_of_ones_own(tmp_path):
 
 
 def numbered():
-    """A function that makes a stream of eleven rows, which has them in its own order."""
+    """Return a stream of eleven rows in their order."""
     return ({"x": np.full(5, number, np.float32), "y": np.float32(number)} for number in range(11))
 
 
@@ -99,7 +99,7 @@ def test_wrong_function_is_named_by_its_line(trained, function, says):
 
 
 @pytest.mark.parametrize("function", [lambda params, batch: batch["x"].mean(0), lambda params, batch: batch["x"].T])
-def test_sum_over_rows_is_refused_though_it_has_as_many(trained, function):
+def test_sum_over_rows_is_refused_even_with_as_many_elements_as_rows(trained, function):
     """Five features, and five rows at once."""
     recipe, folder = trained
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_sum_over_rows_is_refused_though_it_has_as_many(trained, function):
         Trainer(devices=1, eval_batch=5).predict(recipe, function, run=folder)
 
 
-def test_stream_that_is_shorter_than_it_says_is_refused(trained):
+def test_stream_shorter_than_its_rows_per_epoch_is_refused(trained):
     _, folder = trained
     stream = StreamSource(numbered, batched=False, rows_per_epoch=20)
     recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": toy.data(0), "test": stream})
@@ -133,7 +133,7 @@ class Numbered(InOrder):
         return np.arange(start, start + count)
 
 
-def test_source_with_rows_of_its_own_has_to_say_which_they_are(trained):
+def test_source_that_overrides_rows_needs_row_numbers(trained):
     _, folder = trained
 
     def predict(kind):
@@ -145,7 +145,7 @@ def test_source_with_rows_of_its_own_has_to_say_which_they_are(trained):
     np.testing.assert_array_equal(predict(Numbered), TEST["y"])
 
 
-def test_split_that_is_not_there_is_refused(trained):
+def test_missing_split_is_refused(trained):
     recipe, folder = trained
     with pytest.raises(NoSuchSplit, match="has no validation data"):
         Trainer(devices=1).predict(recipe, guesses, run=folder, split="validation")

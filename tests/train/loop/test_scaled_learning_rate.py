@@ -19,7 +19,7 @@ def scales(folder):
 
 
 def noisy(optimizer=None, schedule=None):
-    """Its held-out loss never falls."""
+    """Return a recipe whose held-out loss never falls."""
 
     def loss(params, batch, key):
         return jnp.square(params["w"]).sum() + jnp.square(batch["x"]).mean() if key is not None else jnp.ones(())
@@ -31,7 +31,7 @@ def noisy(optimizer=None, schedule=None):
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["ready", "schedule"])
 def test_learning_rate_falls_on_a_plateau_also_after_it_was_resumed(tmp_path, scheduled):
-    """Each gradient is 2 w: the parameters say by what rates they were trained."""
+    """Each gradient is 2 w, so the parameters show the rates of their training."""
     recipe = noisy(lambda rate, mask: optax.sgd(rate), lambda step: 0.1) if scheduled else noisy()
 
     def train(folder, leaves):
@@ -56,7 +56,7 @@ def test_learning_rate_falls_on_a_plateau_also_after_it_was_resumed(tmp_path, sc
     assert scales(tmp_path / "broken") == [0.5, 0.25]
 
 
-def test_what_a_later_start_undoes_does_not_scale_its_learning_rate():
+def test_scale_that_a_later_start_undoes_does_not_count():
     def row(event, step, **more):
         return {"event": event, "step": step, **more}
 
@@ -87,7 +87,7 @@ SCALES, PLATEAU = Every(2, lambda step: ScaleLearningRate(0.5)), Every("evaluati
         (noisy(optax.contrib.schedule_free_sgd(0.1)), SCALES),
     ],
 )
-def test_what_ignores_the_scale_is_refused(tmp_path, recipe, hook):
+def test_program_that_ignores_the_scale_is_refused(tmp_path, recipe, hook):
     with pytest.raises(InputError, match="a hook scales the learning rate, but "):
         Trainer(devices=1, eval_every=2, hooks=[hook]).fit(recipe, steps=4, batch=8, run=tmp_path / "run")
     assert hook is SCALES or not (tmp_path / "run").exists(), "refused before the first step"

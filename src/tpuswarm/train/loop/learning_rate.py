@@ -55,7 +55,7 @@ def find_lr(
 ) -> Rates:
     """Find the peak learning rate for a recipe with a schedule, on the first rows of its run; save nothing.
 
-    requested: settings of a run by name. Raise InputError unless the program is one of `supervised` with a schedule, and
+    requested: settings of a run by name. Raise InputError unless the program is from `supervised` with a schedule, and
     if the loss does not fall at any rate.
     """
     options = {name: requested[name] for name in Request.__dataclass_fields__ if name in requested}

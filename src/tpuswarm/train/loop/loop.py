@@ -133,7 +133,7 @@ class Loop:
     def _open(self) -> None:
         session, compiled, step = self._session, self._session.compiled, self._progress.step
         mesh = compiled.mesh
-        session.begin()
+        session.write_config()
         self._outputs.open(self._loggers)
         self._display.open(
             Opening(

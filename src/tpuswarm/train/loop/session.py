@@ -66,7 +66,7 @@ class Session:
     save_s: float | None = None
     """How long the restored checkpoint took to save."""
 
-    def begin(self) -> None:
+    def write_config(self) -> None:
         """Write the configuration, which makes the directory a run for good."""
         if self.run.writes and isinstance(self.recipe, KeepsFiles):
             with blame(f"keep of {self.recipe.name} fails"):

@@ -38,6 +38,7 @@ os.environ["TPUSWARM_REHEARSAL_OWNER"] = str(os.getpid())
 
 import jax
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from tests.browser import browser, chromium_of_session  # noqa: F401  # fixtures for all
@@ -107,10 +108,14 @@ def _forgets_what_is_compiled():
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory):
-    """A small text with a structure that can be learnt."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"line {n}: the quick brown fox jumps over {n * n} lazy dogs.\n" for n in range(400)))
+def text_file() -> Path:
+    """A small text with a structure that can be learnt; beside the finished runs, which name its path."""
+    path = Path(os.environ["TPUSWARM_CACHE"]) / "text.txt"
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            path.write_text(
+                "".join(f"line {n}: the quick brown fox jumps over {n * n} lazy dogs.\n" for n in range(400))
+            )
     return path
 
 

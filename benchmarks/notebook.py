@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.report import Settings, Table, median, verdict
-from tpuswarm.cloud.rehearsal.place import VARIABLE
+from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from tests.remote.cells import Cells
@@ -59,7 +59,7 @@ def run(settings: Settings) -> Iterable[Table]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "swarm.toml").write_text(FILE)
-        environment = {**os.environ, VARIABLE: f"{name}/cloud", "XDG_STATE_HOME": f"{name}/state", "HOME": name}
+        environment = {**os.environ, FOLDER_VARIABLE: f"{name}/cloud", "XDG_STATE_HOME": f"{name}/state", "HOME": name}
 
         def command(*words: str, check: bool = True) -> None:
             subprocess.run([PROGRAM, *words], cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=check)

@@ -33,7 +33,7 @@ def run(settings: Settings) -> Iterable[Table]:
     members, versions, updates = (20, 200, 3) if settings.quick else (200, 10_000, 20)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = FakeRun(folder / "run", members, 2 * versions).hold()
+        made = FakeRun(folder / "run", members, 2 * versions).take_lock()
         made.grow(versions)
         size = sum(path.stat().st_size for path in made.folder.glob("*.jsonl"))
         command = [sys.executable, "-m", "tpuswarm", "page", "run", "--port", "8799"]

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import Settings, Table, median, verdict
-from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.cloud.rehearsal.connect import CloudFolder, send_command
 from tpuswarm.remote.attended import Attended
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.everywhere import Everywhere
@@ -185,8 +184,8 @@ def _resident() -> int:
 def _job_again(times: int) -> list[float]:
     """Seconds from a machine's being ready after a preemption to its job's running again."""
     with tempfile.TemporaryDirectory() as name:
-        folder, place = Path(name), Place(Path(name) / "cloud")
-        environment = {**os.environ, "HOME": name, "XDG_STATE_HOME": name, "TPUSWARM_REHEARSAL": str(place.folder)}
+        folder, place = Path(name), CloudFolder(Path(name) / "cloud")
+        environment = {**os.environ, "HOME": name, "XDG_STATE_HOME": name, "TPUSWARM_REHEARSAL": str(place.path)}
         (folder / "swarm.toml").write_text(SWARM)
 
         def do(*words: str) -> None:
@@ -204,10 +203,10 @@ def _job_again(times: int) -> list[float]:
             for number in range(1, times + 1):
                 while _count(began) < number:
                     time.sleep(0.02)
-                (machine,) = [each for each in ask(place, "status")["machines"] if each["state"] == "READY"]
-                ask(place, "preempt", name=machine["name"], ending="gone")
+                (machine,) = [each for each in send_command(place, "status")["machines"] if each["state"] == "READY"]
+                send_command(place, "preempt", name=machine["name"], ending="gone")
                 for there in (False, True):  # it goes, and another one comes
-                    while any(each["state"] == "READY" for each in ask(place, "status")["machines"]) != there:
+                    while any(each["state"] == "READY" for each in send_command(place, "status")["machines"]) != there:
                         time.sleep(0.02)
                 ready = time.perf_counter()
                 while _count(began) <= number:

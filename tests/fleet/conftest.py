@@ -11,7 +11,7 @@ import pytest
 from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ManagedFleet
 from tests.local_cloud import local_cloud
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.store.fleets import Fleet
 
@@ -104,9 +104,9 @@ def cloud_folder(tmp_path_factory):
     """The folder of a fast local cloud, where some projects have faults."""
     with local_cloud(tmp_path_factory.mktemp("cloud")) as place:
         for name, fault in FAULTS.items():
-            ask(place, "break", name=name, fault=fault)
-        ask(place, "quota", zone=NO_QUOTA, generation="v2", limit=0)
-        yield place.folder
+            send_command(place, "break", name=name, fault=fault)
+        send_command(place, "quota", zone=NO_QUOTA, generation="v2", limit=0)
+        yield place.path
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ from tpuswarm.cloud.google.firewall import Rule
 from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import FLEET_LABEL
-from tpuswarm.cloud.rehearsal.client import environment
-from tpuswarm.cloud.rehearsal.connect import connect
-from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.cloud.rehearsal.connect import CloudFolder, connect, gcloud_variables
 
 
 def done_steps(out: str) -> list[str]:
@@ -148,7 +146,7 @@ def test_firewall_rule_of_the_right_name_and_wrong_content_is_refused(init, acce
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
 def test_printed_gcloud_commands_do_what_the_steps_do(init, cloud_folder):
-    local = {**environment(Place(cloud_folder), connect(cloud_folder)), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
+    local = {**gcloud_variables(CloudFolder(cloud_folder), connect(cloud_folder)), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     _, out, _ = init("--dry-run", "typed-1")
     lines = [line.strip() for line in out.splitlines() if line.strip().startswith("gcloud ")]
     assert len(lines) == 7

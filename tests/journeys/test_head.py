@@ -13,8 +13,7 @@ import pytest
 from tests.local_cloud import delete_machine, use_local_cloud
 from tests.processes import PATIENCE, PROGRAM
 from tests.waiting import until
-from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.cloud.rehearsal.connect import CloudFolder, send_command
 
 pytestmark = pytest.mark.fleet
 FILE = """\
@@ -78,7 +77,7 @@ def job() -> dict:
     return found["seats"][0]
 
 
-def home(place: Place, name: str) -> Path:
+def home(place: CloudFolder, name: str) -> Path:
     (found,) = place.machines.glob(f"{name}-0-*")
     (user,) = [item for item in (found / "root", *found.glob("home/*")) if (item / ".tpuswarm").exists()]
     return user
@@ -137,7 +136,8 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     print(first, keeper(), (state / "keeper.log").read_text())
     delete_machine(place, "duo-head")
     wait_until(
-        lambda: all(machine["name"] != "duo-head" for machine in ask(place, "status")["machines"]), "the head stays"
+        lambda: all(machine["name"] != "duo-head" for machine in send_command(place, "status")["machines"]),
+        "the head stays",
     )
     with (tmp_path / "keeper.log").open("wb") as log:
         here = subprocess.Popen([PROGRAM, "keep"], stdout=log, stderr=log)
@@ -151,5 +151,5 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
 
     printed = run("down --yes")
     assert "lists nothing with the id duo-" in printed
-    status = ask(place, "status")
+    status = send_command(place, "status")
     assert status["machines"] == [] and status["requests"] == [], status

@@ -11,7 +11,7 @@ import pytest
 
 from tests.local_cloud import delete_machine, local_cloud
 from tests.remote.conftest import Fleet
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import send_command
 
 FILE = """\
 name = "duo"
@@ -113,20 +113,20 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
     assert len(set(secret.values())) == 1 and len(secret) == 4
 
     for name in (one, slice_):
-        ask(fleet.place, "preempt", name=name, ending="preempted")
+        send_command(fleet.place, "preempt", name=name, ending="preempted")
         until(fleet, lambda seen, name=name: f"j-{name}" not in alive(seen), f"{name} is lost")
         until(fleet, lambda seen, name=name: f"j-{name}" in alive(seen), f"{name} is back as the same member")
     lives = incarnation(read_status(fleet), one)
-    ask(fleet.place, "maintenance", name=one)
+    send_command(fleet.place, "maintenance", name=one)
     until(fleet, lambda seen: incarnation(seen, one) not in (lives, None), "it is back after a maintenance")
     assert set(secrets_of(fleet).values()) == set(secret.values()), "as long as the head lives"
 
-    ask(fleet.place, "stockout", zone="us-central1-a")
+    send_command(fleet.place, "stockout", zone="us-central1-a")
     for name in (one, slice_):
-        ask(fleet.place, "preempt", name=name, ending="preempted")
+        send_command(fleet.place, "preempt", name=name, ending="preempted")
     waits = until(fleet, is_waiting_for_both, "it waits for machines, and says so")
     assert [machine["machine"] for machine in waits["machines"] if machine["kind"] == "head"] and waits["dollars"] > 0
-    ask(fleet.place, "stockout", zone="us-central1-a", over=True)
+    send_command(fleet.place, "stockout", zone="us-central1-a", over=True)
     until(fleet, lambda seen: {f"j-{one}", f"j-{slice_}"} <= alive(seen), "both are back")
 
     before = read_status(fleet)
@@ -196,7 +196,7 @@ def incarnation(seen: dict, name: str) -> str | None:
 
 def left(fleet: Fleet) -> list[str]:
     """Return the command lines of all processes on machines of this cloud."""
-    mark = f"TPUSWARM_REHEARSAL={fleet.place.folder}".encode()
+    mark = f"TPUSWARM_REHEARSAL={fleet.place.path}".encode()
     found = []
     for path in Path("/proc").iterdir():
         try:

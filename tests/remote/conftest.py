@@ -20,9 +20,8 @@ from tests.processes import finish
 from tests.remote.machines import Machines, start_machines
 from tests.terminal import PROGRAM
 from tpuswarm.cli import main
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE, CloudFolder, send_command
 from tpuswarm.cloud.rehearsal.machines import processes
-from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
 from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.keeper.job_runner import JobRunner
@@ -72,9 +71,9 @@ main()
 
 
 class Fleet:
-    def __init__(self, folder: Path, place: Place):
+    def __init__(self, folder: Path, place: CloudFolder):
         self.folder, self.place = folder, place
-        self.environment = {**os.environ, VARIABLE: str(place.folder), "XDG_STATE_HOME": str(folder / "state"),
+        self.environment = {**os.environ, FOLDER_VARIABLE: str(place.path), "XDG_STATE_HOME": str(folder / "state"),
                             "HOME": str(folder)}  # fmt: skip
 
     def enter(self, monkeypatch: pytest.MonkeyPatch, cwd: Path | None = None) -> "Fleet":
@@ -187,7 +186,7 @@ class Fleet:
         return asyncio.run(rounds())
 
     def machines(self) -> list[dict]:
-        return ask(self.place, "status")["machines"]
+        return send_command(self.place, "status")["machines"]
 
     def ready_machine(self) -> str:
         (name,) = {machine["name"] for machine in self.machines() if machine["state"] == "READY"}

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import asyncssh
 
-from tpuswarm.cloud.rehearsal import block
 from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
+from tpuswarm.cloud.rehearsal.connect import CloudFolder
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.machines import ssh as served
-from tpuswarm.cloud.rehearsal.machines.machines import put_stand_ins
+from tpuswarm.cloud.rehearsal.machines.machines import install_stand_ins
 from tpuswarm.cloud.rehearsal.machines.root import SSH_PORT, Root
-from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.cloud.rehearsal.server import reserve_block
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
 
@@ -96,11 +96,11 @@ class NotedServer(served.Server):
 @contextmanager
 def start_machines(folder: Path, count: int) -> Iterator[Machines]:
     """Start machines; at the end kill everything on them."""
-    place = Place(folder / "cloud")
+    place = CloudFolder(folder / "cloud")
     place.make()
     place.machines.mkdir()
-    put_stand_ins(place)
-    number, held = block.hold(folder, None)
+    install_stand_ins(place)
+    number, held = reserve_block(folder, None)
     key, key_file = asyncssh.generate_private_key("ssh-ed25519"), folder / "key"
     key.write_private_key(key_file)
     key_file.chmod(0o600)

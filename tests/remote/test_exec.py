@@ -11,7 +11,7 @@ from tests.cloud.rehearsal.conftest import until
 from tests.processes import finish
 from tests.remote.conftest import HOSTS, ONE, SLICE
 from tests.terminal import CTRL_C, PROGRAM, terminal
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.remote import attended
 
 
@@ -122,7 +122,7 @@ def test_lost_host_is_reported_its_command_ends_and_others_finish(fleet, tmp_pat
     line = f"case $TPUSWARM_REHEARSAL_MACHINE in v2*) sleep 5678;; *) {others};; esac"
     process = fleet.start("exec", "all", "--", line)
     until(lambda: fleet.pids("sleep 5678"))
-    ask(fleet.place, "preempt", name=ONE, ending="gone")
+    send_command(fleet.place, "preempt", name=ONE, ending="gone")
     try:
         fleet.wait_until_gone("sleep 5678")
         (tmp_path / "go").touch()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until as wait_until
 from tests.remote.conftest import INTERVALS
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.fleet.store.fleets import find_fleet
 
 pytestmark = pytest.mark.slow
@@ -60,11 +60,11 @@ def test_job_survives_preemptions_maintenance_and_killed_keepers_and_never_runs_
         return len(starts(tmp_path)) == 4 and min(starts(tmp_path).values()) >= times
 
     until(lambda: all_started(1))
-    ask(fleet.place, "preempt", name=fleet.ready_machine(), ending="preempted")
+    send_command(fleet.place, "preempt", name=fleet.ready_machine(), ending="preempted")
     until(lambda: all_started(2))
-    ask(fleet.place, "maintenance", name=fleet.ready_machine())
+    send_command(fleet.place, "maintenance", name=fleet.ready_machine())
     until(lambda: all_started(3))
-    ask(fleet.place, "preempt", name=fleet.ready_machine(), ending="gone")
+    send_command(fleet.place, "preempt", name=fleet.ready_machine(), ending="gone")
     for _ in range(3):  # at any moment of what it does about it
         until(lambda: leader() == keeper.pid)  # noqa: B023
         time.sleep(chance.uniform(0.0, 1.0))

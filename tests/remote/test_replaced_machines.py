@@ -7,7 +7,7 @@ import pytest
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import HOSTS, ONE, SLICE
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, TpuSpec, Worker
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
 from tpuswarm.fleet.hosts.targets import find_targets, select_targets
@@ -43,8 +43,8 @@ def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_know
     (before,), _ = routes.hosts(ONE)
     old_folder = fleet.home(f"{ONE}-0").name
     preempted = ("reach", "is preempted, not ready")
-    ask(fleet.place, "preempt", name=ONE, ending="preempted")
-    ask(fleet.place, "preempt", name=SLICE, ending="gone")
+    send_command(fleet.place, "preempt", name=ONE, ending="preempted")
+    send_command(fleet.place, "preempt", name=SLICE, ending="gone")
     try:
         until(lambda: doctor(fleet, "all").keys() == {ONE, "slice"})  # before, their notices are found
         missing = ("reach", "1 v5e-16 missing: requested in us-central1-a")

@@ -83,10 +83,10 @@ class Bucket:
 @contextmanager
 def bucket(name: str, folder: Path) -> Iterator[Bucket]:
     """Serve an empty bucket."""
-    from tpuswarm.cloud.rehearsal.common.call import Rejected
+    from tpuswarm.cloud.rehearsal.common.api import Rejected
     from tpuswarm.cloud.rehearsal.common.records import Records
-    from tpuswarm.cloud.rehearsal.web.objects import Objects
-    from tpuswarm.cloud.rehearsal.web.storage import Storage
+    from tpuswarm.cloud.rehearsal.storage.objects import Objects
+    from tpuswarm.cloud.rehearsal.storage.service import Storage
     from tpuswarm.cloud.rehearsal.wire.rest import reject
 
     listener = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""`tpuswarm page` as its user has it: a process, on a port that was free."""
+"""Run `tpuswarm page` in a process, on a free port."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from tests.processes import PROGRAM, Forked
 
 
 class Page:
-    """`tpuswarm page` with these words, in a folder; its token lies in `state`."""
+    """`tpuswarm page` with these arguments, in a folder; its token lies in `state`."""
 
     def __init__(self, folder: Path, *words: str, port: int | None = None, environment: dict[str, str] | None = None):
         self.port = port or free_port()
@@ -38,7 +38,7 @@ class Page:
         except HTTPError as error:
             return error.code, error.read().decode()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Press Ctrl-C."""
         if self.process.poll() is None:
             self.process.send_signal(2)
@@ -48,7 +48,7 @@ class Page:
 
 @pytest.fixture
 def page_of() -> Iterator[Callable[..., Page]]:
-    """Opens pages, and ends them with the test."""
+    """Open pages; they end with the test."""
     opened: list[Page] = []
 
     def open_page(*about, **more) -> Page:
@@ -57,4 +57,4 @@ def page_of() -> Iterator[Callable[..., Page]]:
 
     yield open_page
     for page in opened:
-        page.end()
+        page.stop()

@@ -1,4 +1,4 @@
-"""A fake run of a swarm, of any size, in the files that a real one writes."""
+"""A fake run of a swarm, of any size, with the files of a real one."""
 
 import fcntl
 import json
@@ -13,18 +13,18 @@ from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, write_status
 from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS
 from tpuswarm.train.storage.folders import LOCK
 
-TOKENS = 1000
-"""Of one contribution."""
-BEGAN = 1_700_000_000.0
-STEP_S = 30.0
-"""Seconds from version to version."""
+CYCLE_TOKENS = 1000
+"""Tokens of one contribution."""
+START_TIME = 1_700_000_000.0
+CYCLE_S = 30.0
+"""Time between versions."""
 
 
 class FakeRun:
     """A run with members m0, m1, …; each version has a contribution of every member that is not lost."""
 
     def __init__(self, folder: Path, members: int, versions: int):
-        """versions: of the whole run."""
+        """versions: how many the whole run has."""
         folder.mkdir(parents=True)
         self.folder, self.names = folder, [f"m{number}" for number in range(members)]
         self.versions, self.version, self.tokens = versions, 0, 0
@@ -32,13 +32,13 @@ class FakeRun:
         (folder / CONFIG).write_text(
             '[recipe]\nname = "made"\ntarget = "made:Made"\n[recipe.options]\n'
             f"[train]\nsteps = {versions * members}\nbatch = 1\nseed = 0\n"
-            f"[chosen]\ntokens_per_row = {TOKENS}\n[swarm]\nmembers = {members}\n"
+            f"[chosen]\ntokens_per_row = {CYCLE_TOKENS}\n[swarm]\nmembers = {members}\n"
         )
         (folder / "logs").mkdir()
         self._lock = (folder / LOCK).open("w+")
-        self.event(BEGAN, "started", message="made up")
+        self.event(START_TIME, "started", message="made up")
 
-    def hold(self) -> "FakeRun":
+    def take_lock(self) -> "FakeRun":
         """Take the run's lock, as a running trainer does."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._lock.write(str(os.getpid()))
@@ -60,14 +60,14 @@ class FakeRun:
                 version = self.version + 1
                 losses = 2 + 3 / np.sqrt(version) + np.random.default_rng(version).normal(size=len(alive)) / 20
                 for name, loss in zip(alive, losses, strict=True):
-                    row = {"step": version, "tokens": version * TOKENS, "loss": float(loss), "lr": 1e-3,
-                           "grad_norm": 0.5, "tokens_per_s": TOKENS / STEP_S, "wall_s": version * STEP_S,
+                    row = {"step": version, "tokens": version * CYCLE_TOKENS, "loss": float(loss), "lr": 1e-3,
+                           "grad_norm": 0.5, "tokens_per_s": CYCLE_TOKENS / CYCLE_S, "wall_s": version * CYCLE_S,
                            "member": name, "version": self.version}  # fmt: skip
                     metrics.write(json.dumps(row) + "\n")
-                self.version, self.tokens = version, self.tokens + TOKENS * len(alive)
-                part = {"incarnation": "0" * 32, "tokens": TOKENS, "weight": 1 / len(alive), "fate": "applied",
+                self.version, self.tokens = version, self.tokens + CYCLE_TOKENS * len(alive)
+                part = {"incarnation": "0" * 32, "tokens": CYCLE_TOKENS, "weight": 1 / len(alive), "fate": "applied",
                         "reason": ""}  # fmt: skip
-                commit = {"time": BEGAN + version * STEP_S, "event": "commit", "version": version, "epoch": 1,
+                commit = {"time": START_TIME + version * CYCLE_S, "event": "commit", "version": version, "epoch": 1,
                           "tokens": self.tokens, "contributors": [{"member": name, **part} for name in alive],
                           "others": [], "rule": "nesterov", "rate": 0.7}  # fmt: skip
                 events.write(json.dumps(commit) + "\n")
@@ -79,7 +79,7 @@ class FakeRun:
 
     def lose_member(self, name: str) -> None:
         self.lost.add(name)
-        self.event(BEGAN + self.version * STEP_S, "lost", member=name, message="killed", tokens=TOKENS)
+        self.event(START_TIME + self.version * CYCLE_S, "lost", member=name, message="killed", tokens=CYCLE_TOKENS)
         self.write_status()
 
     def write_status(self, alarms: tuple[str, ...] = ()) -> None:
@@ -91,17 +91,18 @@ class FakeRun:
             MemberStatus(
                 id=name, state="lost" if name in self.lost else "alive", pid=1000 + number,
                 incarnation=f"{number:032x}",
-                base=self.version, tokens=self.version * TOKENS, lag=0, grad_norm=0.5,
-                tokens_per_s=None if name in self.lost else TOKENS / STEP_S + number / 100 + self.version % 7,
+                base=self.version, tokens=self.version * CYCLE_TOKENS, lag=0, grad_norm=0.5,
+                tokens_per_s=None if name in self.lost else CYCLE_TOKENS / CYCLE_S + number / 100 + self.version % 7,
                 loss=loss + number / 1000,
             )
             for number, name in enumerate(self.names)
         )  # fmt: skip
-        goal = self.versions * TOKENS * len(self.names)
+        goal = self.versions * CYCLE_TOKENS * len(self.names)
         return SwarmStatus(
-            time=BEGAN + self.version * STEP_S, began=BEGAN, version=self.version, epoch=1, phase="waiting for pushes",
-            horizon=goal, tokens=Tokens(self.tokens + 2 * TOKENS, self.tokens, TOKENS, 0, TOKENS),
-            goodput=self.tokens / (self.tokens + 2 * TOKENS), lag=0, left=60.0, loss=loss, eval_loss=2.5,
+            time=START_TIME + self.version * CYCLE_S, began=START_TIME, version=self.version, epoch=1,
+            phase="waiting for pushes",
+            horizon=goal, tokens=Tokens(self.tokens + 2 * CYCLE_TOKENS, self.tokens, CYCLE_TOKENS, 0, CYCLE_TOKENS),
+            goodput=self.tokens / (self.tokens + 2 * CYCLE_TOKENS), lag=0, left=60.0, loss=loss, eval_loss=2.5,
             tokens_per_s=sum(member.tokens_per_s or 0 for member in members), eval_version=self.version // 10 * 10,
             members=members, alarms=alarms, address="", processes={}, carried=12345,
         )  # fmt: skip

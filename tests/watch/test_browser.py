@@ -1,4 +1,4 @@
-"""What tests in a browser rely on: contacted hosts and console errors are recorded."""
+"""The browser of tests records contacted hosts and console errors."""
 
 PAGE = (
     "<meta name=viewport content='width=device-width'><p>hello</p>"

@@ -1,11 +1,11 @@
-"""A run's past for a page: nothing is lost of a short run, a long one keeps its shape, and what is new is read once."""
+"""A page's history of a run: a short run is complete, a long one keeps its shape, and new lines are read once."""
 
 import json
 from itertools import pairwise
 
 import pytest
 
-from tests.watch.fake_run import STEP_S, TOKENS, FakeRun
+from tests.watch.fake_run import CYCLE_S, CYCLE_TOKENS, FakeRun
 from tpuswarm.swarm.views.events import commit_sentence
 from tpuswarm.train.run.directory import EVENTS, METRICS, append_event, append_rows
 from tpuswarm.watch.page import json_lines
@@ -20,31 +20,31 @@ def run(tmp_path):
 
 def test_short_run_is_complete(run):
     run.grow(12, evaluated=4)
-    past = History(run.folder, swarm=True)
-    assert [column.version for column in past.columns] == list(range(1, 13)) and past.names == ["m0", "m1", "m2"]
-    assert all(column.shares == [333, 333, 333] for column in past.columns)
-    assert [tokens for tokens, _ in past.evaluations] == [3 * TOKENS * version for version in (4, 8, 12)]
-    assert {round(speed.mean) for speed in past.speeds} == {round(3 * TOKENS / STEP_S)}
+    history = History(run.folder, swarm=True)
+    assert [column.version for column in history.columns] == list(range(1, 13)) and history.names == ["m0", "m1", "m2"]
+    assert all(column.shares == [333, 333, 333] for column in history.columns)
+    assert [tokens for tokens, _ in history.evaluations] == [3 * CYCLE_TOKENS * version for version in (4, 8, 12)]
+    assert {round(speed.mean) for speed in history.speeds} == {round(3 * CYCLE_TOKENS / CYCLE_S)}
     rows = [json.loads(line) for line in (run.folder / METRICS).read_text().splitlines()]
-    assert [point.mean for point in past.losses] == [row["loss"] for row in rows if "loss" in row]
-    assert [event.kind for event in past.told] == ["started", *["commit"] * 12]
+    assert [point.mean for point in history.losses] == [row["loss"] for row in rows if "loss" in row]
+    assert [event.kind for event in history.told] == ["started", *["commit"] * 12]
 
 
-def test_news_comes_once_and_torn_lines_later(run):
+def test_updates_come_once_and_torn_lines_later(run):
     run.grow(2)
-    past = History(run.folder, swarm=True)
-    assert past.read_new() is not None and not past.read_new()
+    history = History(run.folder, swarm=True)
+    assert history.read_new() is not None and not history.read_new()
     run.lose_member("m1")
     run.grow(1)
     with (run.folder / EVENTS).open("a") as file:
         file.write('{"time": 1.0, "event": "al')
-    news = past.read_new()
-    assert [event.kind for event in news.told] == ["lost", "commit"] and "m1 killed" in news.told[0].text
-    assert news.columns[0].shares == [500, None, 500] and news.losses[0].tokens == 2 * 3 * TOKENS
-    assert not past.read_new()
+    updates = history.read_new()
+    assert [event.kind for event in updates.told] == ["lost", "commit"] and "m1 killed" in updates.told[0].text
+    assert updates.columns[0].shares == [500, None, 500] and updates.losses[0].tokens == 2 * 3 * CYCLE_TOKENS
+    assert not history.read_new()
     with (run.folder / EVENTS).open("a") as file:
         file.write('arm", "message": "look"}\n')
-    assert [event.text for event in past.read_new().told] == ["alarm: look"]
+    assert [event.text for event in history.read_new().told] == ["alarm: look"]
 
 
 def test_dropped_contribution_is_marked_and_damaged_lines_are_skipped(run):
@@ -52,53 +52,59 @@ def test_dropped_contribution_is_marked_and_damaged_lines_are_skipped(run):
     run.event(1.0, "commit", version=1, epoch=1, tokens=9, contributors=[], others=[part], rule="average", rate=1)
     run.event(2.0, "commit", version=2)
     (run.folder / METRICS).write_text('{"step": 1\n[1]\n{"step": 2, "loss": null, "tokens": 1}\n')
-    past = History(run.folder, swarm=True)
-    assert past.names == ["m7"] and [column.shares for column in past.columns] == [[NOT_COUNTED]] and not past.losses
+    history = History(run.folder, swarm=True)
+    assert (
+        history.names == ["m7"]
+        and [column.shares for column in history.columns] == [[NOT_COUNTED]]
+        and not history.losses
+    )
 
 
 def test_replaced_run_starts_a_new_history(run, tmp_path):
     run.grow(3)
-    past = History(run.folder, swarm=True)
+    history = History(run.folder, swarm=True)
     (run.folder / METRICS).unlink()
-    assert past.read_new() is None
+    assert history.read_new() is None
     append_rows(run.folder / METRICS, [{"step": 1, "loss": 1.0}])
-    assert past.read_new() is None, "another file of that name"
+    assert history.read_new() is None, "another file of that name"
 
 
 def test_plain_run_has_tokens_and_speed(tmp_path):
     rows = [{"step": step, "tokens": 64 * step, "loss": 1 / step, "tokens_per_s": 100.0 * step} for step in range(1, 9)]
     append_event(tmp_path, "started")
     append_rows(tmp_path / METRICS, [*rows, {"step": 8, "tokens": 512, "eval_loss": 0.2}])
-    past = History(tmp_path, swarm=False)
-    assert [point.tokens for point in past.losses] == [64.0 * step for step in range(1, 9)]
-    assert [speed.mean for speed in past.speeds] == [100.0 * step for step in range(1, 9)]
-    assert past.evaluations == [[512, 0.2]] and not past.columns
+    history = History(tmp_path, swarm=False)
+    assert [point.tokens for point in history.losses] == [64.0 * step for step in range(1, 9)]
+    assert [speed.mean for speed in history.speeds] == [100.0 * step for step in range(1, 9)]
+    assert history.evaluations == [[512, 0.2]] and not history.columns
 
 
 def test_long_run_keeps_its_shape_in_limited_space(run, monkeypatch):
     monkeypatch.setattr(json_lines, "FULL_READ_BYTES", 10_000)
     run.grow(2000)
-    past = History(run.folder, swarm=True)
-    versions = [column.version for column in past.columns]
+    history = History(run.folder, swarm=True)
+    versions = [column.version for column in history.columns]
     assert len(versions) <= MAX_COLUMNS + 1 and versions == sorted(set(versions))
     assert versions[0] <= 2 and versions[-1] == 2000 and max(b - a for a, b in pairwise(versions)) < 30
-    assert MAX_POINTS / 2 < len(past.losses) <= MAX_POINTS
-    for point in past.losses[5:]:  # made of 2 + 3 / sqrt(version), and noise of 0.05
-        version = point.tokens / (3 * TOKENS)
+    assert MAX_POINTS / 2 < len(history.losses) <= MAX_POINTS
+    for point in history.losses[5:]:  # made of 2 + 3 / sqrt(version), and noise of 0.05
+        version = point.tokens / (3 * CYCLE_TOKENS)
         assert abs(point.mean - (2 + 3 / (version + 1) ** 0.5)) < 0.15
-    assert len(past.evaluations) == 200, "every evaluation, wherever it stands"
+    assert len(history.evaluations) == 200, "every evaluation, wherever it stands"
     for _ in range(10):
         run.grow(50)
-        assert past.read_new()
+        assert history.read_new()
     assert (
-        len(past.columns) <= 2 * MAX_COLUMNS and len(past.losses) <= 2 * MAX_POINTS and past.columns[-1].version == 2500
+        len(history.columns) <= 2 * MAX_COLUMNS
+        and len(history.losses) <= 2 * MAX_POINTS
+        and history.columns[-1].version == 2500
     )
 
 
-def test_too_much_news_reloads_the_page(run):
-    past = History(run.folder, swarm=True)
+def test_too_many_updates_reload_the_page(run):
+    history = History(run.folder, swarm=True)
     run.grow(MAX_NEW_EVENTS + 1)
-    assert past.read_new() is None
+    assert history.read_new() is None
     assert [event.kind for event in History(run.folder, swarm=True).told] == [
         "started",
         *["commit"] * (MAX_NEW_EVENTS + 1),
@@ -108,13 +114,13 @@ def test_too_much_news_reloads_the_page(run):
 def test_older_events_are_loaded_back_to_the_first(run, monkeypatch):
     monkeypatch.setattr(json_lines, "READ_WINDOW_BYTES", 2000)
     run.grow(300)
-    past = History(run.folder, swarm=True)
-    found, at = [], past.told[0].at
+    history = History(run.folder, swarm=True)
+    found, at = [], history.told[0].at
     while at:
-        shown_events, at = past.read_older(at)
+        shown_events, at = history.read_older(at)
         assert shown_events
         found = shown_events + found
-    assert [item.kind for item in (*found, *past.told)] == ["started", *["commit"] * 300]
+    assert [item.kind for item in (*found, *history.told)] == ["started", *["commit"] * 300]
 
 
 def test_line_longer_than_the_read_window(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A page follows its run: temporary failures are reported and end nothing."""
+"""A page follows its run and reports temporary failures."""
 
 import asyncio
 import json
@@ -14,28 +14,28 @@ URL = "gs://bucket/run"
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """A run in a bucket; what it raises is what is left in `errors`."""
+    """A run in a bucket; the next fetch raises the last of `errors`."""
     run = FakeRun(tmp_path / "run", 2, 100)
     run.grow(3)
-    run.errors, run.asked = [], 0
+    run.errors, run.fetches = [], 0
 
-    def bring(url: str) -> None:
-        run.asked += 1
+    def fetch(url: str) -> None:
+        run.fetches += 1
         if run.errors:
             raise run.errors.pop()
 
-    monkeypatch.setattr(module, "bring", bring)
+    monkeypatch.setattr(module, "bring", fetch)
     monkeypatch.setattr(module, "folder_of", lambda url: run.folder)
     return run
 
 
 async def until(messages, holds) -> dict:
-    """The first message of which it is true."""
+    """Return the first message for which `holds` is true."""
     async for _, data in messages:
-        found = json.loads(data or "{}")
-        if holds(found):
-            return found
-    raise AssertionError("it has ended")
+        message = json.loads(data or "{}")
+        if holds(message):
+            return message
+    raise AssertionError("the messages ended")
 
 
 def test_bucket_that_fails_once_is_reported_and_still_followed(bucket, monkeypatch):
@@ -70,7 +70,7 @@ def test_requests_do_not_each_read_the_bucket(bucket, monkeypatch):
         assert (await live.fresh()).swarm.status.version == 5
         for _ in range(3):
             await live.fresh()
-        assert bucket.asked == 2, "at first, and for the first who asks"
+        assert bucket.fetches == 2, "one at the start, one for the first request"
 
     asyncio.run(work())
 
@@ -88,6 +88,6 @@ def test_sleeping_page_does_not_slow_the_others(bucket, monkeypatch):
             bucket.grow(1)
             await live._update()
             assert [(await anext(page))[0] for page in pages[1:]] == ["update"] * 8
-        assert (await anext(pages[0]))[0] == "view", "the whole, for what it has missed"
+        assert (await anext(pages[0]))[0] == "view", "a page that missed updates gets the whole view"
 
     asyncio.run(asyncio.wait_for(work(), 240))

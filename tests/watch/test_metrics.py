@@ -15,12 +15,12 @@ from tpuswarm.train.run.listing import status
 from tpuswarm.watch.page.metrics import metrics_text
 from tpuswarm.watch.state import State
 
-DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
+DASHBOARD_FILE = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 
 @pytest.fixture
 def run(tmp_path):
-    made = FakeRun(tmp_path / "run", 3, 100).hold()
+    made = FakeRun(tmp_path / "run", 3, 100).take_lock()
     made.grow(7)
     made.lose_member("m1")
     yield made
@@ -72,7 +72,7 @@ def test_names_follow_prometheus_conventions(run):
 def test_every_query_of_the_dashboard_finds_its_metrics(run):
     state, hosts = fleet_state(read_run(run.folder))
     known = {name for name, *_ in samples(state, hosts)}
-    board = json.loads(DASHBOARD.read_text())
+    board = json.loads(DASHBOARD_FILE.read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(queries) > 20
     boxes = [panel["gridPos"] for panel in board["panels"]]

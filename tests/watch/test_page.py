@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: what it shows, who may see it, how it reconnects."""
+"""The page of a run in a real browser: content, access, reconnection."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ openLog("m1");
 document.getElementById("log").close();
 setTimeout(() => openLog("m2"));
 """
-"""A log is asked for and closed, and another one opened, before the answer for the first is there."""
+"""Opens a log, closes it and opens another one, before the first answer arrives."""
 PICTURE = "return document.getElementById('shares').toDataURL()"
 BACK = "return getComputedStyle(document.body).backgroundColor"
 TIP = "return document.querySelector('.tip').textContent"
@@ -47,19 +47,19 @@ def ready(browser, page, *texts: str) -> None:
 
 
 def test_two_hundred_members_are_legible_and_a_lost_one_comes_first(browser, page_of, tmp_path):
-    run = FakeRun(tmp_path / "run", 200, 1000).hold()
+    run = FakeRun(tmp_path / "run", 200, 1000).take_lock()
     run.grow(30)
     page = page_of(tmp_path, "run")
     for width in (1280, 390):
         browser.resize(width)
         ready(browser, page, "200: 200 alive", "version 30")
-        assert browser.js("return document.documentElement.scrollWidth") <= width, "it is wider than the screen"
+        assert browser.js("return document.documentElement.scrollWidth") <= width, "the page is wider than the screen"
         assert browser.js("return document.querySelectorAll('#members-table tr').length") == 201
         for name in ("loss", "speed", "shares"):
-            browser.wait(lambda tab, name=name: tab.js(DRAWN, name) > 8, f"the picture {name}")
+            browser.wait(lambda tab, name=name: tab.js(DRAWN, name) > 8, f"the canvas {name} stays empty")
     light = browser.js(PICTURE)
     browser.prefer("dark")
-    browser.wait(lambda tab: tab.js(BACK) == "rgb(16, 21, 27)" and tab.js(PICTURE) != light, "the dark")
+    browser.wait(lambda tab: tab.js(BACK) == "rgb(16, 21, 27)" and tab.js(PICTURE) != light, "the page stays light")
     run.lose_member("m137")
     run.grow(1)
     browser.wait(lambda tab: "200: 199 alive, 1 lost" in tab.text())
@@ -90,17 +90,19 @@ def test_keyboard_is_enough(browser, page_of, tmp_path):
     press("/")
     assert browser.js("return document.activeElement.id") == "filter"
     press("m1", Keys.TAB, Keys.TAB, Keys.ENTER)
-    browser.wait(lambda tab: "hello from m1" in tab.text(), "the log")
+    browser.wait(lambda tab: "hello from m1" in tab.text(), "the log does not open")
     press(Keys.ESCAPE)
     assert not browser.js("return document.getElementById('log').open")
     (run.folder / "logs" / "m2.log").write_text("hello from m2\n")
     browser.js(LATE)
-    browser.wait(lambda tab: tab.js("return window.late") and "hello from m2" in tab.text(), "the other log")
+    browser.wait(
+        lambda tab: tab.js("return window.late") and "hello from m2" in tab.text(), "the other log does not open"
+    )
     assert "too late" not in browser.text()
     press(Keys.ESCAPE)
     browser.js("document.getElementById('shares').focus()")
     press(Keys.ARROW_LEFT, Keys.ARROW_DOWN)
-    browser.wait(lambda tab: "version 7," in tab.text() and "m1: 33.3%" in tab.text(), "what a share is")
+    browser.wait(lambda tab: "version 7," in tab.text() and "m1: 33.3%" in tab.text(), "no share is described")
     browser.js("document.getElementById('loss').focus()")
     press(Keys.ARROW_LEFT)
     browser.wait(lambda tab: "tokens counted\ntraining" in tab.js(TIP))
@@ -108,17 +110,17 @@ def test_keyboard_is_enough(browser, page_of, tmp_path):
 
 
 def test_page_reconnects_and_a_reload_loses_nothing(browser, page_of, tmp_path):
-    run = FakeRun(tmp_path / "run", 3, 1000).hold()
+    run = FakeRun(tmp_path / "run", 3, 1000).take_lock()
     run.grow(20)
     page = page_of(tmp_path, "run")
     ready(browser, page, "60,000 of 3,000,000 tokens")
     page.process.send_signal(signal.SIGSTOP)
-    browser.js("heard -= SILENT")
-    browser.wait(lambda tab: "connection lost, trying again" in tab.text(), "that it hangs")
+    browser.js("lastMessageAt -= SILENCE_TIMEOUT_MS")
+    browser.wait(lambda tab: "connection lost, trying again" in tab.text(), "the page does not notice a stopped server")
     page.process.send_signal(signal.SIGCONT)
-    browser.wait(lambda tab: "live" in tab.text(), "that it goes on")
-    page.end()
-    browser.wait(lambda tab: "connection lost, trying again" in tab.text(), "that it has ended")
+    browser.wait(lambda tab: "live" in tab.text(), "the page does not continue")
+    page.stop()
+    browser.wait(lambda tab: "connection lost, trying again" in tab.text(), "the page does not notice the end")
     run.grow(5)
     page = page_of(tmp_path, "run", port=page.port)
     browser.wait(lambda tab: "live" in tab.text() and "75,000 of 3,000,000 tokens" in tab.text())
@@ -141,7 +143,7 @@ def test_run_that_vanishes_is_reported_and_shown_again(browser, page_of, tmp_pat
     page = page_of(tmp_path, "run")
     ready(browser, page, "60,000 of 3,000,000 tokens")
     (tmp_path / "run").rename(tmp_path / "away")
-    browser.wait(lambda tab: "run does not exist" in tab.text(), "that it is gone")
+    browser.wait(lambda tab: "run does not exist" in tab.text(), "the missing run is not reported")
     assert "60,000 of 3,000,000" in browser.text() and page.get("/metrics")[0] == 200
     other = FakeRun(tmp_path / "run", 5, 1000)
     other.grow(2)
@@ -171,7 +173,7 @@ def test_only_the_token_and_this_origin_give_access(page_of, tmp_path):
     tables = [Path(f"/proc/net/{kind}") for kind in ("tcp", "tcp6")]
     rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     listens = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{page.port:04X}")]
-    assert listens == [f"0100007F:{page.port:04X}"], "on loopback alone"
+    assert listens == [f"0100007F:{page.port:04X}"], "the page listens on other addresses"
     token = tmp_path / "state" / "tpuswarm" / "page-token"
     assert token.read_text() == page.token and token.stat().st_mode & 0o777 == 0o600
 
@@ -196,7 +198,7 @@ def test_wrong_input_is_one_sentence(typed, tmp_path, monkeypatch):
 
 
 def test_pictures_of_all_versions_and_events_as_text_are_shown(browser, page_of, tmp_path):
-    run = FakeRun(tmp_path / "run", 1, 10).hold()
+    run = FakeRun(tmp_path / "run", 1, 10).take_lock()
     run.event(1.7e9, "note", message="<script>alert(1)</script> <b>bold</b>")
     run.grow(1)
     for version, shade in ((1, 50), (2, 200)):
@@ -206,7 +208,9 @@ def test_pictures_of_all_versions_and_events_as_text_are_shown(browser, page_of,
     shown = "const image = document.getElementById('picture'); return [image.naturalWidth, image.alt]"
     browser.wait(lambda tab: tab.js(shown) == [24, "a grid of pictures at version 2"])
     write_picture(run.folder, "00000003.png", np.full((8, 32, 3), 9, np.uint8))
-    browser.wait(lambda tab: tab.js(shown) == [32, "a grid of pictures at version 3"], "the newest by itself")
+    browser.wait(
+        lambda tab: tab.js(shown) == [32, "a grid of pictures at version 3"], "the newest picture is not shown"
+    )
     browser.js("const at = document.getElementById('picture-at'); at.value = 0; at.dispatchEvent(new Event('input'))")
     browser.wait(lambda tab: tab.js(shown) == [24, "a grid of pictures at version 1"])
     assert not browser.complaints() and not browser.hosts()

@@ -1,6 +1,4 @@
-"""A real swarm of two, watched as one of them is killed: on the page at 1280 and at 390 pixels, without another host;
-in traces of its members; and in what it has sent to W&B.
-"""
+"""A page, traces and W&B show how a real swarm of two loses a member."""
 
 import asyncio
 import os
@@ -31,24 +29,24 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
         swarm.wait(lambda: (swarm.status().get("version") or 0) >= 3 and {"m0", "m1"} <= swarm.pids().keys())
         page = page_of(tmp_path, "run")
         browser.open(page.url)
-        browser.wait(lambda tab: tab.js(DRAWN) and "2: 2 alive" in tab.text(), "two members")
+        browser.wait(lambda tab: tab.js(DRAWN) and "2: 2 alive" in tab.text(), "the two members are not shown")
         for width in (1280, 390):
             browser.resize(width)
             browser.wait(lambda tab, width=width: tab.js("return innerWidth") == width, f"a width of {width}")
             assert browser.js(WIDE) <= width
         traced = is_traced(swarm, tmp_path)
         newest = browser.js("return seen.columns.at(-1)[0]")
-        os.kill(pid := swarm.pids()["m1"], signal.SIGSTOP)  # it cannot answer, and then it is no more
+        os.kill(pid := swarm.pids()["m1"], signal.SIGSTOP)  # it cannot answer before it is killed
         profiling = start(["profile", "run", "--member", "m1"], tmp_path)
         assert "requested a trace of 5 steps from m1" in profiling.stderr.readline()
         swarm.wait(lambda: not (swarm.run / profile.TRACE_REQUEST).exists())
         os.kill(pid, signal.SIGKILL)
         assert "m1 ended before its trace was taken" in finish(profiling, 1)[1]
-        browser.wait(lambda tab: "m1 killed; about" in tab.text(), "that it was killed")
+        browser.wait(lambda tab: "m1 killed; about" in tab.text(), "the death is not shown")
         assert browser.js(WIDE) <= 390
         browser.resize(1280)
-        browser.wait(lambda tab: "m1 rejoined" in tab.text() and len(tab.js(TABLE)) == 2, "that it is back")
-        browser.wait(lambda tab: tab.js("return seen.columns.at(-1)[0]") > newest, "versions that came since")
+        browser.wait(lambda tab: "m1 rejoined" in tab.text() and len(tab.js(TABLE)) == 2, "the member is not back")
+        browser.wait(lambda tab: tab.js("return seen.columns.at(-1)[0]") > newest, "no newer version is shown")
         assert 'tpuswarm_member_up{member="m1"}' in page.get("/metrics")[1]
         assert not browser.complaints() and not browser.hosts()
     finally:
@@ -63,7 +61,7 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
 
 
 def is_traced(swarm: Swarm, folder) -> str:
-    """One member when it is named, and the first when none is; the name of the first trace."""
+    """Trace a named member, then by default the first; return the name of the first trace."""
     out, err = finish(start(["profile", "run", "--steps", "3", "--member", "m1"], folder))
     assert (
         "requested a trace of 3 steps from m1" in err

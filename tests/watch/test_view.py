@@ -1,4 +1,4 @@
-"""What a page receives: the figures of `list` and `top`, and then only changes."""
+"""A page receives the figures of `list` and `top`, and then only changes."""
 
 from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
@@ -17,7 +17,7 @@ def test_fleet_lists_machines_with_chips_and_reasons_for_missing_ones():
 
 
 def test_only_changes_are_sent(tmp_path):
-    run = FakeRun(tmp_path / "run", 5, 100).hold()
+    run = FakeRun(tmp_path / "run", 5, 100).take_lock()
     run.grow(3)
     state, rows = fleet_state(read_run(run.folder))
     before = make_sections(state, rows)

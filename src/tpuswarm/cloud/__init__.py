@@ -1,4 +1,4 @@
-"""Clouds: one small protocol in our own types, Google's back end, and a local cloud to rehearse on.
+"""Clouds: a protocol in our own types, its implementation for Google, and a local cloud.
 
-`rehearsal` is no second back end: it is a server that speaks Google's protocol, which `google` drives unchanged.
+The local cloud, `rehearsal`, is a server that speaks Google's protocol; `google` uses it unchanged.
 """

@@ -1,59 +1,59 @@
-"""What may go wrong with a cloud, told apart by what one does about it."""
+"""Errors of a cloud, by what to do about them."""
 
 from tpuswarm.errors import TpuswarmError
 
 
 class CloudError(TpuswarmError):
-    """The cloud refused, or could not be asked; its sentence is in the message."""
+    """The cloud refused or is not reachable; the message has its sentence."""
 
 
 class NoCapacity(CloudError):
-    """The zone has no such TPU at the moment: try again, or elsewhere."""
+    """The zone has no such TPU now: retry, or use another zone."""
 
 
 class NoQuota(CloudError):
-    """The project may not have so many, or not there: trying again does not help."""
+    """The project may not have so many, or none there: a retry does not help."""
 
     def __init__(self, message: str, limit: str | None = None):
-        """`limit`: the name of the quota, where the cloud says which."""
+        """`limit`: the name of the quota, if known."""
         super().__init__(message)
         self.limit = limit
 
 
 class Denied(CloudError):
-    """Who asks may not do that."""
+    """The user lacks a permission."""
 
     exit_code = 2
 
     def __init__(self, message: str, permission: str | None = None):
-        """`permission`: what is missing, where the cloud says it (tpu.nodes.create)."""
+        """`permission`: the missing one, if known, such as tpu.nodes.create."""
         super().__init__(message)
         self.permission = permission
 
 
 class NotSignedIn(CloudError):
-    """There are no credentials, or they have expired."""
+    """Credentials are missing or expired."""
 
     exit_code = 2
 
 
 class Taken(CloudError):
-    """There is something of that name already."""
+    """The name is taken."""
 
 
 class NotFound(CloudError):
-    """There is nothing of that name."""
+    """Nothing has this name."""
 
 
 class Invalid(CloudError):
-    """The cloud does not take what was asked, or not in the state that the machine is in."""
+    """The cloud does not support the request, or not in the machine's state."""
 
     exit_code = 2
 
 
 class Unreachable(CloudError):
-    """The cloud did not answer, failed itself or asks to slow down: whether it did what was asked is not known."""
+    """The cloud did not answer, failed, or asks to slow down; whether it acted is unknown."""
 
 
 class Changed(CloudError):
-    """Somebody else wrote the object meanwhile: read it again."""
+    """Another process wrote the object meanwhile: read it again."""

@@ -1,4 +1,4 @@
-"""The SSH key of this computer: its public half goes to machines as metadata, the other one nowhere."""
+"""This computer's SSH key; machines get its public half as metadata."""
 
 import getpass
 import os
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def key_file() -> Path:
-    """Where the private half is."""
+    """Return the path of the private half."""
     return Path.home() / ".ssh" / "tpuswarm"
 
 
 def make_key() -> None:
-    """Make the key, for its owner's eyes alone, unless there is one."""
+    """Make the key, readable by its owner only, unless it exists."""
     import asyncssh
 
     path = key_file()
@@ -26,7 +26,7 @@ def make_key() -> None:
 
 
 def public_key() -> str | None:
-    """The public half, one line; None: no key was made."""
+    """Return the public half, one line; None: there is no key."""
     try:
         return key_file().with_suffix(".pub").read_text(encoding="utf-8").strip()
     except FileNotFoundError:

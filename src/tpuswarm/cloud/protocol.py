@@ -1,7 +1,7 @@
-"""What a fleet asks of a cloud, in our own types. Nothing here knows which of Google's APIs answers.
+"""Define a cloud for a fleet, in our own types, without Google's.
 
-A verb that changes something starts it and returns at once with the name of an operation; `machines` shows what came of
-it, and `outcome` why nothing did. Every verb may raise any CloudError.
+A method that changes something returns at once with the name of an operation. `machines` shows its result, and
+`outcome` its error. Every method may raise any CloudError.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,27 +11,27 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 from tpuswarm.cloud.errors import CloudError
 
 How = Literal["spot", "on-demand", "queued", "reserved"]
-"""How a machine is asked for. `queued` waits in line for one on demand, `reserved` draws on a reservation."""
+"""How to get a machine. `queued` waits in line for one on demand, `reserved` draws on a reservation."""
 State = Literal["waiting", "creating", "ready", "repairing", "stopping", "stopped", "starting", "deleting", "dead"]
-"""`waiting`: in a queue, nothing exists yet. `repairing`: the cloud restarts or mends it. `dead`: it will not come
-back, whatever the cloud calls that (PREEMPTED, TERMINATED, SUSPENDED, FAILED), and its remains are to be deleted."""
+"""`waiting`: in a queue, nothing exists yet. `repairing`: the cloud restarts or repairs it. `dead`: it will not come
+back (PREEMPTED, TERMINATED, SUSPENDED, FAILED) and must be deleted."""
 ENV_VARS = "tensorflow-env-vars"
-"""The key of a TPU's metadata that its service tpu-runtime reads as it starts, where it has one."""
+"""Metadata key of a TPU; its service tpu-runtime reads it at the start, if it has that service."""
 ENV_VARS_NEW = "tpuswarm-env-vars-new"
-"""The key under which it has TRUE from before what is under ENV_VARS is changed until that service has begun anew."""
+"""Metadata key that is TRUE from before a change of ENV_VARS until that service has restarted."""
 FLEET_LABEL, POOL_LABEL = "tpuswarm-fleet", "tpuswarm-pool"
-"""Labels of everything that a fleet makes: its random id, and the pool."""
+"""Labels of all resources of a fleet: its random id, and the pool."""
 
 
 class Worker(NamedTuple):
-    """One host of a machine: its addresses; None where it has none (yet)."""
+    """The addresses of one host; None: it has none (yet)."""
 
     internal: str | None
     external: str | None
 
 
 class Disk(NamedTuple):
-    """A data disk that exists already."""
+    """An existing data disk."""
 
     name: str
     read_only: bool
@@ -39,12 +39,12 @@ class Disk(NamedTuple):
 
 @dataclass(frozen=True)
 class TpuSpec:
-    """A TPU to be created: one slice, whatever the number of its hosts."""
+    """A TPU to create: one slice of any number of hosts."""
 
     name: str
     zone: str
     type: str
-    """The catalogue's name: v5e-8."""
+    """The catalogue's name, such as v5e-8."""
     how: How
     fleet: str
     pool: str
@@ -54,28 +54,27 @@ class TpuSpec:
     external_ips: bool = True
     tags: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Besides the fleet's own."""
+    """Added to the fleet's own."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """`startup-script` and any other key."""
     service_account: str | None = None
-    """None: the project's default one."""
+    """None: the project's default account."""
     disks: tuple[Disk, ...] = ()
     reservation: str | None = None
     wait_s: float | None = None
-    """A queued request is given up by the cloud after that long."""
+    """The cloud gives up a queued request after so long."""
 
 
 @dataclass(frozen=True)
 class VmSpec:
-    """A plain VM to be created: a swarm's head, a router."""
+    """A plain VM to create: a swarm's head, or a router."""
 
     name: str
     zone: str
     type: str
-    """Machine type: n2-highmem-8."""
+    """Such as n2-highmem-8."""
     fleet: str
     pool: str
-    """`head`, or the name of its [[vm]]."""
+    """`head`, or the name of a [[vm]]."""
     image: str
     """PROJECT/FAMILY."""
     disk_gib: int
@@ -89,11 +88,10 @@ class VmSpec:
     metadata: Mapping[str, str] = field(default_factory=dict)
     service_account: str | None = None
     ends: float | None = None
-    """Unix seconds at which the cloud itself deletes it. The TPU API has no such thing."""
+    """Unix seconds when the cloud deletes it. The TPU API has no such option."""
 
     @property
     def how(self) -> How:
-        """How it is asked for."""
         return "spot" if self.spot else "on-demand"
 
 
@@ -102,83 +100,82 @@ Spec = TpuSpec | VmSpec
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as the cloud shows it, ours or not."""
+    """A machine of the project, in a fleet or not."""
 
-    __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}  # `error`, which is never stored
+    __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}  # for `error`, which is never stored
 
     name: str
     zone: str
     kind: Literal["tpu", "vm"]
     type: str
-    """The catalogue's name where it knows the cloud's, else the cloud's own."""
+    """The catalogue's name, or the cloud's if the catalogue lacks it."""
     state: State
     said: str
-    """The cloud's own word for its state."""
+    """The cloud's word for the state."""
     why: str = ""
-    """What the cloud says of its health or of why it failed."""
+    """The cloud's reason for bad health or failure."""
     healthy: bool | None = None
-    """None: not known, as of a machine that is not ready."""
+    """None: unknown, for example because it is not ready."""
     symptoms: tuple[str, ...] = ()
-    """What the cloud has noticed of it, which a machine that it calls healthy may have too."""
+    """Problems that the cloud noticed; a healthy machine may have some."""
     how: How = "on-demand"
     created: float = 0.0
     """Unix seconds."""
     workers: tuple[Worker, ...] = ()
-    """In the order of their numbers."""
+    """By number."""
     labels: Mapping[str, str] = field(default_factory=dict)
     runtime_env: str | None = field(default="", compare=False)
-    """Its metadata under ENV_VARS; None: its service may run with what was there before."""
+    """Its metadata ENV_VARS; None: its service may still run with older ones."""
     request: str | None = None
-    """The queued request that it comes from; deleting the machine deletes that as well."""
+    """Its queued request; deleting the machine deletes it too."""
     error: CloudError | None = field(default=None, compare=False)
-    """Why the cloud gave up a queued request, where it says so."""
+    """Why the cloud gave up the queued request, if known."""
 
     @property
     def fleet(self) -> str | None:
-        """The id of the fleet that made it; None: not one of ours."""
+        """The id of the fleet that made it; None: no fleet."""
         return self.labels.get(FLEET_LABEL)
 
     @property
     def pool(self) -> str | None:
-        """The pool of its fleet."""
         return self.labels.get(POOL_LABEL)
 
     @property
     def spot(self) -> bool:
-        """Whether it may be taken away at any moment."""
+        """Whether it can be preempted."""
         return self.how == "spot"
 
 
 class Listing(NamedTuple):
-    """All machines of a project that could be seen."""
+    """All known machines of a project."""
 
     machines: tuple[Machine, ...]
     unreachable: frozenset[str]
-    """Zones that did not answer: their machines are unknown, not absent."""
+    """Zones that did not answer; their machines are unknown."""
 
 
 class Outcome(NamedTuple):
-    """Where an operation stands."""
+    """The state of an operation."""
 
     done: bool
     error: CloudError | None
 
 
 class Stored(NamedTuple):
-    """An object of a bucket, and which one of its generations it is."""
+    """An object of a bucket, and its generation."""
 
     data: bytes
     generation: int
 
 
 class Bucket(Protocol):
-    """Objects that are written only if nobody else wrote them meanwhile."""
+    """Objects with conditional writes."""
 
     def read(self, path: str) -> Stored | None:
-        """The object; None if there is none."""
+        """Return the object; None if there is none."""
 
     def write(self, path: str, data: bytes, generation: int) -> int:
-        """Write it if its generation is still that (0: if there is none); the new generation. Raises `Changed`."""
+        """Write if the object's generation is this one (0: no object); return the new one. Raises Changed."""
 
 
 class Provider(Protocol):
@@ -186,41 +183,40 @@ class Provider(Protocol):
 
     @property
     def project(self) -> str:
-        """Its id."""
+        """The project's id."""
 
     def machines(self, zones: Iterable[str]) -> Listing:
-        """All machines of the project, ours or not, in all zones; queued requests of `zones` included.
+        """Return all machines of the project in all zones, and the queued requests of `zones` as waiting machines.
 
-        A request whose machine does not exist yet is a machine that waits. The number of calls depends on the number
-        of `zones` at most, never on that of machines.
+        The number of calls may grow with `zones`, but not with machines.
         """
 
     def create(self, spec: Spec) -> str:
         """Begin to create a machine."""
 
     def delete(self, machine: Machine) -> str:
-        """Begin to delete it, and with it the request that it comes from. NotFound if it is gone."""
+        """Begin to delete a machine and its queued request. Raises NotFound if it is gone."""
 
     def stop(self, machine: Machine) -> str:
-        """Begin to stop it, so that only its disk costs money. Invalid for what the cloud cannot stop."""
+        """Begin to stop a machine; then only its disk costs money. Raises Invalid if the cloud cannot stop it."""
 
     def start(self, machine: Machine) -> str:
-        """Begin to start what was stopped."""
+        """Begin to start a stopped machine."""
 
     def outcome(self, operation: str) -> Outcome:
-        """Where an operation stands; one that the cloud has forgotten is done."""
+        """Return the state of an operation; one that the cloud has forgotten is done."""
 
     def types(self, zone: str) -> Sequence[str]:
-        """The TPU types that the zone offers to this project, under the cloud's own names."""
+        """Return the TPU types that the zone offers to this project, by the cloud's names."""
 
     def runtimes(self, zone: str) -> Sequence[str]:
-        """The runtime versions that the zone offers."""
+        """Return the runtime versions that the zone offers."""
 
     def set_metadata(self, machine: Machine, metadata: Mapping[str, str]) -> str:
-        """Begin to set keys of its metadata; the others stay."""
+        """Begin to set keys of a machine's metadata; other keys stay."""
 
     def guest_attributes(self, machine: Machine, worker: int, path: str) -> Mapping[str, str]:
-        """What a host has written down under `path`, as its SSH host keys under `hostkeys/`; empty: nothing yet."""
+        """Return the values that a host published under `path`, such as its SSH host keys under `hostkeys/`."""
 
     def bucket(self, name: str) -> Bucket:
-        """A bucket; whether it exists shows at the first read."""
+        """Return a bucket; its first read raises NotFound if it does not exist."""

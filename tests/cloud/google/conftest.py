@@ -4,8 +4,7 @@ from tests.local_cloud import local_cloud, until
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import Machine, TpuSpec
-from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.cloud.rehearsal.connect import connect
+from tpuswarm.cloud.rehearsal.connect import connect, send_command
 
 AVAILABLE, STOCKOUT, NO_QUOTA = "europe-west4-a", "us-central1-b", "us-central1-c"
 HIDDEN, UNREACHABLE = "us-central1-f", "asia-east1-c"
@@ -15,21 +14,21 @@ HIDDEN, UNREACHABLE = "us-central1-f", "asia-east1-c"
 def place(tmp_path_factory):
     """The local cloud of all tests here, with zones that fail in different ways."""
     with local_cloud(tmp_path_factory.mktemp("cloud")) as place:
-        ask(place, "stockout", zone=STOCKOUT)
-        ask(place, "quota", zone=NO_QUOTA, generation="v2", limit=0)
-        ask(place, "break", name=HIDDEN, fault="hidden")
-        ask(place, "break", name=UNREACHABLE, fault="unreachable")
+        send_command(place, "stockout", zone=STOCKOUT)
+        send_command(place, "quota", zone=NO_QUOTA, generation="v2", limit=0)
+        send_command(place, "break", name=HIDDEN, fault="hidden")
+        send_command(place, "break", name=UNREACHABLE, fault="unreachable")
         yield place
 
 
 @pytest.fixture(scope="session")
 def endpoints(place):
-    return connect(place.folder)
+    return connect(place.path)
 
 
 @pytest.fixture
 def google(endpoints):
-    """A provider without machines; deletes those that the test makes."""
+    """A provider without machines; deletes the test's machines."""
     google = GoogleProvider(Access("my-project", endpoints))
     yield google
     for machine in google.machines([AVAILABLE, STOCKOUT]).machines:

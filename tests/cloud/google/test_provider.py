@@ -19,7 +19,7 @@ from tpuswarm.cloud.errors import Invalid, NoCapacity, NoQuota, NotFound, NotSig
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.provider import GoogleProvider
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import send_command
 
 PARENT = f"projects/my-project/locations/{AVAILABLE}"
 
@@ -68,9 +68,9 @@ def test_queued_request_and_its_node_are_one_machine(google, place):
     google.create(spec("n1", zone=STOCKOUT, how="queued"))
     waiting = only_machine(google, STOCKOUT)
     assert (waiting.state, waiting.name, waiting.request, waiting.fleet) == ("waiting", "n1", "n1", "f1e2")
-    ask(place, "stockout", zone=STOCKOUT, over=True)
+    send_command(place, "stockout", zone=STOCKOUT, over=True)
     machine = in_state(google, "ready", STOCKOUT)
-    ask(place, "stockout", zone=STOCKOUT)
+    send_command(place, "stockout", zone=STOCKOUT)
     assert (machine.name, machine.request, machine.how) == ("n1", "n1", "queued")
     google.delete(machine)
     until(lambda: only_machine(google, STOCKOUT) is None)

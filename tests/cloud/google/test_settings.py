@@ -1,4 +1,4 @@
-"""Where project and zone come from, and what takes precedence."""
+"""Sources of project and zone, and their precedence."""
 
 import subprocess
 import sys

@@ -5,8 +5,7 @@ from google.cloud import storage, tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
 from tests.local_cloud import local_cloud, until
-from tpuswarm.cloud.rehearsal.client import ask
-from tpuswarm.cloud.rehearsal.connect import connect
+from tpuswarm.cloud.rehearsal.connect import connect, send_command
 
 PROJECT = "projects/p"
 PARENT = f"{PROJECT}/locations/us-central1-b"
@@ -22,12 +21,12 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def endpoints(place):
-    return connect(place.folder)
+    return connect(place.path)
 
 
 @pytest.fixture
 def weather(place):
-    return lambda verb, **body: ask(place, verb, **body)
+    return lambda verb, **body: send_command(place, verb, **body)
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,13 @@ PARENT = "projects/commands/locations/us-south1-a"
 
 @pytest.fixture
 def rehearsal(typed, place, monkeypatch):
-    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(place.folder))
+    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(place.path))
     return lambda *words: typed("rehearsal", *words)
 
 
 def test_start_status_and_weather(rehearsal, tpu, place):
     code, out, _ = rehearsal("start", "--speed", "300")
-    assert code == 0 and "300 times as fast" in out and str(place.folder) in out
+    assert code == 0 and "300 times as fast" in out and str(place.path) in out
     node = tpu_v2.Node(accelerator_type="v5litepod-8", runtime_version="v2-alpha-tpuv5-lite")
     tpu.create_node(parent=PARENT, node_id="shown", node=node)
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tpuswarm.cloud.rehearsal.client import environment
+from tpuswarm.cloud.rehearsal.connect import gcloud_variables
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
 ZONE = "--zone=us-central1-f"
@@ -15,7 +15,7 @@ ZONE = "--zone=us-central1-f"
 @pytest.fixture
 def gcloud(place, endpoints):
     def run(*words: str) -> list[str]:
-        variables = {**os.environ, **environment(place, endpoints), "CLOUDSDK_CORE_PROJECT": "by-gcloud"}
+        variables = {**os.environ, **gcloud_variables(place, endpoints), "CLOUDSDK_CORE_PROJECT": "by-gcloud"}
         words = ("gcloud", "compute", *words, "--quiet")
         done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Nobody may call the local cloud without its token: start-up scripts are code."""
+"""The local cloud refuses calls without its token: start-up scripts are code."""
 
 import stat
 
@@ -10,7 +10,7 @@ from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
 from tpuswarm.cloud.google.endpoints import Endpoints
-from tpuswarm.cloud.rehearsal.place import Place
+from tpuswarm.cloud.rehearsal.connect import CloudFolder
 from tpuswarm.errors import RunFailed
 
 PATHS = [
@@ -47,10 +47,10 @@ def test_batches_and_grpc_need_the_token(endpoints):
 
 def test_only_the_owner_can_read_state_and_token(place, endpoints, tmp_path):
     assert endpoints.token not in repr(endpoints)
-    assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(place.path.stat().st_mode) == 0o700
     assert stat.S_IMODE(place.token_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.state.stat().st_mode) == 0o600
-    other = Place(tmp_path / "other")
+    other = CloudFolder(tmp_path / "other")
     other.make()
     other.token_file.chmod(0o644)
     with pytest.raises(RunFailed, match="chmod 600"):

@@ -16,7 +16,7 @@ from google.cloud import tpu_v2
 
 from tests.cloud.rehearsal.conftest import PROJECT, TPU, metadata, storage_client
 from tests.local_cloud import slow_clock, until
-from tpuswarm.cloud.rehearsal.client import ask
+from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.errors import InputError
 
@@ -46,7 +46,7 @@ def pod(tpu, place, key):
 
 
 def workers(place, name):
-    machine = next(machine for machine in ask(place, "status")["machines"] if machine["name"] == name)
+    machine = next(machine for machine in send_command(place, "status")["machines"] if machine["name"] == name)
     return machine["workers"] if machine["state"] == "READY" else None
 
 
@@ -239,12 +239,12 @@ def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, pl
     until(lambda: log.exists() and "exit status" in log.read_text(), seconds=120)
     assert log.read_text().endswith("exit status 0\n"), log.read_text()
     assert storage_client(endpoints).bucket("of-a-machine").blob("devices").download_as_bytes() == b"8"
-    ask(place, "break", name="reading", fault="outage")  # for this machine alone
+    send_command(place, "break", name="reading", fault="outage")  # for this machine alone
     tokens = {endpoints.token: 200, f"{endpoints.token}~{worker['id']}": 503, f"{endpoints.token}~other": 200}
     for token, code in tokens.items():
         headers = {"Authorization": f"Bearer {token}"}
         url = f"{endpoints.http}/storage/v1/b/of-a-machine"
         assert requests.get(url, headers=headers, timeout=60).status_code == code
-    ask(place, "break", name="reading", fault="outage", mend=True)
+    send_command(place, "break", name="reading", fault="outage", mend=True)
     with pytest.raises(InputError, match="retention is a fault of a bucket, not of the machine reading"):
-        ask(place, "break", name="reading", fault="retention")
+        send_command(place, "break", name="reading", fault="retention")

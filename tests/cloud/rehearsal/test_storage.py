@@ -8,7 +8,7 @@ import requests
 from google.api_core import exceptions
 
 from tests.cloud.rehearsal.conftest import storage_client
-from tpuswarm.cloud.rehearsal.web.bucket_faults import BUCKET_FAULTS
+from tpuswarm.cloud.rehearsal.storage.bucket_faults import BUCKET_FAULTS
 
 NAME = "bucket-of-tests"
 
@@ -36,7 +36,7 @@ def test_bucket_has_a_location_labels_and_one_owner(client):
 
 
 def test_answers_to_raw_requests_are_googles(client, endpoints):
-    """As the JSON API's reference and Google's storage-testbench have them."""
+    """Compare with the JSON API's reference and Google's storage-testbench."""
 
     def ask(method, path, **given):
         headers = {"Authorization": f"Bearer {endpoints.token}", **given.pop("headers", {})}

@@ -1,4 +1,4 @@
-"""What happens to machines by itself: preemption, maintenance, queues."""
+"""Preemption, maintenance and queues of the local cloud."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tpuswarm.cli.console import make_console
 from tpuswarm.cli.fleet.view import find_fleet_training
-from tpuswarm.cloud.rehearsal.place import VARIABLE
+from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.train.process.terminal import echo
@@ -105,7 +105,11 @@ class CloudDemo:
     def __init__(self, folder: Path):
         self.url = "gs://rehearsal-demo/runs/demo"
         self._console = make_console()
-        environment = {VARIABLE: str(folder / "cloud"), "XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder)}
+        environment = {
+            FOLDER_VARIABLE: str(folder / "cloud"),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "HOME": str(folder),
+        }
         environment["TPUSWARM_CACHE"] = str(folder / "cache")  # not the copy of an earlier demo's run
         os.environ |= environment  # this process reads the run too
         os.chdir(folder)

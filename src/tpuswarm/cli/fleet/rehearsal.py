@@ -9,8 +9,7 @@ import typer
 
 from tpuswarm.cli.console import Json
 from tpuswarm.cloud.rehearsal import connect
-from tpuswarm.cloud.rehearsal.client import ask, environment
-from tpuswarm.cloud.rehearsal.place import default_place
+from tpuswarm.cloud.rehearsal.connect import default_folder, gcloud_variables, send_command
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.names import resolve_name
 from tpuswarm.train.process.terminal import echo
@@ -30,12 +29,12 @@ def start(
     """Start the local cloud in the background, unless it is already running."""
     if speed is not None and not 0 < speed <= 100_000:
         raise InputError(f"--speed must be above 0 and at most 100,000, not {speed:g}")
-    place = default_place()
-    connect.connect(place.folder)
+    place = default_folder()
+    connect.connect(place.path)
     if speed is not None:
-        ask(place, "speed", speed=speed)
-    echo(f"the local cloud runs; its clock is {ask(place, 'status')['speed']:g} times as fast as ours")
-    echo(f"its files are in {place.folder}")
+        send_command(place, "speed", speed=speed)
+    echo(f"the local cloud runs; its clock is {send_command(place, 'status')['speed']:g} times as fast as ours")
+    echo(f"its files are in {place.path}")
     if os.geteuid() == 0:
         echo("note: you are root, so start-up scripts that write to /etc write to this computer's /etc", err=True)
 
@@ -46,24 +45,24 @@ def status(
     env: Annotated[bool, typer.Option("--env", help="Print variables that make gcloud use it, for `eval`.")] = False,
 ) -> None:
     """Show the machines, the waiting requests and the faults."""
-    place = default_place()
-    endpoints = connect.running(place)
-    not_running = f"no local cloud runs in {place.folder}. Start it: `tpuswarm rehearsal start`"
+    place = default_folder()
+    endpoints = connect.find_running(place)
+    not_running = f"no local cloud runs in {place.path}. Start it: `tpuswarm rehearsal start`"
     if env:
         if endpoints is None:
             raise InputError(not_running)
-        for name, value in environment(place, endpoints).items():
+        for name, value in gcloud_variables(place, endpoints).items():
             print(f"export {name}={shlex.quote(value)}")
         return
-    cloud = ask(place, "status") if endpoints else None
+    cloud = send_command(place, "status") if endpoints else None
     if as_json:
-        about = {"running": endpoints is not None, "folder": str(place.folder)}
+        about = {"running": endpoints is not None, "folder": str(place.path)}
         print(json.dumps({**about, **(cloud or {}), **({"http": endpoints.http} if endpoints else {})}))
         return
     if cloud is None or endpoints is None:
         echo(not_running)
         return
-    echo(f"{place.folder}, {cloud['speed']:g} times as fast as ours, at {endpoints.http}")
+    echo(f"{place.path}, {cloud['speed']:g} times as fast as ours, at {endpoints.http}")
     rows = [("name", "zone", "type", "state", "address")]
     for machine in cloud["machines"]:
         addresses = [worker["external"] or worker["internal"] for worker in machine["workers"]] or ["–"]
@@ -96,7 +95,7 @@ def preempt(
 ) -> None:
     """Preempt a machine: its processes get SIGTERM, and SIGKILL 30 s later by the cloud's clock."""
     name = _find_machine(name)
-    ask(default_place(), "preempt", name=name, ending=ending)
+    send_command(default_folder(), "preempt", name=name, ending=ending)
     echo(f"preempting {name}: its processes got SIGTERM, and SIGKILL follows")
 
 
@@ -104,7 +103,7 @@ def preempt(
 def maintenance(name: Name) -> None:
     """Put a machine through maintenance: it reboots and comes back with a new external address."""
     name = _find_machine(name)
-    ask(default_place(), "maintenance", name=name)
+    send_command(default_folder(), "maintenance", name=name)
     echo(f"{name} is in maintenance: it reboots and gets a new external address")
 
 
@@ -114,7 +113,7 @@ def stockout(
     over: Annotated[bool, typer.Option("--over", help="End the stockout.")] = False,
 ) -> None:
     """Make a zone run out of TPUs."""
-    ask(default_place(), "stockout", zone=zone, over=over)
+    send_command(default_folder(), "stockout", zone=zone, over=over)
     echo(f"{zone} has TPUs again" if over else f"{zone} has no TPUs; --over ends the stockout")
 
 
@@ -134,7 +133,7 @@ def quota(
     if not (number.isdecimal() or number == "none"):
         raise InputError(f"a quota is ZONE=N, such as us-central1-f=16, or ZONE=none, not {limit}")
     count = None if number == "none" else int(number)
-    ask(default_place(), "quota", zone=zone, generation=generation or None, limit=count)
+    send_command(default_folder(), "quota", zone=zone, generation=generation or None, limit=count)
     subject = generation or "each generation"
     echo(f"{zone}: no limit on {subject}" if count is None else f"{zone}: at most {count} of {subject}")
 
@@ -162,22 +161,22 @@ def break_(
     if fault in {**MACHINE_FAULTS, **NODE_FAULTS}:
         machine, slash, worker = name.partition("/")
         name = f"{_find_machine(machine)}{slash}{worker}"
-    effect = ask(default_place(), "break", name=name, fault=fault, mend=mend)["what"]
+    effect = send_command(default_folder(), "break", name=name, fault=fault, mend=mend)["what"]
     echo(f"{name}: {fault} is mended" if mend else f"{name}: {effect}")
 
 
 @app.command()
 def stop() -> None:
     """Stop the local cloud and everything on its machines. Its state stays; `start` continues from it."""
-    place = default_place()
+    place = default_folder()
     if connect.stop(place):
-        echo(f"the local cloud has stopped. To remove its state, delete {place.folder}")
+        echo(f"the local cloud has stopped. To remove its state, delete {place.path}")
     else:
-        echo(f"no local cloud runs in {place.folder}")
+        echo(f"no local cloud runs in {place.path}")
 
 
 def _find_machine(text: str) -> str:
-    names = [machine["name"] for machine in ask(default_place(), "status")["machines"]]
+    names = [machine["name"] for machine in send_command(default_folder(), "status")["machines"]]
     if not any(name.startswith(text) or name.endswith(f"-{text}") for name in names):
         return text
     return resolve_name(text, names)

@@ -21,7 +21,7 @@ REQUEST_TIMEOUT_S = 30.0
 """Google's clients have no timeout by default."""
 RETRY_WINDOW_S = 10.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0
-"""Bounds of the backoff; each pause is a random part of it."""
+"""Bounds of the backoff; a pause is random up to the backoff."""
 TRANSIENT_STATUSES = (429, 500, 502, 503, 504)
 """REST answers that are retried."""
 

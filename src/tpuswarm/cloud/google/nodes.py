@@ -58,8 +58,8 @@ REQUEST_STATES: dict[str, State] = {
     "FAILED": "dead",
     "ACTIVE": "dead",
 }
-"""Of a queued resource without a node. SUSPENDED and FAILED are final. ACTIVE without a node has lost it, because the
-provider lists requests before nodes. Any other state counts as `repairing`."""
+"""States of a queued resource without a node. SUSPENDED and FAILED are final. ACTIVE means that the node is gone,
+because the provider lists requests before nodes. Any other state counts as `repairing`."""
 
 
 def labels_of(spec: Spec) -> dict[str, str]:

@@ -65,7 +65,7 @@ class Project:
         return frozenset(service["name"].rsplit("/", 1)[-1] for service in services)
 
     def turn_on(self, api: str) -> None:
-        """Enable an API and wait for it."""
+        """Enable an API and wait until it is on."""
         doing = f"turning on {api}"
         host = "serviceusage.googleapis.com"
         operation = self._access.post(doing, self._access.url(host, f"v1/projects/{self.id}/services/{api}:enable"))
@@ -92,10 +92,10 @@ class Project:
         return quotas.quotas_from_infos(self._list_all("asking for quotas", url, "quotaInfos", {"pageSize": "500"}))
 
     def find_bucket(self, name: str, owner: str | None = None) -> BucketSettings | None:
-        """Return the settings of a bucket, None if there is none. Raises Taken for one of somebody else's.
+        """Return the settings of a bucket; None if there is none. `owner`: its project, by default this one.
 
-        That one may read and write it proves nothing: names of buckets are global, and whoever made it first may have
-        let everybody in. `owner`: the project that it is of, where that is another one.
+        Raises Taken if another project has it. Access proves nothing: bucket names are global, and its maker may have
+        opened it to everybody.
         """
         try:
             found = self._access.get(f"looking for bucket {name}", bucket_url(self._access, name))

@@ -110,20 +110,16 @@ class GoogleProvider:
             return Outcome(True, None)
 
     def types(self, zone: str) -> Sequence[str]:
-        """See Provider: those of the TPU API."""
-        ask = functools.partial(
-            self.access.tpu.list_accelerator_types, parent=self._parent(zone), timeout=REQUEST_TIMEOUT_S
-        )
-        return self.access.call_with_retries(
-            f"asking which TPUs {zone} offers", lambda: sorted(each.type_ for each in ask())
-        )
+        types = self._list(f"listing the TPUs that {zone} offers", self.access.tpu.list_accelerator_types, zone)
+        return sorted(offer.type_ for offer in types)
 
     def runtimes(self, zone: str) -> Sequence[str]:
-        ask = functools.partial(
-            self.access.tpu.list_runtime_versions, parent=self._parent(zone), timeout=REQUEST_TIMEOUT_S
-        )
-        doing = f"asking which runtime versions {zone} offers"
-        return self.access.call_with_retries(doing, lambda: sorted(each.version for each in ask()))
+        versions = self._list(f"listing runtime versions in {zone}", self.access.tpu.list_runtime_versions, zone)
+        return sorted(runtime.version for runtime in versions)
+
+    def _list(self, doing: str, method: Callable[..., Iterable[Any]], zone: str) -> list[Any]:
+        call = functools.partial(method, parent=self._parent(zone), timeout=REQUEST_TIMEOUT_S)
+        return self.access.call_with_retries(doing, lambda: list(call()))
 
     def set_metadata(self, machine: Machine, metadata: Mapping[str, str]) -> str:
         """Set keys of a machine's metadata. Both APIs replace all keys, so the current ones are read first."""

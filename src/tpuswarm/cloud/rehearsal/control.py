@@ -1,4 +1,4 @@
-"""Bad weather on demand: what `tpuswarm rehearsal` asks of the server, under /rehearsal/."""
+"""Answer `tpuswarm rehearsal`: status, speed and faults on demand, under /rehearsal/."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,56 +7,53 @@ from starlette.routing import Route
 
 from tpuswarm.catalog import generations
 from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.common.call import Call, Rejected
+from tpuswarm.cloud.rehearsal.common.api import Call, Rejected
 from tpuswarm.cloud.rehearsal.common.weather import ZONE_FAULTS
-from tpuswarm.cloud.rehearsal.compute.networks import zones
-from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS, Broken
+from tpuswarm.cloud.rehearsal.compute.networks import list_zones
+from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS, FaultyMachine
 from tpuswarm.cloud.rehearsal.machines.machines import Machines
+from tpuswarm.cloud.rehearsal.projects import PROJECT_FAULTS
+from tpuswarm.cloud.rehearsal.storage import bucket_faults
+from tpuswarm.cloud.rehearsal.storage.bucket_faults import BUCKET_FAULTS, BucketFaults
+from tpuswarm.cloud.rehearsal.storage.objects import Objects
 from tpuswarm.cloud.rehearsal.tpu.nodes import State
-from tpuswarm.cloud.rehearsal.tpu.offers import place_of
+from tpuswarm.cloud.rehearsal.tpu.offers import parse_location
 from tpuswarm.cloud.rehearsal.tpu.queue import State as RequestState
-from tpuswarm.cloud.rehearsal.web import bucket_faults
-from tpuswarm.cloud.rehearsal.web.bucket_faults import BUCKET_FAULTS, BucketFaults
-from tpuswarm.cloud.rehearsal.web.objects import Objects
-from tpuswarm.cloud.rehearsal.web.projects import PROJECT_FAULTS
 from tpuswarm.cloud.rehearsal.wire.rest import routes
 from tpuswarm.config.nearest import did_you_mean, nearest_name
 
 
 class Control:
-    """Answers with plain JSON; what cannot be done is a sentence with status 400."""
+    """Answers in JSON; impossible commands get status 400 and a sentence."""
 
     def __init__(self, cloud: Cloud, machines: Callable[[], Machines], objects: Objects, buckets: BucketFaults):
         self._cloud, self._machines, self._objects, self._buckets = cloud, machines, objects, buckets
 
     def routes(self) -> list[Route]:
-        """For an application."""
         return routes(
-            self._cloud,
+            self._cloud.answer,
             [
-                ("GET", "/rehearsal/status", self.status),
-                ("POST", "/rehearsal/speed", self.speed),
-                ("POST", "/rehearsal/preempt", self.preempt),
-                ("POST", "/rehearsal/maintenance", self.maintenance),
-                ("POST", "/rehearsal/stockout", self.stockout),
-                ("POST", "/rehearsal/quota", self.quota),
-                ("POST", "/rehearsal/break", self.break_),
+                ("GET", "/rehearsal/status", self._status),
+                ("POST", "/rehearsal/speed", self._set_speed),
+                ("POST", "/rehearsal/preempt", self._preempt),
+                ("POST", "/rehearsal/maintenance", self._maintain),
+                ("POST", "/rehearsal/stockout", self._set_stockout),
+                ("POST", "/rehearsal/quota", self._set_quota),
+                ("POST", "/rehearsal/break", self._break),
             ],
         )
 
-    def status(self, call: Call) -> dict[str, Any]:
-        """Everything that there is."""
-        machines = [
+    def _status(self, call: Call) -> dict[str, Any]:
+        nodes = [
             {
-                "name": node.name.rsplit("/", 1)[-1],
-                "project": place_of(node.name).project,
-                "zone": place_of(node.name).zone,
+                **_name_and_location(node.name),
                 "type": node.accelerator_type,
                 "state": State(node.state).name,
                 "workers": self._workers(node.name),
             }
             for node in self._cloud.nodes.all()
-        ] + [
+        ]
+        instances = [
             {
                 "name": instance["name"],
                 "project": path.split("/")[1],
@@ -68,17 +65,12 @@ class Control:
             for path, instance in self._cloud.instances.all()
         ]
         requests = [
-            {
-                "name": each.name.rsplit("/", 1)[-1],
-                "project": place_of(each.name).project,
-                "zone": place_of(each.name).zone,
-                "state": RequestState(each.state.state).name,
-            }
-            for each in self._cloud.queue.all()
+            {**_name_and_location(request.name), "state": RequestState(request.state.state).name}
+            for request in self._cloud.queue.all()
         ]
         return {
             "speed": self._cloud.timetable.speed,
-            "machines": machines,
+            "machines": nodes + instances,
             "requests": requests,
             "zones": self._cloud.weather.faults(),
             "buckets": self._buckets.all(),
@@ -86,13 +78,11 @@ class Control:
             "failures": self._cloud.timetable.failures,
         }
 
-    def speed(self, call: Call) -> dict[str, Any]:
-        """How fast its clock goes from now on."""
+    def _set_speed(self, call: Call) -> dict[str, Any]:
         self._cloud.timetable.speed = float(call.body["speed"])
         return {}
 
-    def preempt(self, call: Call) -> dict[str, Any]:
-        """Take a machine away."""
+    def _preempt(self, call: Call) -> dict[str, Any]:
         owner = self._find(call.body["name"])
         if "/nodes/" in owner:
             self._cloud.nodes.preempt(owner, call.body.get("ending") or "preempted")
@@ -100,83 +90,82 @@ class Control:
             self._cloud.instances.preempt(owner)
         return {"name": owner}
 
-    def maintenance(self, call: Call) -> dict[str, Any]:
-        """Reboot a machine."""
+    def _maintain(self, call: Call) -> dict[str, Any]:
         owner = self._find(call.body["name"])
         (self._cloud.nodes if "/nodes/" in owner else self._cloud.instances).maintain(owner)
         return {"name": owner}
 
-    def stockout(self, call: Call) -> dict[str, Any]:
-        """A zone has no TPUs left, or has some again."""
-        self._cloud.weather.set(_zone(call.body["zone"]), "stockout", not call.body.get("over"))
+    def _set_stockout(self, call: Call) -> dict[str, Any]:
+        self._cloud.weather.set_fault(_check_zone(call.body["zone"]), "stockout", not call.body.get("over"))
         return {}
 
-    def quota(self, call: Call) -> dict[str, Any]:
-        """So many cores (chips for v5e and v6e) of each generation, or of one, at a time in a zone."""
+    def _set_quota(self, call: Call) -> dict[str, Any]:
         generation = call.body.get("generation")
-        known = [each.name for each in generations()]
+        known = [generation.name for generation in generations()]
         if generation is not None and generation not in known:
-            raise _wrong(f"there is no generation {generation!r} of TPUs; {did_you_mean(generation, known)}")
-        self._cloud.weather.set_quota(_zone(call.body["zone"]), generation, call.body["limit"])
+            raise _invalid(f"there is no generation {generation!r} of TPUs; {did_you_mean(generation, known)}")
+        self._cloud.weather.set_quota(_check_zone(call.body["zone"]), generation, call.body["limit"])
         return {}
 
-    def break_(self, call: Call) -> dict[str, Any]:
-        """Plant a fault in a zone, a project, a bucket or a machine; or mend it."""
-        name, fault, mend = call.body["name"], call.body["fault"], bool(call.body.get("mend"))
+    def _break(self, call: Call) -> dict[str, Any]:
+        """Plant a fault, or mend it; "what" describes it."""
+        name, fault, is_planted = call.body["name"], call.body["fault"], not call.body.get("mend")
         if fault in ZONE_FAULTS:
-            self._cloud.weather.set(_zone(name), fault, not mend)
+            self._cloud.weather.set_fault(_check_zone(name), fault, is_planted)
             return {"what": ZONE_FAULTS[fault]}
         if fault in PROJECT_FAULTS:
-            self._cloud.projects.set(name, fault, not mend)
+            self._cloud.projects.set_fault(name, fault, is_planted)
             return {"what": PROJECT_FAULTS[fault]}
         if fault in BUCKET_FAULTS:
             for key in self._bucket_keys(name, fault):
-                self._buckets.set(key, fault, not mend)
+                self._buckets.set_fault(key, fault, is_planted)
             return {"what": BUCKET_FAULTS[fault]}
         if fault in NODE_FAULTS:
-            self._cloud.nodes.report(self._find(name), fault, not mend)
+            self._cloud.nodes.set_fault(self._find(name), fault, is_planted)
             return {"what": NODE_FAULTS[fault]}
         if fault not in MACHINE_FAULTS:
             known = [*MACHINE_FAULTS, *NODE_FAULTS, *ZONE_FAULTS, *PROJECT_FAULTS, *BUCKET_FAULTS]
-            raise _wrong(f"there is no fault {fault!r}; {did_you_mean(fault, known)}")
+            raise _invalid(f"there is no fault {fault!r}; {did_you_mean(fault, known)}")
         name, _, worker = name.partition("/worker/") if "/worker/" in name else name.partition("/")
-        hosts = self._cloud.hosts.of(owner := self._find(name))
+        owner = self._find(name)
+        hosts = self._cloud.hosts.list_workers(owner)
         number = int(worker) if worker.isdigit() else 0
+        short_name = owner.rsplit("/", 1)[-1]
         if number >= len(hosts) or not hosts[number].on:
-            raise _wrong(f"{owner.rsplit('/', 1)[-1]} has no running worker {number}")
+            raise _invalid(f"{short_name} has no running worker {number}")
         host = hosts[number]
         if not host.chips:
-            raise _wrong(f"{owner.rsplit('/', 1)[-1]} has no TPU")
+            raise _invalid(f"{short_name} has no TPU")
         machines = self._machines()
-        broken = Broken(host.id, machines.root(host), machines.environment(host, "root"))
-        (MACHINE_FAULTS[fault].mend if mend else MACHINE_FAULTS[fault].plant)(broken)
-        return {"what": MACHINE_FAULTS[fault].what}
+        machine = FaultyMachine(host.id, machines.root(host), machines.environment(host, "root"))
+        MACHINE_FAULTS[fault].set(machine, is_planted)
+        return {"what": MACHINE_FAULTS[fault].effect}
 
     def _bucket_keys(self, name: str, fault: str) -> list[str]:
-        """Return what a bucket's fault is planted in: the bucket of that name, or the hosts of the machine."""
-        known = self._objects.names()
-        if name in known:
+        """Return the keys of a bucket fault: the bucket of that name, or the hosts of the machine."""
+        buckets = self._objects.bucket_names()
+        if name in buckets:
             return [name]
         try:
-            hosts = self._cloud.hosts.of(self._find(name))
+            hosts = self._cloud.hosts.list_workers(self._find(name))
         except Rejected:
-            there = did_you_mean(name, known) if known else "there are no buckets"
-            raise _wrong(f"the local cloud has no bucket {name!r}; {there}") from None
+            suggestion = did_you_mean(name, buckets) if buckets else "there are no buckets"
+            raise _invalid(f"the local cloud has no bucket {name!r}; {suggestion}") from None
         if fault not in bucket_faults.MACHINE_FAULTS:
-            raise _wrong(f"{fault} is a fault of a bucket, not of the machine {name}")
-        return [bucket_faults.key_of_machine(host.id) for host in hosts]
+            raise _invalid(f"{fault} is a fault of a bucket, not of the machine {name}")
+        return [bucket_faults.machine_key(host.id) for host in hosts]
 
     def _find(self, name: str) -> str:
-        """The machine of that name, or resource path. Raises Rejected for none, and for several."""
+        """Return the path of the machine with this name or path. Raises Rejected for none, and for several."""
         owners = [node.name for node in self._cloud.nodes.all()] + [path for path, _ in self._cloud.instances.all()]
-        found = [each for each in owners if each == name or each.rsplit("/", 1)[-1] == name]
-        if not found:
-            known = [each.rsplit("/", 1)[-1] for each in owners]
-            there = did_you_mean(name, known) if known else "there are no machines"
-            raise _wrong(f"the local cloud has no machine {name!r}; {there}")
-        if len(found) > 1:
-            raise _wrong(f"{name} is ambiguous; give one of {', '.join(found)}")
-        return found[0]
+        matches = [owner for owner in owners if name in (owner, owner.rsplit("/", 1)[-1])]
+        if not matches:
+            names = [owner.rsplit("/", 1)[-1] for owner in owners]
+            suggestion = did_you_mean(name, names) if names else "there are no machines"
+            raise _invalid(f"the local cloud has no machine {name!r}; {suggestion}")
+        if len(matches) > 1:
+            raise _invalid(f"{name} is ambiguous; give one of {', '.join(matches)}")
+        return matches[0]
 
     def _workers(self, owner: str) -> list[dict[str, Any]]:
         return [
@@ -188,17 +177,22 @@ class Control:
                 "leaving": host.leaving,
                 "folder": str(self._machines().root(host).path),
             }
-            for host in self._cloud.hosts.of(owner)
+            for host in self._cloud.hosts.list_workers(owner)
         ]
 
 
-def _zone(name: str) -> str:
-    if name not in zones():
-        near = nearest_name(name, zones())
-        said = f"did you mean {near}?" if near else "they are called like us-central1-f"
-        raise _wrong(f"there is no zone {name!r}; {said}")
+def _name_and_location(path: str) -> dict[str, Any]:
+    location = parse_location(path)
+    return {"name": path.rsplit("/", 1)[-1], "project": location.project, "zone": location.zone}
+
+
+def _check_zone(name: str) -> str:
+    if name not in list_zones():
+        near = nearest_name(name, list_zones())
+        suggestion = f"did you mean {near}?" if near else "they are called like us-central1-f"
+        raise _invalid(f"there is no zone {name!r}; {suggestion}")
     return name
 
 
-def _wrong(sentence: str) -> Rejected:
-    return Rejected(400, "invalid", sentence)
+def _invalid(message: str) -> Rejected:
+    return Rejected(400, "invalid", message)

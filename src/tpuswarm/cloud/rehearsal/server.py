@@ -1,7 +1,6 @@
-"""The server: `python -m tpuswarm.cloud.rehearsal.server FOLDER`. It ends when it is told to, or with its folder.
+"""Run the local cloud's server: `python -m tpuswarm.cloud.rehearsal.server FOLDER`.
 
-Where $TPUSWARM_REHEARSAL_OWNER has the id of a process, it also ends when that one is gone, however it ended: a run of
-tests that was killed leaves nothing behind.
+It ends with SIGTERM, with its folder, or with the process in $TPUSWARM_REHEARSAL_OWNER: killed tests leave none behind.
 """
 
 import asyncio
@@ -14,70 +13,92 @@ import socket
 import sys
 import time
 import warnings
+import zlib
 from pathlib import Path
 
-from tpuswarm.cloud.rehearsal import block
 from tpuswarm.cloud.rehearsal.cloud import Cloud
+from tpuswarm.cloud.rehearsal.connect import CloudFolder
 from tpuswarm.cloud.rehearsal.control import Control
 from tpuswarm.cloud.rehearsal.machines.machines import Machines
-from tpuswarm.cloud.rehearsal.place import Place
-from tpuswarm.cloud.rehearsal.web.bucket_faults import BucketFaults
-from tpuswarm.cloud.rehearsal.web.objects import Objects
-from tpuswarm.cloud.rehearsal.web.storage import Storage
+from tpuswarm.cloud.rehearsal.storage.bucket_faults import BucketFaults
+from tpuswarm.cloud.rehearsal.storage.objects import Objects
+from tpuswarm.cloud.rehearsal.storage.service import Storage
 from tpuswarm.cloud.rehearsal.wire import rpc
 from tpuswarm.cloud.rehearsal.wire.application import application
-from tpuswarm.cloud.rehearsal.wire.guard import Guard
-from tpuswarm.cloud.rehearsal.wire.web import Web
-from tpuswarm.errors import TpuswarmError
+from tpuswarm.cloud.rehearsal.wire.http import Guard, HttpServer
+from tpuswarm.errors import RunFailed, TpuswarmError
 
-OWNER = "TPUSWARM_REHEARSAL_OWNER"
-LOOK_S = 2.0
-"""Between two looks whether the folder and the owner are still there."""
+OWNER_VARIABLE = "TPUSWARM_REHEARSAL_OWNER"
+OWNER_CHECK_INTERVAL_S = 2.0
+BLOCK_PORT = 2220
+FIRST_BLOCK, LAST_BLOCK = 16, 250
 
 
-async def serve(place: Place) -> None:
-    """Until SIGTERM."""
-    over = asyncio.Event()
+async def serve(folder: CloudFolder) -> None:
+    """Serve until SIGTERM, or until the folder or the owner is gone."""
+    should_end = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, over.set)
-    known = place.read_address() or {}
-    addresses, held = block.hold(place.folder, known.get("block"))
-    token = place.token()
-    cloud = Cloud(place.state, addresses)
-    listener = _listen(known.get("http", 0))
+        asyncio.get_running_loop().add_signal_handler(number, should_end.set)
+    address = folder.read_address() or {}
+    block, block_listener = reserve_block(folder.path, address.get("block"))
+    token = folder.token()
+    cloud = Cloud(folder.state, block)
+    listener = _listen(address.get("http", 0))
     port = listener.getsockname()[1]
     faults = BucketFaults(cloud.records)
-    objects = Objects(cloud.records, place.objects, faults.check_write)
+    objects = Objects(cloud.records, folder.objects, faults.check_write)
     storage = Storage(objects, faults)
     control = Control(cloud, lambda: machines, objects, faults)
-    web = Web(Guard(application(cloud, storage, control.routes()), token))
-    machines = Machines(place, cloud, web, f"http://127.0.0.1:{port}", cloud.facts)
-    rpc_server, rpc_port = await rpc.serve(cloud, token, known.get("rpc", 0))
-    await web.start(listener)
+    http = HttpServer(Guard(application(cloud, storage, control.routes()), token))
+    machines = Machines(folder, cloud, http, f"http://127.0.0.1:{port}")
+    rpc_server, rpc_port = await rpc.serve(cloud, token, address.get("rpc", 0))
+    await http.start(listener)
     await machines.start()
     timetable = asyncio.create_task(cloud.timetable.run())
-    place.write_address(pid=os.getpid(), rpc=rpc_port, http=port, block=addresses, started=time.time())
-    owner = Path("/proc", os.environ.get(OWNER) or "self")
-    while not over.is_set() and place.address.exists() and owner.exists():
+    folder.write_address(pid=os.getpid(), rpc=rpc_port, http=port, block=block, started=time.time())
+    owner = Path("/proc", os.environ.get(OWNER_VARIABLE) or "self")
+    while not should_end.is_set() and folder.address.exists() and owner.exists():
         try:
-            await asyncio.wait_for(over.wait(), LOOK_S)
+            await asyncio.wait_for(should_end.wait(), OWNER_CHECK_INTERVAL_S)
         except TimeoutError:
             continue
     timetable.cancel()
     await machines.stop()
-    await asyncio.gather(web.stop(), rpc_server.stop(1))
+    await asyncio.gather(http.stop(), rpc_server.stop(1))
     cloud.records.close()
-    held.close()
+    block_listener.close()
+
+
+def reserve_block(folder: Path, block: int | None) -> tuple[int, socket.socket]:
+    """Reserve a block B of addresses 127.B.0.0/16; the returned socket holds it until it is closed.
+
+    None: any block that no other local cloud holds. Raises RunFailed if there is none.
+    """
+    count = LAST_BLOCK - FIRST_BLOCK + 1
+    first = zlib.crc32(str(folder).encode()) % count
+    blocks = [FIRST_BLOCK + (first + step) % count for step in range(count)] if block is None else [block]
+    for candidate in blocks:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((f"127.{candidate}.0.1", BLOCK_PORT))
+            listener.listen()
+        except OSError:
+            listener.close()
+            continue
+        return candidate, listener
+    blocks_taken = f"127.{block}.0.0/16" if block is not None else "127.16.0.0 to 127.250.255.255"
+    raise RunFailed(f"other local clouds use {blocks_taken}, which {folder} needs for its machines; stop one")
 
 
 def _listen(port: int) -> socket.socket:
-    """On `port` of 127.0.0.1, or on another one if that is taken."""
-    for each in (port, 0):
-        # asyncio turns off Nagle's algorithm, which delays answers by 40 ms, only where the protocol number says TCP.
+    """Listen on `port` of 127.0.0.1, or on another one if that is taken."""
+    for candidate in (port, 0):
+        # asyncio turns off Nagle's algorithm, which delays answers by 40 ms, only if the protocol number says TCP.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", each))
+            listener.bind(("127.0.0.1", candidate))
         except OSError:
             listener.close()
             continue
@@ -85,23 +106,23 @@ def _listen(port: int) -> socket.socket:
     raise OSError("127.0.0.1 has no free port")
 
 
-def main(folder: str) -> int:
-    """Serve, unless another process does; what goes wrong at the start is the log's last line."""
-    place = Place(Path(folder))
+def main(folder_path: str) -> int:
+    """Serve unless another process does; write an error at the start as the log's last line."""
+    folder = CloudFolder(Path(folder_path))
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
-    # asyncssh leaves behind what it would have waited for when a connection is cut.
+    # asyncssh drops coroutines when a connection breaks.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     # Each machine listens on three addresses.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    if sys.version_info < (3, 12):  # else a thread waits for each process
+    if sys.version_info < (3, 12):  # otherwise a thread waits for each process
         asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
-    with place.lock.open("w") as lock:
+    with folder.lock.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0
         try:
-            asyncio.run(serve(place))
+            asyncio.run(serve(folder))
         except (TpuswarmError, OSError) as error:
             sys.stderr.write(f"error: {error}\n")
             return 1

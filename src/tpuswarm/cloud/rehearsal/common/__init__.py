@@ -1,1 +1,1 @@
-"""What all rooms of the local cloud share: its records on the disk, its clock, its weather, its hosts, its refusals."""
+"""Records, clock, faults, hosts and errors, shared by all APIs of the local cloud."""

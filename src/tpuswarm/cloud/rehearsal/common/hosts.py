@@ -1,4 +1,4 @@
-"""Hosts of machines as the cloud keeps them: addresses, boots, whether they run. `machines` makes them real."""
+"""The cloud's record of its hosts: addresses, boots, power. `machines` runs them."""
 
 import json
 import secrets
@@ -12,126 +12,121 @@ from tpuswarm.cloud.rehearsal.common.records import Records, Table, to_json
 
 @dataclass
 class RehearsedHost:
-    """One VM: a TPU's worker, or a plain one."""
+    """One VM: a worker of a TPU, or a plain one."""
 
     id: str
-    """Its folder's name, and what its processes carry in their environment. Never used again."""
+    """The name of its folder, in the environment of its processes; unique for ever."""
     owner: str
-    """The resource that it belongs to."""
+    """The path of the node or instance that it belongs to."""
     number: int
-    """Which of the owner's workers."""
+    """Its worker number."""
     internal: str
     external: str | None
     chips: int = 0
     devices: int = 0
-    """What JAX sees of the chips."""
+    """JAX devices of its chips."""
     vfio: bool = False
-    """Where the chips are: /dev/vfio/N instead of /dev/accelN."""
+    """Whether its chips are files /dev/vfio/N instead of /dev/accelN."""
     type: str = ""
-    """The TPU API's name of the slice."""
+    """The slice's type in the TPU API."""
     boot: int = 1
-    """How often it was started."""
+    """How many times it has started."""
     on: bool = True
     leaving: bool = False
-    """It is being preempted: its metadata server says so, its processes have got SIGTERM."""
+    """Whether it is being preempted."""
 
 
 class Facts(NamedTuple):
-    """What the cloud says of the machine that a host belongs to."""
+    """What a host's metadata server tells about its machine."""
 
     project: str
     zone: str
     machine_type: str
     attributes: Mapping[str, str]
-    """Its metadata, with what the cloud adds for a TPU's worker."""
     tags: list[str]
-    spot: bool
+    is_spot: bool
 
 
 class Hosts:
-    """All hosts; whoever changes one says so by `put`, `reboot` or `remove`."""
+    """All hosts; every change is reported to `on_change`."""
 
     def __init__(self, records: Records, block: int):
-        """`block`: addresses are in 127.BLOCK.0.0/16, external ones in its upper half."""
+        """Hosts get addresses in 127.BLOCK.0.0/16, external ones in its upper half."""
         self._block = block
         self._table: Table[RehearsedHost] = records.table("host", _load, lambda host: to_json(asdict(host)))
-        self.changed: Callable[[str], None] = lambda host: None
-        """Called with the id of a host that is new, other than before, or gone."""
-        self.notice: Callable[[str], None] = lambda host: None
-        """Called with the id of a host whose processes are to get SIGTERM."""
+        self.on_change: Callable[[str], None] = lambda host_id: None
+        """Called with the id of a host that is new, changed or gone."""
+        self.on_preemption_notice: Callable[[str], None] = lambda host_id: None
+        """Called with the id of a host whose processes must get SIGTERM."""
 
-    def get(self, host: str) -> RehearsedHost | None:
-        """None: there is none (any more)."""
-        return self._table.get(host)
+    def get(self, host_id: str) -> RehearsedHost | None:
+        return self._table.get(host_id)
 
     def all(self) -> list[RehearsedHost]:
-        """Every one."""
         return self._table.values()
 
-    def of(self, owner: str) -> list[RehearsedHost]:
-        """Those of a machine, in the order of their numbers."""
+    def list_workers(self, owner: str) -> list[RehearsedHost]:
+        """Return the hosts of a machine in the order of their numbers."""
         return sorted((host for host in self._table.values() if host.owner == owner), key=lambda host: host.number)
 
-    def add(self, owner: str, number: int, external: bool, tpu: Accelerator | None = None) -> RehearsedHost:
-        """A new one, which starts at once."""
+    def add(self, owner: str, number: int, has_external: bool, tpu: Accelerator | None = None) -> None:
+        """Add a host, which starts at once."""
         host = RehearsedHost(
             id=f"{owner.rsplit('/', 1)[-1]}-{number}-{secrets.token_hex(3)}",
             owner=owner,
             number=number,
-            internal=self._address(upper=False),
-            external=self._address(upper=True) if external else None,
+            internal=self._new_address(),
+            external=self._new_address(is_external=True) if has_external else None,
         )
         if tpu is not None:
             host.chips, host.devices = tpu.chips_per_host, tpu.devices // tpu.hosts
             host.vfio, host.type = tpu.generation.name not in ("v2", "v3", "v4"), tpu.api_name or tpu.name
-        self.put(host)
-        return host
+        self._put(host)
 
-    def put(self, host: RehearsedHost) -> None:
-        """It is other than before."""
+    def _put(self, host: RehearsedHost) -> None:
         self._table.put(host.id, host)
-        self.changed(host.id)
+        self.on_change(host.id)
 
-    def announce(self, host: RehearsedHost) -> None:
-        """It is about to be taken away."""
-        host.leaving = True
-        self.put(host)
-        self.notice(host.id)
+    def give_notice(self, owner: str) -> None:
+        """Tell a machine's hosts and processes that it is about to be preempted."""
+        for host in self.list_workers(owner):
+            host.leaving = True
+            self._put(host)
+            self.on_preemption_notice(host.id)
 
-    def turn_off(self, host: RehearsedHost) -> None:
-        """Its processes end; its folder stays."""
-        host.on = False
-        self.put(host)
+    def turn_off(self, owner: str) -> None:
+        for host in self.list_workers(owner):
+            host.on = False
+            self._put(host)
 
-    def boot(self, host: RehearsedHost, new_external: bool = False) -> None:
-        """It starts (again)."""
-        host.boot += 1
-        host.on, host.leaving = True, False
-        if new_external and host.external:
-            host.external = self._address(upper=True)
-        self.put(host)
+    def boot(self, owner: str, has_new_external: bool = False) -> None:
+        for host in self.list_workers(owner):
+            host.boot += 1
+            host.on, host.leaving = True, False
+            if has_new_external and host.external:
+                host.external = self._new_address(is_external=True)
+            self._put(host)
 
-    def expose(self, host: RehearsedHost, external: bool) -> None:
-        """Give it an external address, or take it away."""
-        if external != (host.external is not None):
-            host.external = self._address(upper=True) if external else None
-            self.put(host)
+    def set_external(self, owner: str, has_external: bool) -> None:
+        for host in self.list_workers(owner):
+            if has_external != (host.external is not None):
+                host.external = self._new_address(is_external=True) if has_external else None
+                self._put(host)
 
     def remove(self, owner: str) -> None:
-        """All hosts of a machine, with everything on them."""
-        for host in self.of(owner):
+        for host in self.list_workers(owner):
             self._table.pop(host.id)
-            self.changed(host.id)
+            self.on_change(host.id)
 
-    def _address(self, upper: bool) -> str:
+    def _new_address(self, is_external: bool = False) -> str:
         used = {address for host in self._table.values() for address in (host.internal, host.external)}
-        # .0 and .255 look like no host's; x.0.1 is the server's own.
-        for third in range(128, 256) if upper else range(1, 128):
+        # .0 and .255 are no addresses of hosts; x.0.1 is the server's own.
+        for third in range(128, 256) if is_external else range(1, 128):
             for fourth in range(1, 255):
                 address = f"127.{self._block}.{third}.{fourth}"
                 if address not in used:
                     return address
-        raise OverflowError("the local cloud has no address left: it has as many hosts as 127.x.0.0/16 takes")
+        raise OverflowError(f"all addresses of 127.{self._block}.0.0/16 are used")
 
 
 def _load(body: bytes) -> RehearsedHost:

@@ -1,4 +1,4 @@
-"""What the cloud knows, in one SQLite file: tables of documents, kept in memory and written in one transaction."""
+"""Store the cloud's state in one SQLite file: tables of documents, kept in memory and written in one transaction."""
 
 import json
 import sqlite3
@@ -12,12 +12,11 @@ Document = TypeVar("Document")
 
 
 def to_json(document: Any) -> bytes:
-    """A plain document as it is stored."""
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 class Table(Generic[Document]):
-    """Documents by name. One that was changed in place is put again."""
+    """Documents by name. Put a document again after changing it in place."""
 
     def __init__(self, rows: dict[str, Document], put: Callable[[str, Document | None], None]):
         self._rows = rows
@@ -32,37 +31,29 @@ class Table(Generic[Document]):
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._rows))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def get(self, name: str) -> Document | None:
-        """None if there is none of that name."""
         return self._rows.get(name)
 
     def items(self) -> list[tuple[str, Document]]:
-        """All, by name."""
         return sorted(self._rows.items())
 
     def values(self) -> list[Document]:
-        """All, by name."""
         return [document for _, document in self.items()]
 
     def put(self, name: str, document: Document) -> None:
-        """Keep it, in the place of one of that name."""
         self._rows[name] = document
         self._put(name, document)
 
-    def pop(self, name: str) -> Document | None:
-        """Forget it."""
+    def pop(self, name: str) -> None:
         self._put(name, None)
-        return self._rows.pop(name, None)
+        self._rows.pop(name, None)
 
 
 class Records:
-    """Tables in a file. What was changed since the last `commit` is lost with the process, all of it together."""
+    """Tables in a file. A killed process loses all changes since the last `commit`, together."""
 
     def __init__(self, path: Path):
-        """Raises RunFailed if the file holds no such records, or is damaged."""
+        """Raises RunFailed if the file is damaged or no such file."""
         self._path = path
         self._changed: dict[tuple[str, str], Callable[[], bytes | None]] = {}
         try:
@@ -85,7 +76,7 @@ class Records:
         load: Callable[[bytes], Document] = json.loads,
         dump: Callable[[Document], bytes] = to_json,
     ) -> Table[Document]:
-        """The table of a kind of documents. Raises RunFailed for one that cannot be read."""
+        """Return the table of a kind of documents. Raises RunFailed if one cannot be read."""
         rows = {}
         try:
             for name, body in self._database.execute("SELECT name, body FROM documents WHERE kind = ?", (kind,)):
@@ -99,7 +90,7 @@ class Records:
         return Table(rows, put)
 
     def commit(self) -> None:
-        """Write what was changed. Raises sqlite3.Error where the disk does not take it: the next one tries again."""
+        """Write all changes. After sqlite3.Error (a full disk), the next call writes them."""
         if not self._changed:
             return
         rows = [(*key, body()) for key, body in self._changed.items()]
@@ -110,12 +101,11 @@ class Records:
         self._changed = {}
 
     def close(self) -> None:
-        """Write and close."""
         self.commit()
         self._database.close()
 
-    def _damaged(self, why: str) -> RunFailed:
+    def _damaged(self, reason: str) -> RunFailed:
         return RunFailed(
-            f"{self._path} is damaged ({why}): the local cloud cannot know its machines; "
+            f"{self._path} is damaged ({reason}): the local cloud cannot know its machines; "
             f"delete {self._path.parent} to begin a new one"
         )

@@ -1,4 +1,4 @@
-"""What will happen by itself, and when: kept on the disk, so that it happens also after a restart."""
+"""Schedule the cloud's future events; they are on the disk, so they survive a restart."""
 
 import asyncio
 import json
@@ -10,24 +10,22 @@ from typing import Any, NamedTuple
 
 from tpuswarm.cloud.rehearsal.common.records import Records, Table
 
-SPEED = 10.0
-"""Seconds of the cloud in one of ours, if nobody says."""
-
+DEFAULT_SPEED = 10.0
 RETRY_S = 1.0
 
 
 class Event(NamedTuple):
-    """At unix second `due`, `what` happens to `args`."""
+    """A call of the handler named `what` at unix second `due`."""
 
     due: float
     what: str
     args: list[Any]
     is_fixed: bool = False
-    """Whether `due` was given as a point in time: it stays when the clock's speed changes."""
+    """Whether `due` stays when the clock's speed changes."""
 
 
 class Timetable:
-    """A clock that can be sped up: delays are seconds of the cloud, points in time are everybody's."""
+    """A clock that goes `speed` times as fast as real time, with its future events."""
 
     def __init__(self, records: Records):
         self._records = records
@@ -35,14 +33,14 @@ class Timetable:
         self._settings: Table[float] = records.table("setting")
         self._handlers: dict[str, Callable[..., None]] = {}
         self._number = max((int(name) for name in self._events), default=0)
-        self._earlier = asyncio.Event()
+        self._changed = asyncio.Event()
         self.failures: list[str] = []
-        """What should have happened since the server began, and did not: faults of the local cloud itself."""
+        """Events whose handlers failed since the server started: bugs of the local cloud."""
 
     @property
     def speed(self) -> float:
-        """Seconds of the cloud in one of ours."""
-        return self._settings.get("speed") or SPEED
+        """Seconds of the cloud per real second."""
+        return self._settings.get("speed") or DEFAULT_SPEED
 
     @speed.setter
     def speed(self, speed: float) -> None:
@@ -51,35 +49,30 @@ class Timetable:
             if not event.is_fixed:
                 self._events.put(name, event._replace(due=now + (event.due - now) * self.speed / speed))
         self._settings.put("speed", speed)
-        self._earlier.set()
+        self._changed.set()
 
-    def seconds(self, seconds: float) -> float:
-        """So many of the cloud's, in ours."""
-        return seconds / self.speed
-
-    def on(self, what: str, handler: Callable[..., None]) -> None:
-        """Who is to be called when `what` is due."""
+    def register(self, what: str, handler: Callable[..., None]) -> None:
+        """Call `handler` at events named `what`."""
         self._handlers[what] = handler
 
-    def after(self, seconds: float, what: str, *args: Any) -> None:
-        """In so many seconds of the cloud."""
-        self._add(Event(time.time() + self.seconds(seconds), what, list(args)))
+    def schedule(self, delay_s: float, what: str, *args: Any) -> None:
+        """Schedule an event after seconds of the cloud's clock."""
+        self._add(Event(time.time() + delay_s / self.speed, what, list(args)))
 
-    def at(self, due: float, what: str, *args: Any) -> None:
-        """At a unix second, however fast the cloud's clock is."""
+    def schedule_at(self, due: float, what: str, *args: Any) -> None:
+        """Schedule an event at a unix second, at any speed of the clock."""
         self._add(Event(due, what, list(args), is_fixed=True))
 
     def _add(self, event: Event) -> None:
         self._number += 1
         self._events.put(f"{self._number:09d}", event)
-        self._earlier.set()
+        self._changed.set()
 
-    def happen(self, what: str, *args: Any) -> None:
-        """Now, as a part of what happens already."""
+    def run_now(self, what: str, *args: Any) -> None:
         self._handlers[what](*args)
 
     def run_due(self) -> None:
-        """All that is due happens, the earliest first, each with what follows from it in one transaction."""
+        """Run all due events, the earliest first, each in a transaction."""
         while True:
             due = [(event.due, name) for name, event in self._events.items() if event.due <= time.time()]
             if not due:
@@ -95,17 +88,16 @@ class Timetable:
             self._records.commit()
 
     async def run(self) -> None:
-        """For ever."""
         while True:
             try:
                 self.run_due()
-            except sqlite3.Error as error:  # a full disk: what is not written yet is tried again
+            except sqlite3.Error as error:  # a full disk: the next round writes again
                 logging.error("%s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._earlier.clear()
+            self._changed.clear()
             due = min((event.due for event in self._events.values()), default=None)
             try:
-                await asyncio.wait_for(self._earlier.wait(), None if due is None else max(due - time.time(), 0.001))
+                await asyncio.wait_for(self._changed.wait(), None if due is None else max(due - time.time(), 0.001))
             except TimeoutError:
                 continue

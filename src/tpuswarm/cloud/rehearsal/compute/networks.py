@@ -1,38 +1,35 @@
-"""Networks with their subnetworks, firewall rules, disks, and what there is in zones and regions."""
+"""Networks, subnetworks, firewall rules, disks, zones, regions and machine types of Compute Engine."""
 
 from typing import Any
 
 from tpuswarm import catalog
-from tpuswarm.cloud.rehearsal.common.call import Call, Rejected
-from tpuswarm.cloud.rehearsal.common.refused import INVALID_ARGUMENT, Refused
+from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, Call, Refused, Rejected
 from tpuswarm.cloud.rehearsal.common.weather import Weather
-from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, region_of_zone
-from tpuswarm.cloud.rehearsal.tpu.offers import offered
+from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, zone_region
+from tpuswarm.cloud.rehearsal.tpu.offers import list_offers
 
 NETWORK_S, RULE_S, DISK_S = 15, 5, 5
 OTHER_ZONES = ("us-central1-f", "us-west1-a", "us-west1-b", "europe-west1-b", "asia-northeast1-a")
-"""Besides those with TPUs."""
-OPEN = ["0.0.0.0/0"]
+"""Zones without TPUs."""
+ANY_ADDRESS = ["0.0.0.0/0"]
 DEFAULT_RULES: dict[str, Resource] = {
     "default-allow-internal": {
         "allowed": [{"IPProtocol": "tcp", "ports": ["0-65535"]}, {"IPProtocol": "udp", "ports": ["0-65535"]}],
         "sourceRanges": ["10.128.0.0/9"],
     },
-    "default-allow-ssh": {"allowed": [{"IPProtocol": "tcp", "ports": ["22"]}], "sourceRanges": OPEN},
-    "default-allow-rdp": {"allowed": [{"IPProtocol": "tcp", "ports": ["3389"]}], "sourceRanges": OPEN},
-    "default-allow-icmp": {"allowed": [{"IPProtocol": "icmp"}], "sourceRanges": OPEN},
+    "default-allow-ssh": {"allowed": [{"IPProtocol": "tcp", "ports": ["22"]}], "sourceRanges": ANY_ADDRESS},
+    "default-allow-rdp": {"allowed": [{"IPProtocol": "tcp", "ports": ["3389"]}], "sourceRanges": ANY_ADDRESS},
+    "default-allow-icmp": {"allowed": [{"IPProtocol": "icmp"}], "sourceRanges": ANY_ADDRESS},
 }
-"""What the network `default` of every new project lets in. https://cloud.google.com/firewall/docs/firewalls"""
+"""Rules of the network `default` in a new project. https://cloud.google.com/firewall/docs/firewalls"""
 
 
-def zones() -> list[str]:
-    """All of Compute Engine that the local cloud knows."""
-    return sorted({*offered(), *OTHER_ZONES})
+def list_zones() -> list[str]:
+    return sorted({*list_offers(), *OTHER_ZONES})
 
 
-def regions() -> list[str]:
-    """Those of the zones."""
-    return sorted({region_of_zone(zone) for zone in zones()})
+def _list_regions() -> list[str]:
+    return sorted({zone_region(zone) for zone in list_zones()})
 
 
 class Networks:
@@ -41,8 +38,8 @@ class Networks:
     def __init__(self, resources: Resources, weather: Weather):
         self._resources, self._weather = resources, weather
 
-    def welcome(self, project: str) -> None:
-        """A new project has a network."""
+    def add_default(self, project: str) -> None:
+        """Give a new project its default network."""
         path = f"projects/{project}/global/networks/default"
         if path not in self._resources.table:
             self._add_network(path, {"autoCreateSubnetworks": True, "description": "Default network for the project"})
@@ -52,88 +49,72 @@ class Networks:
     # Networks and subnetworks.
 
     def insert_network(self, call: Call) -> Resource:
-        """compute.networks.insert."""
         path = f"projects/{call.path['project']}/global/networks/{call.body.get('name', '')}"
         self._add_network(path, call.body)
         return self._resources.begin("insert", path, NETWORK_S)
 
     def delete_network(self, call: Call) -> Resource:
-        """compute.networks.delete."""
-        project, path = call.path["project"], _global(call, "networks")
+        path = _global_path(call, "networks")
         network = self._resources.get(path)
-        users = [
-            other["selfLink"].removeprefix(BASE)
-            for other in self._resources.table.values()
-            if other.get("network") == network["selfLink"] and other["kind"] != "compute#subnetwork"
-        ]
-        users += [
-            other["selfLink"].removeprefix(BASE)
-            for other in self._resources.table.values()
-            if any(each.get("network") == network["selfLink"] for each in other.get("networkInterfaces", ()))
-        ]
-        if users:
-            raise Rejected(
-                400,
-                "resourceInUseByAnotherResource",
-                f"The network resource '{path}' is already being used by '{users[0]}'",
-            )
-        for link in network["subnetworks"]:
-            self._resources.table.pop(link.removeprefix(BASE))
-        assert project
+        link = network["selfLink"]
+        for other in self._resources.table.values():
+            interfaces = (interface.get("network") for interface in other.get("networkInterfaces", ()))
+            if (other.get("network") == link and other["kind"] != "compute#subnetwork") or link in interfaces:
+                user = other["selfLink"].removeprefix(BASE)
+                message = f"The network resource '{path}' is already being used by '{user}'"
+                raise Rejected(400, "resourceInUseByAnotherResource", message)
+        for subnetwork in network["subnetworks"]:
+            self._resources.table.pop(subnetwork.removeprefix(BASE))
         operation = self._resources.begin("delete", path, NETWORK_S)
         self._resources.table.pop(path)
         return operation
 
     def insert_subnetwork(self, call: Call) -> Resource:
-        """compute.subnetworks.insert."""
         path = f"projects/{call.path['project']}/regions/{call.path['region']}/subnetworks/{call.body.get('name', '')}"
         network_path = call.body.get("network", "").removeprefix(BASE)
         network = self._resources.get(network_path)
-        made = self._resources.add(path, call.body, "subnetwork")
-        network["subnetworks"].append(made["selfLink"])
+        subnetwork = self._resources.add(path, call.body, "subnetwork")
+        network["subnetworks"].append(subnetwork["selfLink"])
         self._resources.table.put(network_path, network)
         return self._resources.begin("insert", path, NETWORK_S)
 
     def _add_network(self, path: str, body: Resource) -> None:
-        automatic = bool(body.get("autoCreateSubnetworks", True))
-        network = self._resources.add(
-            path, {"routingConfig": {"routingMode": "REGIONAL"}, **body, "autoCreateSubnetworks": automatic}, "network"
-        )
+        has_subnetworks = bool(body.get("autoCreateSubnetworks", True))
+        body = {"routingConfig": {"routingMode": "REGIONAL"}, **body, "autoCreateSubnetworks": has_subnetworks}
+        network = self._resources.add(path, body, "network")
         project, name = path.split("/")[1], path.rsplit("/", 1)[-1]
         network["subnetworks"] = []
-        for number, region in enumerate(regions() if automatic else []):
+        for number, region in enumerate(_list_regions() if has_subnetworks else []):
             subnetwork = {
                 "network": network["selfLink"],
                 "ipCidrRange": f"10.{128 + number // 16}.{number % 16 * 16}.0/20",
                 "gatewayAddress": f"10.{128 + number // 16}.{number % 16 * 16}.1",
             }
-            below = f"projects/{project}/regions/{region}/subnetworks/{name}"
-            network["subnetworks"].append(self._resources.add(below, subnetwork, "subnetwork")["selfLink"])
+            subnetwork_path = f"projects/{project}/regions/{region}/subnetworks/{name}"
+            network["subnetworks"].append(self._resources.add(subnetwork_path, subnetwork, "subnetwork")["selfLink"])
         self._resources.table.put(path, network)
 
     def check(self, project: str, zone: str, network: str, subnetwork: str) -> None:
-        """Raises Refused where the network, by name or path, has no such subnetwork in the zone's region."""
+        """Raise Refused unless the network (a name or path) has the subnetwork in the zone's region."""
         network, subnetwork = network.rsplit("/", 1)[-1], subnetwork.rsplit("/", 1)[-1]
-        path = f"projects/{project}/regions/{region_of_zone(zone)}/subnetworks/{subnetwork}"
-        found = self._resources.table.get(path)
+        path = f"projects/{project}/regions/{zone_region(zone)}/subnetworks/{subnetwork}"
         if subnetwork == network == "default":
-            return  # every project has it
-        if found is None or found["network"].rsplit("/", 1)[-1] != network:
+            return  # in every project
+        existing = self._resources.table.get(path)
+        if existing is None or existing["network"].rsplit("/", 1)[-1] != network:
             raise Refused(INVALID_ARGUMENT, f"Subnetwork '{path}' is not in network '{network}', or does not exist.")
 
     # Firewall rules.
 
     def insert_rule(self, call: Call) -> Resource:
-        """compute.firewalls.insert."""
         path = f"projects/{call.path['project']}/global/firewalls/{call.body.get('name', '')}"
-        wanted = (call.body.get("network") or "global/networks/default").rsplit("/", 1)[-1]
-        network = self._resources.get(f"projects/{call.path['project']}/global/networks/{wanted}")
+        name = (call.body.get("network") or "global/networks/default").rsplit("/", 1)[-1]
+        network = self._resources.get(f"projects/{call.path['project']}/global/networks/{name}")
         self._add_rule(path, {**call.body, "network": network["selfLink"]})
         return self._resources.begin("insert", path, RULE_S)
 
     def patch_rule(self, call: Call) -> Resource:
-        """compute.firewalls.patch and update."""
-        path = _global(call, "firewalls")
+        path = _global_path(call, "firewalls")
         self._resources.table.put(path, {**self._resources.get(path), **call.body})
         return self._resources.begin("patch", path, RULE_S)
 
@@ -147,30 +128,25 @@ class Networks:
     # Disks.
 
     def insert_disk(self, call: Call) -> Resource:
-        """compute.disks.insert."""
         path = f"projects/{call.path['project']}/zones/{call.path['zone']}/disks/{call.body.get('name', '')}"
         self._resources.add(path, {"sizeGb": "10", "status": "READY", **call.body}, "disk")
         return self._resources.begin("insert", path, DISK_S)
 
     def resize_disk(self, call: Call) -> Resource:
-        """compute.disks.resize."""
         path = f"projects/{call.path['project']}/zones/{call.path['zone']}/disks/{call.path['name']}"
         self._resources.table.put(path, {**self._resources.get(path), "sizeGb": str(call.body["sizeGb"])})
         return self._resources.begin("resize", path, DISK_S)
 
-    # What is the same for several.
+    # Methods of several kinds.
 
     def get(self, call: Call) -> Resource:
-        """Of any kind."""
         return self._resources.get(_path(call))
 
-    def listing(self, call: Call) -> Resource:
-        """Of any kind in a zone, a region or globally."""
+    def list_page(self, call: Call) -> Resource:
         kind = call.path["kind"]
         return self._resources.page(self._resources.under(f"{_scope(call)}/{kind}/"), call, kind[:-1])
 
     def delete(self, call: Call) -> Resource:
-        """Of any kind."""
         path = _path(call)
         self._resources.get(path)
         operation = self._resources.begin("delete", path, DISK_S)
@@ -178,16 +154,20 @@ class Networks:
         return operation
 
     def aggregated(self, call: Call) -> Resource:
-        """Of any kind, by zone or region; those of zones that do not answer are a warning."""
+        """List a kind of resources by zone or region; unreachable zones get a warning."""
         project, kind = call.path["project"], call.path["kind"]
-        of_zones = kind in ("instances", "disks", "operations", "machineTypes")
-        scopes = [f"zones/{zone}" for zone in zones()] if of_zones else [f"regions/{region}" for region in regions()]
+        is_zonal = kind in ("instances", "disks", "operations", "machineTypes")
+        scopes = (
+            [f"zones/{zone}" for zone in list_zones()]
+            if is_zonal
+            else [f"regions/{region}" for region in _list_regions()]
+        )
         items: dict[str, Any] = {}
         for scope in scopes:
             zone = scope.split("/")[1]
-            if self._weather.has(zone, "hidden"):
+            if self._weather.has_fault(zone, "hidden"):
                 continue
-            if self._weather.has(zone, "unreachable"):
+            if self._weather.has_fault(zone, "unreachable"):
                 items[scope] = {"warning": {"code": "UNREACHABLE", "message": f"The scope '{scope}' is unreachable."}}
                 continue
             page = self._resources.page(self._resources.under(f"projects/{project}/{scope}/{kind}/"), call, kind[:-1])
@@ -198,30 +178,27 @@ class Networks:
             "id": f"projects/{project}/aggregated/{kind}",
             "items": items,
         }
-        if lost := [f"zones/{zone}" for zone in self._weather.unreachable() if of_zones]:
-            answer["unreachables"] = lost
+        if is_zonal and (unreachable := self._weather.unreachable_zones()):
+            answer["unreachables"] = [f"zones/{zone}" for zone in unreachable]
         return answer
 
-    # Places.
+    # Zones, regions, projects and machine types.
 
     def zone(self, call: Call) -> Resource:
-        """compute.zones.get."""
-        return _zone(call.path["project"], _known(call.path["zone"], zones(), "zones"))
+        return _zone(call.path["project"], _check_known(call.path["zone"], list_zones(), "zones"))
 
     def list_zones(self, call: Call) -> Resource:
-        """compute.zones.list."""
-        return self._resources.page([_zone(call.path["project"], zone) for zone in zones()], call, "zone")
+        return self._resources.page([_zone(call.path["project"], zone) for zone in list_zones()], call, "zone")
 
     def region(self, call: Call) -> Resource:
-        """compute.regions.get."""
-        return _region(call.path["project"], _known(call.path["region"], regions(), "regions"))
+        return _region(call.path["project"], _check_known(call.path["region"], _list_regions(), "regions"))
 
     def list_regions(self, call: Call) -> Resource:
-        """compute.regions.list."""
-        return self._resources.page([_region(call.path["project"], each) for each in regions()], call, "region")
+        return self._resources.page(
+            [_region(call.path["project"], region) for region in _list_regions()], call, "region"
+        )
 
     def project(self, call: Call) -> Resource:
-        """compute.projects.get."""
         project = call.path["project"]
         return {
             "kind": "compute#project",
@@ -233,19 +210,15 @@ class Networks:
         }
 
     def machine_type(self, call: Call) -> Resource:
-        """compute.machineTypes.get."""
-        return _machine_type(
-            call, _known(call.path["name"], [each.name for each in catalog.machines()], "machineTypes")
-        )
+        machine_types = [machine.name for machine in catalog.machines()]
+        return _machine_type(call, _check_known(call.path["name"], machine_types, "machineTypes"))
 
-    def machine_types(self, call: Call) -> Resource:
-        """compute.machineTypes.list."""
-        return self._resources.page(
-            [_machine_type(call, each.name) for each in catalog.machines()], call, "machineType"
-        )
+    def list_machine_types(self, call: Call) -> Resource:
+        machine_types = [_machine_type(call, machine.name) for machine in catalog.machines()]
+        return self._resources.page(machine_types, call, "machineType")
 
 
-def _known(name: str, names: list[str], kind: str) -> str:
+def _check_known(name: str, names: list[str], kind: str) -> str:
     if name not in names:
         raise Rejected(404, "notFound", f"The resource '{kind}/{name}' was not found")
     return name
@@ -253,7 +226,7 @@ def _known(name: str, names: list[str], kind: str) -> str:
 
 def _zone(project: str, zone: str) -> Resource:
     link = f"{BASE}projects/{project}/"
-    region = f"{link}regions/{region_of_zone(zone)}"
+    region = f"{link}regions/{zone_region(zone)}"
     return {"kind": "compute#zone", "name": zone, "status": "UP", "region": region, "selfLink": f"{link}zones/{zone}"}
 
 
@@ -264,25 +237,25 @@ def _region(project: str, region: str) -> Resource:
         "name": region,
         "status": "UP",
         "selfLink": f"{link}regions/{region}",
-        "zones": [f"{link}zones/{zone}" for zone in zones() if region_of_zone(zone) == region],
+        "zones": [f"{link}zones/{zone}" for zone in list_zones() if zone_region(zone) == region],
         "quotas": [{"metric": "CPUS", "limit": 2400.0, "usage": 0.0}],
     }
 
 
 def _machine_type(call: Call, name: str) -> Resource:
-    found = next(each for each in catalog.machines() if each.name == name)
+    machine = next(machine for machine in catalog.machines() if machine.name == name)
     zone = call.path["zone"]
     return {
         "kind": "compute#machineType",
         "name": name,
-        "guestCpus": found.vcpus,
-        "memoryMb": found.memory_gib * 1024,
+        "guestCpus": machine.vcpus,
+        "memoryMb": machine.memory_gib * 1024,
         "zone": zone,
         "selfLink": f"{BASE}projects/{call.path['project']}/zones/{zone}/machineTypes/{name}",
     }
 
 
-def _global(call: Call, kind: str) -> str:
+def _global_path(call: Call, kind: str) -> str:
     return f"projects/{call.path['project']}/global/{kind}/{call.path['name']}"
 
 

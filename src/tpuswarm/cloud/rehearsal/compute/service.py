@@ -1,4 +1,4 @@
-"""All methods of Compute Engine by path."""
+"""Routes of Compute Engine's REST API."""
 
 import asyncio
 import time
@@ -10,24 +10,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.common.call import Call, Handler
+from tpuswarm.cloud.rehearsal.common.api import Call, Handler
 from tpuswarm.cloud.rehearsal.compute.resources import Resource
-from tpuswarm.cloud.rehearsal.wire.rest import call_of, routes
+from tpuswarm.cloud.rehearsal.wire.rest import parse_call, routes
 
 PROJECT = "/compute/v1/projects/{project}"
 ZONE = PROJECT + "/zones/{zone}"
 REGION = PROJECT + "/regions/{region}"
 INSTANCE = ZONE + "/instances/{name}"
-WAIT_S = 120.0
-"""So long `wait` waits at most; it answers as it is then."""
-LOOK_S = 0.02
+MAX_WAIT_S = 120.0
+POLL_INTERVAL_S = 0.02
 
 
 def compute_routes(cloud: Cloud) -> list[Route]:
-    """For an application; everything that is asked of a project that is new finds its default network."""
+    """Return all routes. The first call for a project makes its default network."""
     instances, networks, resources = cloud.instances, cloud.networks, cloud.resources
 
-    def of(kind: str, handler: Handler) -> Handler:
+    def with_kind(kind: str, handler: Handler) -> Handler:
         return lambda call: handler(Call({**call.path, "kind": kind}, call.query, call.body))
 
     def operation(call: Call) -> Resource:
@@ -36,7 +35,7 @@ def compute_routes(cloud: Cloud) -> list[Route]:
     table: list[tuple[str, str, Handler]] = [
         ("GET", PROJECT, networks.project),
         ("POST", f"{ZONE}/instances", instances.insert),
-        ("GET", f"{ZONE}/instances", instances.listing),
+        ("GET", f"{ZONE}/instances", instances.list_page),
         ("GET", INSTANCE, instances.get),
         ("DELETE", INSTANCE, instances.delete),
         ("POST", f"{INSTANCE}/stop", instances.stop),
@@ -58,7 +57,7 @@ def compute_routes(cloud: Cloud) -> list[Route]:
         ("GET", ZONE, networks.zone),
         ("GET", f"{PROJECT}/regions", networks.list_regions),
         ("GET", REGION, networks.region),
-        ("GET", f"{ZONE}/machineTypes", networks.machine_types),
+        ("GET", f"{ZONE}/machineTypes", networks.list_machine_types),
         ("GET", ZONE + "/machineTypes/{name}", networks.machine_type),
     ]
     for scope in (ZONE, REGION, f"{PROJECT}/global"):
@@ -73,23 +72,23 @@ def compute_routes(cloud: Cloud) -> list[Route]:
     ):
         for kind in kinds:
             table += [
-                ("GET", f"{scope}/{kind}", of(kind, networks.listing)),
-                ("GET", f"{scope}/{kind}/{{name}}", of(kind, networks.get)),
-                ("DELETE", f"{scope}/{kind}/{{name}}", of(kind, networks.delete)),
+                ("GET", f"{scope}/{kind}", with_kind(kind, networks.list_page)),
+                ("GET", f"{scope}/{kind}/{{name}}", with_kind(kind, networks.get)),
+                ("DELETE", f"{scope}/{kind}/{{name}}", with_kind(kind, networks.delete)),
             ]
     waits = [
         Route(scope + "/operations/{name}/wait", _wait(cloud, operation), methods=["POST"])
         for scope in (ZONE, REGION, f"{PROJECT}/global")
     ]
-    return waits + routes(cloud, [(verb, path, _known(cloud, handler)) for verb, path, handler in table])
+    return waits + routes(cloud.answer, [(verb, path, _check_project(cloud, handler)) for verb, path, handler in table])
 
 
-def _known(cloud: Cloud, handler: Handler) -> Handler:
-    """A handler for which the project has what a new project has, if its API is on."""
+def _check_project(cloud: Cloud, handler: Handler) -> Handler:
+    """Return a handler that first checks the project's API and adds its default network."""
 
     def answer(call: Call) -> Any:
         cloud.projects.check(call.path["project"], "compute.googleapis.com")
-        cloud.networks.welcome(call.path["project"])
+        cloud.networks.add_default(call.path["project"])
         return handler(call)
 
     return answer
@@ -107,12 +106,12 @@ def _operations(cloud: Cloud, call: Call) -> Resource:
 
 def _wait(cloud: Cloud, operation: Callable[[Call], Resource]) -> Any:
     async def respond(request: Request) -> Response:
-        call = await call_of(request)
-        until = time.monotonic() + WAIT_S
+        call = await parse_call(request)
+        deadline = time.monotonic() + MAX_WAIT_S
         while True:
-            found: Resource = cloud.answer(operation, call)
-            if found["status"] == "DONE" or time.monotonic() > until:
-                return JSONResponse(found)
-            await asyncio.sleep(LOOK_S)
+            current: Resource = cloud.answer(operation, call)
+            if current["status"] == "DONE" or time.monotonic() > deadline:
+                return JSONResponse(current)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     return respond

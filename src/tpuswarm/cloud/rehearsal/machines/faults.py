@@ -1,164 +1,127 @@
-"""What may be wrong with a machine's inside: one table. `rehearsal break NAME FAULT` plants them."""
+"""Faults inside machines and of their health in the cloud, planted by `rehearsal break NAME FAULT`."""
 
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.machines.root import TCMALLOC, Root
 
-HOLDER = "holder"
-READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
-MIGRATES = "MIGRATE_ON_HOST_MAINTENANCE"
-WRONG_NUMBER = "TPU_WORKER_ID=7\n"
+WRONG_WORKER_ID = "TPU_WORKER_ID=7\n"
+LOCK_APT = (
+    "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); "
+    "print('locked', flush=True); time.sleep(1e9)"
+)
 
 
-class Broken(NamedTuple):
-    """A machine, as a fault finds it: its id, its folder, the environment of its processes."""
+class FaultyMachine(NamedTuple):
+    """A machine's id, its folder, and the environment of its processes."""
 
     id: str
     root: Root
     environment: Mapping[str, str]
 
+    def start(self, words: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
+        return subprocess.Popen(words, env=self.environment, cwd=self.root.path, start_new_session=True, **pipes)
+
+    def kill_holders(self, path: Any) -> None:
+        if path.exists():
+            held = path.stat()
+            processes.send([self.id], signal.SIGKILL, only=lambda pid: processes.has_open(pid, held))
+
 
 class Fault(NamedTuple):
-    """What it is, how it is planted, how it is mended."""
+    """A fault; `set(machine, is_planted)` plants or mends it."""
 
-    what: str
-    plant: Callable[[Broken], None]
-    mend: Callable[[Broken], None]
-
-
-def _lock(machine: Broken) -> None:
-    machine.root.lock.touch()
+    effect: str
+    set: Callable[[FaultyMachine, bool], None]
 
 
-def _lock_as_another(machine: Broken) -> None:
-    machine.root.lock.touch()
-    machine.root.lock.chmod(0o400)
+def _set_lock(machine: FaultyMachine, is_planted: bool) -> None:
+    if is_planted:
+        machine.root.lock.touch()
+        machine.root.lock.chmod(0o400)
+    else:
+        machine.root.lock.unlink(missing_ok=True)
 
 
-def _unlock(machine: Broken) -> None:
-    machine.root.lock.unlink(missing_ok=True)
+def _set_holder(machine: FaultyMachine, is_planted: bool) -> None:
+    chip = machine.root.devices[0]
+    if is_planted:
+        machine.root.lock.touch()
+        # An idle process with a telling name holds the first chip's file open.
+        script = 'exec 9<>"$1"; exec -a "python3 train.py" sleep infinity'
+        machine.start(["/bin/bash", "-c", script, "holder", str(chip)])
+    else:
+        machine.kill_holders(chip)
+        machine.root.lock.unlink(missing_ok=True)
 
 
-def _hold(machine: Broken) -> None:
-    _lock(machine)
-    # A name that says what it is, a process that does nothing, and the first chip's file held open.
-    script = 'exec 9<>"$1"; exec -a "python3 train.py" sleep infinity'
-    subprocess.Popen(
-        ["/bin/bash", "-c", script, HOLDER, str(machine.root.devices[0])],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=machine.environment,
-        cwd=machine.root.path,
-        start_new_session=True,
-    )
+def _set_missing_device(machine: FaultyMachine, is_planted: bool) -> None:
+    chip = machine.root.devices[-1]
+    chip.unlink(missing_ok=True) if is_planted else chip.touch()
 
 
-def _release(machine: Broken) -> None:
-    held = machine.root.devices[0].stat()
-    processes.send([machine.id], signal.SIGKILL, only=lambda pid: processes.has_open(pid, held))
-    _unlock(machine)
+def _set_closed_logs(machine: FaultyMachine, is_planted: bool) -> None:
+    logs = machine.root.path / "tmp" / "tpu_logs"
+    logs.mkdir(exist_ok=True)
+    logs.chmod(0o555 if is_planted else 0o777)
 
 
-def _take_device(machine: Broken) -> None:
-    machine.root.devices[-1].unlink(missing_ok=True)
+def _set_missing_library(machine: FaultyMachine, is_planted: bool) -> None:
+    library = machine.root.path / TCMALLOC
+    library.unlink(missing_ok=True) if is_planted else library.touch()
 
 
-def _give_device(machine: Broken) -> None:
-    machine.root.devices[-1].touch()
+def _set_apt_lock(machine: FaultyMachine, is_planted: bool) -> None:
+    lock = machine.root.path / "var" / "lib" / "dpkg" / "lock-frontend"
+    if is_planted:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-c", LOCK_APT, str(lock), "unattended-upgrade"]
+        process = machine.start(words, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+    else:
+        machine.kill_holders(lock)
 
 
-def _logs(machine: Broken) -> Path:
-    return machine.root.path / "tmp" / "tpu_logs"
+def _set_wrong_worker_id(machine: FaultyMachine, is_planted: bool) -> None:
+    profile = machine.root.profile
+    profile.write_text(profile.read_text().replace(WRONG_WORKER_ID, "") + WRONG_WORKER_ID * is_planted)
 
 
-def _close_logs(machine: Broken) -> None:
-    _logs(machine).mkdir(exist_ok=True)
-    _logs(machine).chmod(0o555)
+def _set_metadata(**values: str) -> Callable[[FaultyMachine, bool], None]:
+    def set_values(machine: FaultyMachine, is_planted: bool) -> None:
+        if is_planted:
+            machine.root.faulty_metadata.write_text(json.dumps(values))
+        else:
+            machine.root.faulty_metadata.unlink(missing_ok=True)
 
-
-def _open_logs(machine: Broken) -> None:
-    if _logs(machine).exists():
-        _logs(machine).chmod(0o777)
-
-
-def _take_library(machine: Broken) -> None:
-    (machine.root.path / TCMALLOC).unlink(missing_ok=True)
-
-
-def _give_library(machine: Broken) -> None:
-    (machine.root.path / TCMALLOC).touch()
-
-
-def _dpkg(machine: Broken) -> Path:
-    return machine.root.path / "var" / "lib" / "dpkg" / "lock-frontend"
-
-
-def _hold_apt(machine: Broken) -> None:
-    _dpkg(machine).parent.mkdir(parents=True, exist_ok=True)
-    script = (
-        "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); "
-        "print('locked', flush=True); time.sleep(1e9)"
-    )
-    held = subprocess.Popen(
-        [sys.executable, "-c", script, str(_dpkg(machine)), "unattended-upgrade"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=machine.environment,
-        cwd=machine.root.path,
-        start_new_session=True,
-    )
-    assert held.stdout is not None
-    held.stdout.readline()
-
-
-def _release_apt(machine: Broken) -> None:
-    if _dpkg(machine).exists():
-        held = _dpkg(machine).stat()
-        processes.send([machine.id], signal.SIGKILL, only=lambda pid: processes.has_open(pid, held))
-
-
-def _say(**told: str) -> Callable[[Broken], None]:
-    def say(machine: Broken) -> None:
-        machine.root.told.write_text(json.dumps(told))
-
-    return say
-
-
-def _unsay(machine: Broken) -> None:
-    machine.root.told.unlink(missing_ok=True)
-
-
-def _number(machine: Broken) -> None:
-    with machine.root.profile.open("a") as file:
-        file.write(WRONG_NUMBER)
-
-
-def _unnumber(machine: Broken) -> None:
-    machine.root.profile.write_text(machine.root.profile.read_text().replace(WRONG_NUMBER, ""))
+    return set_values
 
 
 MACHINE_FAULTS: dict[str, Fault] = {
-    "lock": Fault("a libtpu lock file that cannot be opened, and no process has it", _lock_as_another, _unlock),
-    HOLDER: Fault("a process that holds the first chip and the lock", _hold, _release),
-    "missing-device": Fault("the file of the last chip is not there", _take_device, _give_device),
-    "tpu-logs": Fault("/tmp/tpu_logs cannot be written", _close_logs, _open_logs),
-    "preload": Fault("the library that /etc/environment preloads is not there", _take_library, _give_library),
-    "worker-id": Fault("/etc/environment gives it another worker's number", _number, _unnumber),
-    "read-only": Fault("its access scopes let it write to no bucket", _say(scopes=READ_ONLY), _unsay),
-    "maintenance": Fault("its metadata announces a maintenance", _say(maintenance=MIGRATES), _unsay),
-    "apt": Fault("a process that holds apt's lock", _hold_apt, _release_apt),
+    "lock": Fault("a libtpu lock file that cannot be opened, and no process has it", _set_lock),
+    "holder": Fault("a process that holds the first chip and the lock", _set_holder),
+    "missing-device": Fault("the file of the last chip is not there", _set_missing_device),
+    "tpu-logs": Fault("/tmp/tpu_logs cannot be written", _set_closed_logs),
+    "preload": Fault("the library that /etc/environment preloads is not there", _set_missing_library),
+    "worker-id": Fault("/etc/environment gives it another worker's number", _set_wrong_worker_id),
+    "read-only": Fault(
+        "its access scopes let it write to no bucket",
+        _set_metadata(scopes="https://www.googleapis.com/auth/devstorage.read_only"),
+    ),
+    "maintenance": Fault(
+        "its metadata announces a maintenance", _set_metadata(maintenance="MIGRATE_ON_HOST_MAINTENANCE")
+    ),
+    "apt": Fault("a process that holds apt's lock", _set_apt_lock),
 }
 NODE_FAULTS = {
     "symptom": "the cloud calls it healthy, and reports a symptom",
     "unhealthy": "the cloud calls it unhealthy",
 }
-"""What the cloud may say of a TPU, without anything wrong inside."""
+"""Faults in the cloud's report about a TPU; nothing inside is wrong."""

@@ -1,4 +1,4 @@
-"""The metadata server of a machine, as https://cloud.google.com/compute/docs/metadata describes it."""
+"""A machine's metadata server: https://cloud.google.com/compute/docs/metadata."""
 
 import asyncio
 import os
@@ -11,31 +11,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, RehearsedHost
-from tpuswarm.cloud.rehearsal.tpu.guests import Guests
+from tpuswarm.cloud.rehearsal.tpu.guests import GuestAttributes
 
 PREFIX = "/computeMetadata/v1/"
-FLAVOR = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
-LOOK_S = 0.1
-"""Between two looks for who waits for a change."""
-
-
+HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
+POLL_INTERVAL_S = 0.1
 SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 
 
-def tree(
-    host: RehearsedHost, facts: Facts, token: str, guests: Mapping[str, str], planted: Mapping[str, str]
+def _metadata(
+    host: RehearsedHost, facts: Facts, token: str, guests: Mapping[str, str], faulty: Mapping[str, str]
 ) -> dict[str, Any]:
-    """All that a machine may ask, as folders and values. planted: what a fault makes of `scopes` and `maintenance`."""
+    """Return all metadata as folders and values; `faulty` replaces scopes and maintenance."""
     account = {
         "email": "000000000000-compute@developer.gserviceaccount.com",
-        "scopes": planted.get("scopes", SCOPES) + "\n",
+        "scopes": faulty.get("scopes", SCOPES) + "\n",
         "aliases": "default\n",
         "token": {"access_token": token, "expires_in": 3600, "token_type": "Bearer"},
     }
-    guest: dict[str, dict[str, str]] = {}
+    guest_folders: dict[str, dict[str, str]] = {}
     for path, value in guests.items():
         namespace, _, key = path.partition("/")
-        guest.setdefault(namespace, {})[key] = value
+        guest_folders.setdefault(namespace, {})[key] = value
     name = f"{host.owner.rsplit('/', 1)[-1]}-w-{host.number}"
     return {
         "instance": {
@@ -45,11 +42,11 @@ def tree(
             "zone": f"projects/{facts.project}/zones/{facts.zone}",
             "machine-type": f"projects/{facts.project}/machineTypes/{facts.machine_type}",
             "preempted": "TRUE" if host.leaving else "FALSE",
-            "maintenance-event": planted.get("maintenance", "NONE"),
-            "scheduling": {"preemptible": str(facts.spot).upper()},
+            "maintenance-event": faulty.get("maintenance", "NONE"),
+            "scheduling": {"preemptible": str(facts.is_spot).upper()},
             "tags": facts.tags,
             "attributes": dict(facts.attributes),
-            "guest-attributes": guest,
+            "guest-attributes": guest_folders,
             "network-interfaces": {
                 "0": {"ip": host.internal, "access-configs": {"0": {"external-ip": host.external or ""}}}
             },
@@ -59,30 +56,30 @@ def tree(
     }
 
 
-class Metadata:
-    """Answers for one host."""
+class MetadataServer:
+    """Answers for one host, to its user only: start-up scripts and tokens are secret."""
 
     def __init__(
         self,
-        host: Callable[[], RehearsedHost | None],
-        facts: Callable[[RehearsedHost], Facts | None],
+        get_host: Callable[[], RehearsedHost | None],
+        get_facts: Callable[[RehearsedHost], Facts | None],
         token: str,
-        guests: Guests,
-        planted: Callable[[], Mapping[str, str]],
+        guests: GuestAttributes,
+        read_faulty: Callable[[], Mapping[str, str]],
     ):
-        self._host, self._facts, self._token, self._guests, self._planted = host, facts, token, guests, planted
+        self._get_host, self._get_facts, self._token = get_host, get_facts, token
+        self._guests, self._read_faulty = guests, read_faulty
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
         if scope["type"] == "http":
             response = await self._respond(Request(scope, receive))
-            response.headers.update(FLAVOR)
+            response.headers.update(HEADERS)
             await response(scope, receive, send)
 
     async def _respond(self, request: Request) -> Response:
         if request.headers.get("metadata-flavor") != "Google" or "x-forwarded-for" in request.headers:
             return PlainTextResponse('Missing required header "Metadata-Flavor": "Google"', 403)
-        if not _is_ours(request):
+        if not _is_from_this_user(request):
             return PlainTextResponse("This metadata server is another user's.", 403)
         path = request.url.path
         if path in ("/", "/computeMetadata/", "/computeMetadata"):
@@ -90,50 +87,50 @@ class Metadata:
         if not path.startswith(PREFIX):
             return PlainTextResponse("Not found", 404)
         path = path.removeprefix(PREFIX)
-        host = self._host()
+        host = self._get_host()
         if host is not None and request.method in ("PUT", "DELETE"):
             return await self._write(request, host, path)
         if request.query_params.get("wait_for_change", "").lower() == "true":
-            await self._wait(request, path)
-        found = self._find(path)
-        if found is None:
+            await self._wait_for_change(request, path)
+        value = self._find(path)
+        if value is None:
             return PlainTextResponse("Not found", 404)
-        if isinstance(found, dict | list) and (
+        if isinstance(value, dict | list) and (
             request.query_params.get("recursive", "").lower() == "true" or path.endswith(("/token", "/tags"))
         ):
-            return JSONResponse(found)
-        if isinstance(found, dict):
+            return JSONResponse(value)
+        if isinstance(value, dict):
             return PlainTextResponse(
-                "".join(f"{key}/\n" if _is_folder(value) else f"{key}\n" for key, value in found.items())
+                "".join(f"{key}/\n" if _is_folder(inner) else f"{key}\n" for key, inner in value.items())
             )
-        return PlainTextResponse(str(found))
+        return PlainTextResponse(str(value))
 
     def _find(self, path: str) -> Any:
-        """A value or a folder; None if there is none."""
-        host = self._host()
-        facts = self._facts(host) if host else None
+        """Return a value or a folder; None if there is none."""
+        host = self._get_host()
+        facts = self._get_facts(host) if host else None
         if host is None or facts is None:
             return None
-        found: Any = tree(host, facts, self._token, self._guests.read(host.id), self._planted())
+        value: Any = _metadata(host, facts, self._token, self._guests.read(host.id), self._read_faulty())
         for part in path.strip("/").split("/"):
             if part:
-                found = found.get(part) if isinstance(found, dict) else None
-        return found
+                value = value.get(part) if isinstance(value, dict) else None
+        return value
 
-    async def _wait(self, request: Request, path: str) -> None:
-        until = time.monotonic() + float(request.query_params.get("timeout_sec", "3600"))
+    async def _wait_for_change(self, request: Request, path: str) -> None:
+        deadline = time.monotonic() + float(request.query_params.get("timeout_sec", "3600"))
         before = self._find(path)
-        while self._find(path) == before and time.monotonic() < until:
-            await asyncio.sleep(LOOK_S)
+        while self._find(path) == before and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _write(self, request: Request, host: RehearsedHost, path: str) -> Response:
-        place = path.removeprefix("instance/guest-attributes/")
-        if place == path or place.count("/") != 1:
+        name = path.removeprefix("instance/guest-attributes/")
+        if name == path or name.count("/") != 1:
             return PlainTextResponse("Only instance/guest-attributes/NAMESPACE/KEY can be written", 403)
         if request.method == "PUT":
-            self._guests.write(host.id, place, (await request.body()).decode())
+            self._guests.write(host.id, name, (await request.body()).decode())
         else:
-            self._guests.delete(host.id, place)
+            self._guests.delete(host.id, name)
         return PlainTextResponse("")
 
 
@@ -141,17 +138,16 @@ def _is_folder(value: Any) -> bool:
     return isinstance(value, dict) and "access_token" not in value
 
 
-def _is_ours(request: Request) -> bool:
-    """Whether who asks is the user whose cloud this is: start-up scripts and tokens are nobody else's business."""
+def _is_from_this_user(request: Request) -> bool:
     assert request.client is not None
-    here, there = (_hex(*request.scope["server"]), _hex(request.client.host, request.client.port))
+    server, client = (_format_address(*request.scope["server"]), _format_address(*request.client))
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         local, remote, *rest = line.split()[1:]
-        if (local, remote) == (there, here):
+        if (local, remote) == (client, server):
             return int(rest[4]) in (os.geteuid(), 0)
     return False
 
 
-def _hex(address: str, port: int) -> str:
-    """As in /proc/net/tcp."""
+def _format_address(address: str, port: int) -> str:
+    """Return an address in the form of /proc/net/tcp."""
     return "".join(f"{int(part):02X}" for part in reversed(address.split("."))) + f":{port:04X}"

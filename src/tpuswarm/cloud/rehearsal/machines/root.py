@@ -1,57 +1,81 @@
-"""A machine's folder: what is where, and the environment of what runs there."""
+"""A machine's folder, its TCP ports, and the environment of its processes."""
 
 import json
 import re
 import shutil
+import socket
 import sys
 from pathlib import Path
 
 from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
-from tpuswarm.cloud.rehearsal.machines import ports
-from tpuswarm.cloud.rehearsal.machines.processes import MACHINE
-from tpuswarm.cloud.rehearsal.place import VARIABLE, Place
+from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE, CloudFolder
+from tpuswarm.cloud.rehearsal.machines.processes import MACHINE_VARIABLE
 
 SSH_PORT, METADATA_PORT = 2222, 2223
-ROOT = "TPUSWARM_ROOT"
-"""The variable with the folder that stands for `/`."""
-PYTHON = "TPUSWARM_PYTHON"
-"""The variable with what an environment that set-up makes runs as Python."""
+ROOT_VARIABLE = "TPUSWARM_ROOT"
+"""Has the folder that stands for `/`."""
+PYTHON_VARIABLE = "TPUSWARM_PYTHON"
+"""Has the interpreter of environments that set-up makes."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TCMALLOC = "usr/lib/x86_64-linux-gnu/libtcmalloc.so.4"
-QUICK = "--xla_backend_optimization_level=0"
-"""The way is rehearsed, not the speed: a program compiles in 0.6 of the time, a step takes 1.3 times as long."""
+FAST_COMPILATION = "--xla_backend_optimization_level=0"
+"""A program compiles in 0.6 of the time; a step takes 1.3 times as long."""
 UNITS = "run/units"
-"""A file for each service that runs."""
+"""Has a file for each running service."""
+FIRST_PORT, PORTS_PER_MACHINE, PORT_RANGES = 24_000, 100, 87
+"""Between the ports of a fleet's router and those that Linux gives to connections, from 32768."""
+
+
+def reserve_ports() -> tuple[int, socket.socket] | None:
+    """Reserve a range of ports, because Ray listens on all addresses of this computer; return its first port.
+
+    The socket holds the range among all local clouds until it is closed. None: all ranges are taken.
+    """
+    for number in range(PORT_RANGES):
+        first = FIRST_PORT + number * PORTS_PER_MACHINE
+        listener = socket.socket()
+        try:
+            listener.bind(("127.0.0.1", first))
+            listener.listen()
+        except OSError:
+            listener.close()
+            continue
+        return first, listener
+    return None
+
+
+def metrics_port(first: int) -> int:
+    return first + 1
 
 
 class Root:
     """The folder that stands for a machine's `/`."""
 
-    def __init__(self, place: Place, host: RehearsedHost):
-        self._place = place
+    def __init__(self, folder: CloudFolder, host: RehearsedHost):
+        self._folder = folder
         self._host = host
-        self.path = place.machines / host.id
-        self._booted = self.path / "run" / "boot"
+        self.path = folder.machines / host.id
+        self._boot_number = self.path / "run" / "boot"
         self._ports = self.path / "run" / "ports"
         self.host_key = self.path / "etc" / "ssh" / "ssh_host_ed25519_key"
         self.log = self.path / "var" / "log" / "startup-script.log"
         self.lock = self.path / "tmp" / "libtpu_lockfile"
-        self.told = self.path / "run" / "told.json"
+        self.faulty_metadata = self.path / "run" / "told.json"
         self.profile = self.path / "etc" / "environment"
 
     @property
     def devices(self) -> list[Path]:
-        """The chips' files, as they should be there."""
+        """The files of all chips, including missing ones."""
         folder, name = (self.path / "dev" / "vfio", "") if self._host.vfio else (self.path / "dev", "accel")
         return [folder / f"{name}{chip}" for chip in range(self._host.chips)]
 
     @property
-    def booted(self) -> bool:
-        """Whether it has started for the time that the cloud has in mind."""
-        return self._booted.exists() and self._booted.read_text() == str(self._host.boot)
+    def has_booted(self) -> bool:
+        """Whether the cloud's newest boot has happened here."""
+        return self._boot_number.exists() and self._boot_number.read_text() == str(self._host.boot)
 
     def boot(self) -> None:
-        """As the machine is after it has started: what lies in /tmp and /run is gone."""
+        """Make the files of a fresh boot; /tmp, /run and /dev lose theirs."""
         for name in ("tmp", "run", "dev"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in ("tmp", "run", UNITS, "dev", "etc/ssh", "var/log", "home", "root"):
@@ -66,32 +90,27 @@ class Root:
             if not self.profile.exists():
                 self.profile.write_text(f'PATH="{PATH}"\nLD_PRELOAD=/{TCMALLOC}\n')
             (self.path / UNITS / "tpu-runtime").touch()
-        self._booted.write_text(str(self._host.boot))
+        self._boot_number.write_text(str(self._host.boot))
 
-    def planted(self) -> dict[str, str]:
-        """What a fault lets the metadata say, by name."""
+    def shut_down(self) -> None:
+        """Make the machine boot when the cloud runs again."""
+        self._boot_number.unlink(missing_ok=True)
+
+    def read_faulty_metadata(self) -> dict[str, str]:
+        """Return the metadata that a fault has planted, by name."""
         try:
-            found: dict[str, str] = json.loads(self.told.read_text())
+            values: dict[str, str] = json.loads(self.faulty_metadata.read_text())
         except OSError:
             return {}
-        return found
+        return values
 
-    def unplug(self) -> None:
-        """It will have to boot when the cloud is there again."""
-        self._booted.unlink(missing_ok=True)
-
-    def give_ports(self, first: int | None) -> None:
-        """Those that are its own from now on; None: it has none."""
+    def write_ports(self, first: int | None) -> None:
+        """Note the first of the machine's ports; None: it has none."""
         self._ports.unlink(missing_ok=True)
         if first is not None:
             self._ports.write_text(str(first))
 
-    def delete(self) -> None:
-        """All of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
     def home(self, user: str) -> Path:
-        """A user's, made at the first log-in."""
         if not re.fullmatch(r"[a-zA-Z0-9_][-.\w]*", user):
             raise ValueError(f"{user!r} is no user's name")
         home = self.path / "root" if user == "root" else self.path / "home" / user
@@ -99,11 +118,11 @@ class Root:
         return home
 
     def environment(self, user: str, storage: str) -> dict[str, str]:
-        """What a process of `user` starts with. `storage`: the address of the cloud's buckets."""
+        """Return the environment of a user's processes. `storage`: the URL of the cloud's buckets."""
         host = self._host
         metadata = f"{host.internal}:{METADATA_PORT}"
-        found = {
-            "PATH": f"{self._place.stand_ins}:{PATH}",
+        environment = {
+            "PATH": f"{self._folder.stand_ins}:{PATH}",
             "HOME": str(self.home(user)),
             "USER": user,
             "LOGNAME": user,
@@ -111,19 +130,25 @@ class Root:
             "LANG": "C.UTF-8",
             "TMPDIR": str(self.path / "tmp"),
             "TMUX_TMPDIR": str(self.path / "tmp"),
-            MACHINE: host.id,
-            ROOT: str(self.path),
-            PYTHON: sys.executable,
-            VARIABLE: str(self._place.folder),
+            MACHINE_VARIABLE: host.id,
+            ROOT_VARIABLE: str(self.path),
+            PYTHON_VARIABLE: sys.executable,
+            FOLDER_VARIABLE: str(self._folder.path),
             "GCE_METADATA_HOST": metadata,
             "GCE_METADATA_IP": metadata,
             "STORAGE_EMULATOR_HOST": storage,
             "JAX_PLATFORMS": "cpu",
         }
-        if self.profile.exists():  # as PAM does; what it preloads is no library here
-            found |= dict(re.findall(r"^(TPU_\w+)=(.*)$", self.profile.read_text(), re.MULTILINE))
+        if self.profile.exists():  # like PAM, but without the preloaded library, which is empty here
+            environment |= dict(re.findall(r"^(TPU_\w+)=(.*)$", self.profile.read_text(), re.MULTILINE))
         if self._ports.exists():
-            found |= ports.variables(int(self._ports.read_text()))
+            first = int(self._ports.read_text())
+            half = first + PORTS_PER_MACHINE // 2
+            environment |= {
+                "TPU_RUNTIME_METRICS_PORTS": str(metrics_port(first)),
+                "TPUSWARM_HEAD_PORTS": f"{metrics_port(first) + 1}-{half - 1}",
+                "TPUSWARM_MEMBER_PORTS": f"{half}-{first + PORTS_PER_MACHINE - 1}",
+            }
         if host.devices:
-            found["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={host.devices} {QUICK}"
-        return found
+            environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={host.devices} {FAST_COMPILATION}"
+        return environment

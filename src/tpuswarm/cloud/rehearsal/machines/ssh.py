@@ -1,4 +1,4 @@
-"""The SSH server of a machine: keys from its metadata, real processes, sftp, scp, forwarding."""
+"""A machine's SSH server: keys from its metadata, real processes, sftp, scp, forwarding."""
 
 import asyncio
 import fcntl
@@ -17,16 +17,14 @@ import asyncssh
 from tpuswarm.cloud.rehearsal.machines.root import SSH_PORT, Root
 
 Keys = Callable[[], str]
-"""The value of the metadata key `ssh-keys` now: a line `USER:KEY` for each."""
+"""Returns the metadata value `ssh-keys`: lines `USER:KEY`."""
 ON_TERMINAL = 'exec "$@" <>"$0" >&0 2>&0'
-"""In a new session, the first terminal that is opened becomes the session's own; tmux also writes to its input."""
-
-LINGER = 5.0
-"""Seconds for which the last words of a command on a terminal wait for a client that takes nothing."""
+"""A new session gets the first terminal that it opens; tmux also writes to its input."""
+DRAIN_TIMEOUT_S = 5.0
+"""How long a command's last output on a terminal waits for a slow client."""
 
 
 def host_key(root: Root) -> asyncssh.SSHKey:
-    """The machine's, made when it is asked for first."""
     if not root.host_key.exists():
         key = asyncssh.generate_private_key("ssh-ed25519")
         root.host_key.touch(0o600)
@@ -41,15 +39,15 @@ async def listen(
     keys: Keys,
     storage: str,
     server: Callable[[Keys], "Server"] | None = None,
-    on: Callable[[], bool] = lambda: True,
+    is_on: Callable[[], bool] = lambda: True,
 ) -> asyncssh.SSHAcceptor:
-    """A server at port 2222 of an address. `server`: what knows its connections; None: a `Server`.
+    """Start a server at port 2222 of an address. Each connection gets a `server(keys)`, by default a Server.
 
-    on: whether the machine is; a connection to one that is off breaks as soon as it is used.
+    Connections to a machine that is not on break at their first process.
     """
 
     async def run(process: asyncssh.SSHServerProcess[bytes]) -> None:
-        if not on():
+        if not is_on():
             process.get_extra_info("connection").abort()
             return
         await _run(process, root, storage)
@@ -60,7 +58,7 @@ async def listen(
         server_host_keys=[key],
         server_factory=lambda: (server or Server)(keys),
         process_factory=run,
-        sftp_factory=lambda channel: Files(channel, root),
+        sftp_factory=lambda channel: SftpServer(channel, root),
         allow_scp=True,
         password_auth=False,
         kbdint_auth=False,
@@ -73,58 +71,50 @@ async def listen(
 
 
 class Server(asyncssh.SSHServer):
-    """Who may come in, and what is forwarded: all of it, as on a machine of one's own."""
+    """Accepts keys of the metadata, and every forwarding."""
 
     def __init__(self, keys: Keys):
         self._keys = keys
 
     def public_key_auth_supported(self) -> bool:
-        """Nothing else is."""
         return True
 
     def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
-        """Whether the metadata has this key for this user."""
-        wanted = key.public_data
         for line in self._keys().splitlines():
             user, _, text = line.strip().partition(":")
             if user == username:
                 try:
-                    if asyncssh.import_public_key(text).public_data == wanted:
+                    if asyncssh.import_public_key(text).public_data == key.public_data:
                         return True
                 except asyncssh.KeyImportError:
-                    continue  # as sshd does with a line that is no key
+                    continue  # sshd skips invalid lines, too
         return False
 
     def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
-        """-L."""
         return True
 
     def server_requested(self, listen_host: str, listen_port: int) -> bool:
-        """-R."""
         return True
 
     def unix_connection_requested(self, dest_path: str) -> bool:
-        """-L of a socket."""
         return True
 
     def unix_server_requested(self, listen_path: str) -> bool:
-        """-R of a socket."""
         return True
 
 
-class Files(asyncssh.SFTPServer):
-    """Relative paths begin at the user's home, not where the cloud's server was started."""
+class SftpServer(asyncssh.SFTPServer):
+    """Relative paths begin at the user's home, not in the server's working folder."""
 
     def __init__(self, channel: Any, root: Root):
         super().__init__(channel)
         self._home = os.fsencode(root.home(channel.get_extra_info("username")))
 
     def exit(self) -> None:
-        """OpenSSH's scp takes a session without an exit status for one that failed."""
+        """Send an exit status: without one, OpenSSH's scp fails."""
         self.channel.exit(0)
 
     def map_path(self, path: bytes) -> bytes:
-        """Where it lies."""
         return os.path.join(self._home, path)  # noqa: PTH118
 
 
@@ -139,7 +129,7 @@ async def _run(process: asyncssh.SSHServerProcess[bytes], root: Root, storage: s
             environment["TERM"] = process.term_type
             code = await _on_terminal(process, words, environment, home)
         else:
-            code = await _plainly(process, words, environment, home)
+            code = await _on_pipes(process, words, environment, home)
     except OSError as error:
         process.stderr.write(f"the machine cannot start a process: {error}\n".encode())
         code = 255
@@ -150,35 +140,34 @@ async def _run(process: asyncssh.SSHServerProcess[bytes], root: Root, storage: s
     await process.wait_closed()
 
 
-async def _plainly(process: Any, words: list[str], environment: Mapping[str, str], home: Path) -> int:
+async def _on_pipes(process: Any, words: list[str], environment: Mapping[str, str], home: Path) -> int:
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
         *words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=home, start_new_session=True
     )
-    # Not by `redirect`: a child that ends without having read all breaks the whole connection, and what is under way as
-    # one of its outputs ends is lost.
+    # asyncssh's `redirect` breaks the connection if a child ends before reading all, and loses output.
     process.channel.get_connection().create_task(_feed(process.stdin, child))
     await asyncio.gather(_pass(child, 1, process.stdout), _pass(child, 2, process.stderr))
     return await child.wait()
 
 
 async def _feed(reader: Any, child: Any) -> None:
-    """Pass on what a process is to read, to the end of the channel: what it does not take is nobody's."""
-    takes = True
+    """Pass a channel's input to a process, and read on after the process stops reading."""
+    is_open = True
     try:
         while data := await _read(reader):
             try:
-                if takes:
+                if is_open:
                     child.stdin.write(data)
                     await child.stdin.drain()
             except OSError:
-                takes = False
+                is_open = False
     finally:
         child.stdin.close()
 
 
 async def _read(reader: Any) -> bytes:
-    """Some of a channel's input; nothing at its end."""
+    """Return some input of a channel; empty at its end."""
     while True:
         try:
             return await reader.read(1 << 16)
@@ -189,7 +178,7 @@ async def _read(reader: Any) -> bytes:
 
 
 async def _pass(child: Any, number: int, writer: Any) -> None:
-    """Pass on what a process writes, as fast as it is taken; where nobody takes it any more, its pipe is broken."""
+    """Pass a process's output to a channel; close the pipe when the channel is gone."""
     reader = child.stdout if number == 1 else child.stderr
     try:
         while data := await reader.read(1 << 16):
@@ -200,36 +189,35 @@ async def _pass(child: Any, number: int, writer: Any) -> None:
 
 
 async def _on_terminal(process: Any, words: list[str], environment: Mapping[str, str], home: Path) -> int:
-    ours, theirs = os.openpty()
+    master, slave = os.openpty()
     width, height, *_ = process.term_size
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height or 24, width or 80, 0, 0))
-    # It has the terminal from its first moment, so that ours does not look shut, and opens it once more as its own.
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height or 24, width or 80, 0, 0))
+    # The child inherits the terminal, so that ours is never closed, and opens it again as its session's own.
     child = await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", ON_TERMINAL, os.ttyname(theirs), *words),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        *("/bin/sh", "-c", ON_TERMINAL, os.ttyname(slave), *words),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
         env=environment,
         cwd=home,
         start_new_session=True,
     )
-    os.close(theirs)
+    os.close(slave)
     process.set_redirect_pid(child.pid)
-    await process.redirect(stdin=os.dup(ours), stdout=ours)
+    await process.redirect(stdin=os.dup(master), stdout=master)
     code = await child.wait()
     process.set_redirect_pid(None)
-    # Not until the terminal's end: what it has left running there may hold that open for hours.
+    # Do not wait for the terminal's end: background processes may hold it open for hours.
     draining = asyncio.ensure_future(process.stdout.drain())
-    end = time.monotonic() + LINGER
-    while not draining.done() and _has_more(ours) and time.monotonic() < end:
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while not draining.done() and _has_output(master) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     draining.cancel()
-    await asyncio.gather(draining, return_exceptions=True)  # a client that is gone is no error of the command's
+    await asyncio.gather(draining, return_exceptions=True)  # the client may be gone
     return code
 
 
-def _has_more(terminal: int) -> bool:
-    """Whether something that was written there has not been read yet."""
+def _has_output(terminal: int) -> bool:
     ready = select.poll()
     ready.register(terminal, select.POLLIN)
     return any(event & select.POLLIN for _, event in ready.poll(0))

@@ -1,1 +1,1 @@
-"""The TPU API v2: handlers from request to answer, in Google's own published messages, whatever brought them."""
+"""The TPU API v2 in Google's published messages, for gRPC and REST."""

@@ -1,4 +1,4 @@
-"""Nodes: one slice each, from CREATING to its end, whichever that is."""
+"""Nodes of the TPU API, one slice each, from CREATING to their end."""
 
 import re
 import secrets
@@ -9,9 +9,7 @@ from google.cloud.tpu_v2.types import cloud_tpu
 from google.protobuf import empty_pb2
 
 from tpuswarm.catalog import Accelerator
-from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
-from tpuswarm.cloud.rehearsal.common.records import Records
-from tpuswarm.cloud.rehearsal.common.refused import (
+from tpuswarm.cloud.rehearsal.common.api import (
     ABORTED,
     ALREADY_EXISTS,
     FAILED_PRECONDITION,
@@ -19,25 +17,25 @@ from tpuswarm.cloud.rehearsal.common.refused import (
     Refused,
     not_found,
 )
+from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
+from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.weather import Weather, no_capacity
-from tpuswarm.cloud.rehearsal.tpu.offers import Offers, accelerator_of, kind_of, place_of
+from tpuswarm.cloud.rehearsal.tpu.offers import Offers, accelerator_config, parse_location, requested_accelerator
 from tpuswarm.cloud.rehearsal.tpu.operations import Operations, now
 
 CREATE_S, DELETE_S, STOP_S, START_S, UPDATE_S = 60, 30, 30, 40, 5
-REFUSE_S = 30
-"""A zone says so late that it has no capacity."""
-NOTICE_S = 30
-"""Between SIGTERM and the end of a machine that is preempted."""
-REPAIR_S = 120
+STOCKOUT_S = 30
+"""How long after the request a zone reports that it has no capacity."""
+PREEMPTION_NOTICE_S, REPAIR_S = 30, 120
 Ending = Literal["preempted", "terminated", "gone"]
 """How a preempted node shows: PREEMPTED, TERMINATED, or not at all."""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-State = cloud_tpu.Node.State
+State, Health = cloud_tpu.Node.State, cloud_tpu.Node.Health
 
 
 class Nodes:
-    """The part of google.cloud.tpu.v2.Tpu that is about nodes."""
+    """The methods for nodes of google.cloud.tpu.v2.Tpu."""
 
     def __init__(
         self,
@@ -47,294 +45,262 @@ class Nodes:
         hosts: Hosts,
         offers: Offers,
         operations: Operations,
+        check_network: Callable[[str, str, str, str], None],
     ):
+        """check_network: raises Refused if the project's network has no such subnetwork in the zone's region."""
         self._table = records.table(
             "node",
             lambda body: cloud_tpu.Node.deserialize(body),
             lambda node: cloud_tpu.Node.serialize(node),
         )
         self._timetable, self._weather, self._hosts = timetable, weather, hosts
-        self._offers, self._operations = offers, operations
-        self.ended: Callable[[str, str | None], None] = lambda request, why: None
-        """Called with the name of the queued resource whose node has ended, or could not be made and why."""
-        self.check_network: Callable[[str, str, str, str], None] = lambda project, zone, network, subnetwork: None
-        """Raises Refused for a subnetwork that the network does not have in the zone's region."""
-        self.made: Callable[[str], None] = lambda request: None
-        """Called with the name of the queued resource whose node is ready."""
+        self._offers, self._operations, self._check_network = offers, operations, check_network
+        self.on_ready: Callable[[str], None] = lambda request: None
+        """Called with the queued resource of a node that is ready."""
+        self.on_end: Callable[[str, str | None], None] = lambda request, error: None
+        """Called with the queued resource of a node that has ended, and the error if it was never created."""
         for what in ("created", "refused", "deleted", "stopped", "started", "updated", "taken", "repaired"):
-            timetable.on(f"node {what}", getattr(self, f"_{what}"))
-
-    # What others of the cloud ask and do.
+            timetable.register(f"node {what}", getattr(self, f"_{what}"))
 
     def get(self, name: str) -> Any | None:
-        """The node; None if there is none."""
         return self._table.get(name)
 
     def all(self) -> list[Any]:
-        """Every one."""
         return self._table.values()
 
     def check(self, parent: str, node_id: str, node: Any) -> Accelerator:
-        """What a node asks for. Raises Refused for what would not be made."""
-        place = place_of(parent)
+        """Return the accelerator that a node requests. Raises Refused if the node cannot be created."""
+        location = parse_location(parent)
         if not NAME.fullmatch(node_id):
             raise Refused(INVALID_ARGUMENT, f"Invalid node id '{node_id}': it must match {NAME.pattern}")
-        if f"{place.name}/nodes/{node_id}" in self._table:
-            raise Refused(ALREADY_EXISTS, f"Resource '{place.name}/nodes/{node_id}' already exists")
-        accelerator = accelerator_of(node)
-        self._offers.check(place, accelerator)
+        if f"{location.name}/nodes/{node_id}" in self._table:
+            raise Refused(ALREADY_EXISTS, f"Resource '{location.name}/nodes/{node_id}' already exists")
+        accelerator = requested_accelerator(node)
+        self._offers.check(location, accelerator)
         if not node.runtime_version:
             raise Refused(INVALID_ARGUMENT, "runtime_version must be specified.")
-        wanted = node.network_config
-        self.check_network(place.project, place.zone, wanted.network or "default", wanted.subnetwork or "default")
+        config = node.network_config
+        self._check_network(
+            location.project, location.zone, config.network or "default", config.subnetwork or "default"
+        )
         return accelerator
 
-    def check_quota(self, parent: str, wanted: Accelerator, spot: bool) -> None:
-        """Raises Refused if the project may not have it as well."""
-        place = place_of(parent)
-        alive = (each for each in self._table.values() if each.name.startswith(f"{place.name}/") and _holds(each))
-        self._weather.check_quota(
-            place.zone, wanted, spot, ((accelerator_of_made(each), is_spot(each)) for each in alive)
-        )
+    def check_quota(self, parent: str, requested: Accelerator, is_spot: bool) -> None:
+        """Raise Refused if the accelerator exceeds the project's quota."""
+        location = parse_location(parent)
+        held = [
+            (_accelerator(node), _is_spot(node))
+            for node in self._table.values()
+            if node.name.startswith(f"{location.name}/") and node.state not in (State.PREEMPTED, State.TERMINATED)
+        ]
+        self._weather.check_quota(location.zone, requested, is_spot, held)
 
     def make(self, parent: str, node_id: str, node: Any, request: str = "") -> Any:
-        """Begin to make one that was checked; its operation. `request`: the queued resource that it comes from."""
-        place = place_of(parent)
-        accelerator = accelerator_of(node)
+        """Begin to create a checked node, of a queued resource or none; return the operation."""
+        location = parse_location(parent)
+        accelerator = requested_accelerator(node)
         node = cloud_tpu.Node(node)
-        node.name = f"{place.name}/nodes/{node_id}"
+        node.name = f"{location.name}/nodes/{node_id}"
         node.state, node.create_time, node.id = State.CREATING, now(), secrets.randbits(62)
-        node.accelerator_type, node.accelerator_config = accelerator.api_name, kind_of(accelerator)
+        node.accelerator_type, node.accelerator_config = accelerator.api_name, accelerator_config(accelerator)
         node.queued_resource = request
         node.network_config.network = node.network_config.network or "default"
         self._table.put(node.name, node)
         operation = self._operations.begin(node.name, "create")
-        if self._weather.has(place.zone, "stockout"):
-            self._timetable.after(REFUSE_S, "node refused", node.name, node.id, operation.name)
-        elif not self._weather.has(place.zone, "stuck"):
-            self._timetable.after(CREATE_S, "node created", node.name, node.id, operation.name)
+        if self._weather.has_fault(location.zone, "stockout"):
+            self._timetable.schedule(STOCKOUT_S, "node refused", node.name, node.id, operation.name)
+        elif not self._weather.has_fault(location.zone, "stuck"):
+            self._timetable.schedule(CREATE_S, "node created", node.name, node.id, operation.name)
         return operation
-
-    def preempt(self, name: str, ending: Ending = "preempted") -> None:
-        """Take it away, after a notice to what runs there."""
-        node = self._alive(name)
-        for host in self._hosts.of(node.name):
-            self._hosts.announce(host)
-        self._timetable.after(NOTICE_S, "node taken", name, node.id, ending)
-
-    def maintain(self, name: str) -> None:
-        """Repair it: it reboots, and has another external address afterwards."""
-        node = self._alive(name)
-        node.state, node.health = State.REPAIRING, cloud_tpu.Node.Health.UNHEALTHY_MAINTENANCE
-        node.health_description = "The TPU had a maintenance event and is being repaired."
-        for host in self._hosts.of(name):
-            self._hosts.turn_off(host)
-        self._table.put(name, node)
-        self._timetable.after(REPAIR_S, "node repaired", name, node.id)
-
-    def report(self, name: str, fault: str, wrong: bool) -> None:
-        """Say one of NODE_FAULTS of it, or no longer."""
-        node = self._alive(name)
-        if fault == "symptom":
-            node.symptoms = (
-                [cloud_tpu.Symptom(symptom_type="LOW_MEMORY", worker_id="0", create_time=now())] if wrong else []
-            )
-        else:
-            node.health = cloud_tpu.Node.Health.UNHEALTHY_TENSORFLOW if wrong else cloud_tpu.Node.Health.HEALTHY
-            node.health_description = "The TPU's runtime does not answer." if wrong else ""
-        self._table.put(name, node)
 
     def remove(self, name: str) -> Any:
-        """Begin to delete it; the operation."""
-        node = self._table[name]
-        node.state = State.DELETING
-        self._table.put(name, node)
-        operation = self._operations.begin(name, "delete")
-        self._timetable.after(DELETE_S, "node deleted", name, node.id, operation.name)
-        return operation
+        return self._begin(self._table[name], State.DELETING, "delete", DELETE_S, "node deleted")
 
     def facts(self, host: RehearsedHost) -> Facts | None:
-        """What one of its hosts may know of a node."""
+        """Return the facts of a host's node; None if it is gone."""
         node = self._table.get(host.owner)
         if node is None:
             return None
-        place = place_of(node.name)
-        workers = self._hosts.of(node.name)
-        bounds = (*accelerator_of_made(node).host_topology, 1)[:3]
+        location = parse_location(node.name)
+        node_id = node.name.rsplit("/", 1)[-1]
+        bounds = (*_accelerator(node).host_topology, 1)[:3]
         tpu_env = {
             "ACCELERATOR_TYPE": node.accelerator_type,
             "CHIPS_PER_HOST_BOUNDS": ",".join(map(str, bounds)),
-            "NODE_ID": node.name.rsplit("/", 1)[-1],
+            "NODE_ID": node_id,
             "RUNTIME_VERSION": node.runtime_version,
             "WORKER_ID": str(host.number),
-            "ZONE": place.zone,
+            "ZONE": location.zone,
         }
+        workers = self._hosts.list_workers(node.name)
         attributes = {
             **node.metadata,
             "accelerator-type": node.accelerator_type,
             "agent-worker-number": str(host.number),
-            "instance-id": node.name.rsplit("/", 1)[-1],
+            "instance-id": node_id,
             "tpu-env": "".join(f"{key}: '{value}'\n" for key, value in tpu_env.items()),
-            "worker-network-endpoints": ",".join(f"unknown:unknown:{each.internal}" for each in workers),
+            "worker-network-endpoints": ",".join(f"unknown:unknown:{worker.internal}" for worker in workers),
         }
-        return Facts(place.project, place.zone, node.accelerator_type, attributes, list(node.tags), is_spot(node))
+        return Facts(
+            location.project, location.zone, node.accelerator_type, attributes, list(node.tags), _is_spot(node)
+        )
+
+    # Faults.
+
+    def preempt(self, name: str, ending: Ending) -> None:
+        """Give notice to a node's processes and preempt it later."""
+        node = self._find_in(name, State.READY, "do that to")
+        self._hosts.give_notice(name)
+        self._timetable.schedule(PREEMPTION_NOTICE_S, "node taken", name, node.id, ending)
+
+    def maintain(self, name: str) -> None:
+        """Repair a node: it reboots and gets new external addresses."""
+        node = self._find_in(name, State.READY, "do that to")
+        node.state, node.health = State.REPAIRING, Health.UNHEALTHY_MAINTENANCE
+        node.health_description = "The TPU had a maintenance event and is being repaired."
+        self._hosts.turn_off(name)
+        self._table.put(name, node)
+        self._timetable.schedule(REPAIR_S, "node repaired", name, node.id)
+
+    def set_fault(self, name: str, fault: str, is_planted: bool) -> None:
+        """Report a fault of NODE_FAULTS, or no longer."""
+        node = self._find_in(name, State.READY, "do that to")
+        if fault == "symptom":
+            symptom = cloud_tpu.Symptom(symptom_type="LOW_MEMORY", worker_id="0", create_time=now())
+            node.symptoms = [symptom] if is_planted else []
+        else:
+            node.health = Health.UNHEALTHY_TENSORFLOW if is_planted else Health.HEALTHY
+            node.health_description = "The TPU's runtime does not answer." if is_planted else ""
+        self._table.put(name, node)
 
     # The API.
 
     def CreateNode(self, request: Any) -> Any:
         node = cloud_tpu.Node(request.node)
         accelerator = self.check(request.parent, request.node_id, node)
-        self.check_quota(request.parent, accelerator, is_spot(node))
+        self.check_quota(request.parent, accelerator, _is_spot(node))
         return self.make(request.parent, request.node_id, node)
 
     def GetNode(self, request: Any) -> Any:
         return cloud_tpu.Node.pb(self._find(request.name))
 
     def ListNodes(self, request: Any) -> Any:
-        place = place_of(request.parent)
-        unreachable: list[str] = []
-        if place.zone == "-":
-            unreachable = self._weather.unreachable()
-            prefix = f"projects/{place.project}/locations/"
-        else:
-            self._weather.reach(place.zone)
-            prefix = f"{place.name}/"
-        found = [
-            node for name, node in self._table.items() if name.startswith(prefix) and self._visible(place_of(name).zone)
-        ]
-        start, size = int(request.page_token or 0), request.page_size or 1000
-        answer = cloud_tpu.ListNodesResponse(
-            nodes=found[start : start + size],
-            next_page_token=str(start + size) if start + size < len(found) else "",
-            unreachable=[f"projects/{place.project}/locations/{zone}" for zone in unreachable],
-        )
+        nodes, token, unreachable = list_page(request, self._table.items(), self._weather)
+        answer = cloud_tpu.ListNodesResponse(nodes=nodes, next_page_token=token, unreachable=unreachable)
         return cloud_tpu.ListNodesResponse.pb(answer)
 
     def DeleteNode(self, request: Any) -> Any:
-        self._find(request.name)
-        return self.remove(request.name)
+        return self.remove(self._find(request.name).name)
 
     def StopNode(self, request: Any) -> Any:
-        node = self._find(request.name)
-        if accelerator_of_made(node).hosts > 1:
+        if _accelerator(self._find(request.name)).hosts > 1:
             raise Refused(FAILED_PRECONDITION, "Stopping a TPU Pod is not supported; it can only be deleted.")
-        self._must_be(node, State.READY, "stop")
-        return self._turn(node, State.STOPPING, "stop", STOP_S, "node stopped")
+        node = self._find_in(request.name, State.READY, "stop")
+        return self._begin(node, State.STOPPING, "stop", STOP_S, "node stopped")
 
     def StartNode(self, request: Any) -> Any:
-        node = self._find(request.name)
-        if is_spot(node):
+        if _is_spot(self._find(request.name)):
             raise Refused(FAILED_PRECONDITION, "A Spot or preemptible TPU cannot be started again; delete it.")
-        self._must_be(node, State.STOPPED, "start")
-        return self._turn(node, State.STARTING, "start", START_S, "node started")
-
-    def _turn(self, node: Any, state: Any, verb: str, seconds: float, then: str) -> Any:
-        node.state = state
-        self._table.put(node.name, node)
-        operation = self._operations.begin(node.name, verb)
-        self._timetable.after(seconds, then, node.name, node.id, operation.name)
-        return operation
+        node = self._find_in(request.name, State.STOPPED, "start")
+        return self._begin(node, State.STARTING, "start", START_S, "node started")
 
     def UpdateNode(self, request: Any) -> Any:
-        wanted = cloud_tpu.Node(request.node)
-        node = self._find(wanted.name)
+        update = cloud_tpu.Node(request.node)
+        node = self._find(update.name)
         for path in request.update_mask.paths:
             if path not in ("description", "labels", "metadata", "tags", "network_config.enable_external_ips"):
                 raise Refused(INVALID_ARGUMENT, f"Updating '{path}' is not supported.")
         for path in request.update_mask.paths:
             if path == "network_config.enable_external_ips":
-                self._must_be(node, State.READY, "change the addresses of")
-                node.network_config.enable_external_ips = wanted.network_config.enable_external_ips
-                for host in self._hosts.of(node.name):
-                    self._hosts.expose(host, node.network_config.enable_external_ips)
-                self._ready(node)
+                self._find_in(node.name, State.READY, "change the addresses of")
+                node.network_config.enable_external_ips = update.network_config.enable_external_ips
+                self._hosts.set_external(node.name, node.network_config.enable_external_ips)
+                self._set_ready(node)
             else:
-                setattr(node, path, getattr(wanted, path))
+                setattr(node, path, getattr(update, path))
+        return self._begin(node, node.state, "update", UPDATE_S, "node updated")
+
+    def _begin(self, node: Any, state: Any, verb: str, seconds: float, event: str) -> Any:
+        """Give a node a new state and begin an operation on it."""
+        node.state = state
         self._table.put(node.name, node)
-        operation = self._operations.begin(node.name, "update")
-        self._timetable.after(UPDATE_S, "node updated", node.name, node.id, operation.name)
+        operation = self._operations.begin(node.name, verb)
+        self._timetable.schedule(seconds, event, node.name, node.id, operation.name)
         return operation
 
-    # What happens when its time has come.
+    # Events of the timetable.
 
-    def _created(self, name: str, number: int, operation: str) -> None:
-        node = self._same(name, number)
-        if node is None or node.state != State.CREATING:
+    def _created(self, name: str, node_number: int, operation: str) -> None:
+        node = self._find_same(name, node_number, State.CREATING)
+        if node is None:
             self._operations.fail(operation, Refused(ABORTED, f"'{name}' was deleted while it was being created."))
             return
-        accelerator = accelerator_of_made(node)
-        external = node.network_config.enable_external_ips
-        for number in range(accelerator.hosts):
-            self._hosts.add(name, number, external, accelerator)
-        self._ready(node)
+        accelerator = _accelerator(node)
+        for worker in range(accelerator.hosts):
+            self._hosts.add(name, worker, node.network_config.enable_external_ips, accelerator)
+        self._set_ready(node)
         self._operations.succeed(operation, cloud_tpu.Node.pb(node))
         if node.queued_resource:
-            self.made(node.queued_resource)
+            self.on_ready(node.queued_resource)
 
-    def _refused(self, name: str, number: int, operation: str) -> None:
-        why = no_capacity(place_of(name).zone)
-        if (node := self._same(name, number)) and node.state == State.CREATING:
+    def _refused(self, name: str, node_number: int, operation: str) -> None:
+        error = no_capacity(parse_location(name).zone)
+        if node := self._find_same(name, node_number, State.CREATING):
             self._table.pop(name)
             if node.queued_resource:
-                self.ended(node.queued_resource, why.message)
-        self._operations.fail(operation, why)
+                self.on_end(node.queued_resource, error.message)
+        self._operations.fail(operation, error)
 
-    def _deleted(self, name: str, number: int, operation: str) -> None:
-        if node := self._same(name, number):
+    def _deleted(self, name: str, node_number: int, operation: str) -> None:
+        if node := self._find_same(name, node_number):
             self._forget(node)
         self._operations.succeed(operation, empty_pb2.Empty())
 
-    def _stopped(self, name: str, number: int, operation: str) -> None:
-        if (node := self._same(name, number)) and node.state == State.STOPPING:
-            for host in self._hosts.of(name):
-                self._hosts.turn_off(host)
-            node.state, node.health = State.STOPPED, 0
-            self._table.put(name, node)
+    def _stopped(self, name: str, node_number: int, operation: str) -> None:
+        if node := self._find_same(name, node_number, State.STOPPING):
+            self._turn_off(node, State.STOPPED)
             self._operations.succeed(operation, cloud_tpu.Node.pb(node))
 
-    def _started(self, name: str, number: int, operation: str) -> None:
-        if (node := self._same(name, number)) and node.state == State.STARTING:
-            self._boot(node)
+    def _started(self, name: str, node_number: int, operation: str) -> None:
+        if node := self._find_same(name, node_number, State.STARTING):
+            self._hosts.boot(name)
+            self._set_ready(node)
             self._operations.succeed(operation, cloud_tpu.Node.pb(node))
 
-    def _updated(self, name: str, number: int, operation: str) -> None:
-        if node := self._same(name, number):
+    def _updated(self, name: str, node_number: int, operation: str) -> None:
+        if node := self._find_same(name, node_number):
             self._operations.succeed(operation, cloud_tpu.Node.pb(node))
 
-    def _taken(self, name: str, number: int, ending: Ending) -> None:
-        node = self._same(name, number)
+    def _taken(self, name: str, node_number: int, ending: Ending) -> None:
+        node = self._find_same(name, node_number)
         if node is None or node.state == State.DELETING:
             return
-        request = node.queued_resource
         if ending == "gone":
             self._forget(node)
         else:
-            for host in self._hosts.of(name):
-                self._hosts.turn_off(host)
-            node.state = State.PREEMPTED if ending == "preempted" else State.TERMINATED
-            node.health = 0
-            self._table.put(name, node)
-            if request:
-                self.ended(request, None)
+            self._turn_off(node, State.PREEMPTED if ending == "preempted" else State.TERMINATED)
+            if node.queued_resource:
+                self.on_end(node.queued_resource, None)
 
-    def _repaired(self, name: str, number: int) -> None:
-        if (node := self._same(name, number)) and node.state == State.REPAIRING:
-            self._boot(node, new_external=True)
+    def _repaired(self, name: str, node_number: int) -> None:
+        if node := self._find_same(name, node_number, State.REPAIRING):
+            self._hosts.boot(name, has_new_external=True)
+            self._set_ready(node)
 
-    def _boot(self, node: Any, new_external: bool = False) -> None:
-        for host in self._hosts.of(node.name):
-            self._hosts.boot(host, new_external)
-        self._ready(node)
+    def _turn_off(self, node: Any, state: Any) -> None:
+        self._hosts.turn_off(node.name)
+        node.state, node.health = state, 0
+        self._table.put(node.name, node)
 
-    def _ready(self, node: Any) -> None:
-        node.state, node.health, node.health_description = State.READY, cloud_tpu.Node.Health.HEALTHY, ""
+    def _set_ready(self, node: Any) -> None:
+        node.state, node.health, node.health_description = State.READY, Health.HEALTHY, ""
         node.network_endpoints = [
             cloud_tpu.NetworkEndpoint(
                 ip_address=host.internal,
                 port=8470,
                 access_config=cloud_tpu.AccessConfig(external_ip=host.external) if host.external else None,
             )
-            for host in self._hosts.of(node.name)
+            for host in self._hosts.list_workers(node.name)
         ]
         self._table.put(node.name, node)
 
@@ -342,46 +308,55 @@ class Nodes:
         self._table.pop(node.name)
         self._hosts.remove(node.name)
         if node.queued_resource:
-            self.ended(node.queued_resource, None)
+            self.on_end(node.queued_resource, None)
 
     def _find(self, name: str) -> Any:
-        self._weather.reach(place_of(name).zone)
+        """Return a node. Raises Refused if its zone is not reachable or it does not exist."""
+        self._weather.check_reachable(parse_location(name).zone)
         node = self._table.get(name)
         if node is None:
             raise not_found(name)
         return node
 
-    def _same(self, name: str, number: int) -> Any | None:
-        """The node of that name, unless it is another one by now."""
-        node = self._table.get(name)
-        return node if node is not None and node.id == number else None
-
-    def _alive(self, name: str) -> Any:
+    def _find_in(self, name: str, state: Any, verb: str) -> Any:
+        """Return a node. Raises Refused unless it is in this state."""
         node = self._find(name)
-        self._must_be(node, State.READY, "do that to")
+        if node.state != state:
+            node_id = name.rsplit("/", 1)[-1]
+            message = f"Cannot {verb} TPU {node_id}: it is {State(node.state).name}, not {state.name}."
+            raise Refused(FAILED_PRECONDITION, message)
         return node
 
-    def _must_be(self, node: Any, state: Any, verb: str) -> None:
-        if node.state != state:
-            short = node.name.rsplit("/", 1)[-1]
-            raise Refused(
-                FAILED_PRECONDITION, f"Cannot {verb} TPU {short}: it is {State(node.state).name}, not {state.name}."
-            )
-
-    def _visible(self, zone: str) -> bool:
-        return not (self._weather.has(zone, "hidden") or self._weather.has(zone, "unreachable"))
+    def _find_same(self, name: str, node_number: int, state: Any | None = None) -> Any | None:
+        """Return the node, or None if it is gone, in another state, or another node has its name."""
+        node = self._table.get(name)
+        return node if node is not None and node.id == node_number and state in (None, node.state) else None
 
 
-def is_spot(node: Any) -> bool:
-    """Whether it may be taken away."""
+def list_page(request: Any, items: list[tuple[str, Any]], weather: Weather) -> tuple[list[Any], str, list[str]]:
+    """Return the requested page of resources by name, the next page's token, and the unreachable locations."""
+    location = parse_location(request.parent)
+    unreachable: list[str] = []
+    if location.zone == "-":
+        locations = f"projects/{location.project}/locations/"
+        unreachable = [f"{locations}{zone}" for zone in weather.unreachable_zones()]
+        prefix = locations
+    else:
+        weather.check_reachable(location.zone)
+        prefix = f"{location.name}/"
+    matches = [
+        resource
+        for name, resource in items
+        if name.startswith(prefix) and not weather.has_fault(parse_location(name).zone, "hidden", "unreachable")
+    ]
+    start, size = int(request.page_token or 0), request.page_size or 1000
+    return matches[start : start + size], str(start + size) if start + size < len(matches) else "", unreachable
+
+
+def _is_spot(node: Any) -> bool:
     return bool(node.scheduling_config.spot or node.scheduling_config.preemptible)
 
 
-def accelerator_of_made(node: Any) -> Accelerator:
-    """What a node is, which shows both forms."""
-    return accelerator_of(cloud_tpu.Node(accelerator_type=node.accelerator_type))
-
-
-def _holds(node: Any) -> bool:
-    """Whether it counts for the quota."""
-    return node.state not in (State.PREEMPTED, State.TERMINATED)
+def _accelerator(node: Any) -> Accelerator:
+    """Return the accelerator of a created node, which has both accelerator_type and accelerator_config."""
+    return requested_accelerator(cloud_tpu.Node(accelerator_type=node.accelerator_type))

@@ -1,4 +1,4 @@
-"""Long-running operations: they end when their time has come, whether or not anybody asks."""
+"""Long-running operations."""
 
 import secrets
 import time
@@ -8,18 +8,16 @@ from google.cloud.tpu_v2.types import cloud_tpu
 from google.longrunning import operations_pb2
 from google.protobuf import empty_pb2, timestamp_pb2
 
+from tpuswarm.cloud.rehearsal.common.api import Refused, not_found
 from tpuswarm.cloud.rehearsal.common.records import Records
-from tpuswarm.cloud.rehearsal.common.refused import Refused, not_found
 
-KEPT_S = 24 * 3600
-"""An operation is forgotten that long after it has ended."""
+RETENTION_S = 24 * 3600
 
 
 def now() -> Any:
-    """As a Timestamp."""
-    stamp = timestamp_pb2.Timestamp()
-    stamp.FromNanoseconds(time.time_ns())
-    return stamp
+    timestamp = timestamp_pb2.Timestamp()
+    timestamp.FromNanoseconds(time.time_ns())
+    return timestamp
 
 
 class Operations:
@@ -33,27 +31,24 @@ class Operations:
         )
 
     def begin(self, target: str, verb: str) -> Any:
-        """A new operation on `target`, that is not done."""
-        place = "/".join(target.split("/")[:4])
-        name = f"{place}/operations/operation-{time.time_ns() // 1_000_000}-{secrets.token_hex(8)}"
-        about = cloud_tpu.OperationMetadata.pb(
-            cloud_tpu.OperationMetadata(target=target, verb=verb, api_version="v2", create_time=now())
-        )
+        location = "/".join(target.split("/")[:4])
+        name = f"{location}/operations/operation-{time.time_ns() // 1_000_000}-{secrets.token_hex(8)}"
+        metadata = cloud_tpu.OperationMetadata(target=target, verb=verb, api_version="v2", create_time=now())
         operation = operations_pb2.Operation(name=name)
-        operation.metadata.Pack(about)
+        operation.metadata.Pack(cloud_tpu.OperationMetadata.pb(metadata))
         self._table.put(name, operation)
         return operation
 
-    def succeed(self, name: str, answer: Any) -> None:
-        """It is done. An operation that was deleted stays so."""
+    def succeed(self, name: str, response: Any) -> None:
+        """End an operation with a response, unless it was deleted."""
         if operation := self._end(name):
-            operation.response.Pack(answer)
+            operation.response.Pack(response)
             self._table.put(name, operation)
 
-    def fail(self, name: str, why: Refused) -> None:
-        """It has failed."""
+    def fail(self, name: str, error: Refused) -> None:
+        """End an operation with an error, unless it was deleted."""
         if operation := self._end(name):
-            operation.error.CopyFrom(why.status())
+            operation.error.CopyFrom(error.status())
             self._table.put(name, operation)
 
     def _end(self, name: str) -> Any:
@@ -61,20 +56,20 @@ class Operations:
         if operation is None or operation.done:
             return None
         operation.done = True
-        about = self._about(operation)
-        about.end_time = now()
-        operation.metadata.Pack(cloud_tpu.OperationMetadata.pb(about))
+        metadata = self._metadata(operation)
+        metadata.end_time = now()
+        operation.metadata.Pack(cloud_tpu.OperationMetadata.pb(metadata))
         return operation
 
-    def _about(self, operation: Any) -> Any:
-        about = cloud_tpu.OperationMetadata.pb(cloud_tpu.OperationMetadata())
-        operation.metadata.Unpack(about)
-        return cloud_tpu.OperationMetadata(about)
+    def _metadata(self, operation: Any) -> Any:
+        metadata = cloud_tpu.OperationMetadata.pb(cloud_tpu.OperationMetadata())
+        operation.metadata.Unpack(metadata)
+        return cloud_tpu.OperationMetadata(metadata)
 
     def forget_old(self) -> None:
-        """Drop those that ended long ago."""
+        """Delete operations that ended longer than RETENTION_S ago."""
         for name, operation in self._table.items():
-            if operation.done and self._about(operation).end_time.timestamp() < time.time() - KEPT_S:
+            if operation.done and self._metadata(operation).end_time.timestamp() < time.time() - RETENTION_S:
                 self._table.pop(name)
 
     def GetOperation(self, request: Any) -> Any:
@@ -84,14 +79,15 @@ class Operations:
         return operation
 
     def ListOperations(self, request: Any) -> Any:
-        found = [each for name, each in self._table.items() if name.startswith(f"{request.name}/")]
-        return operations_pb2.ListOperationsResponse(operations=found)
+        prefix = f"{request.name}/"
+        operations = [operation for name, operation in self._table.items() if name.startswith(prefix)]
+        return operations_pb2.ListOperationsResponse(operations=operations)
 
     def DeleteOperation(self, request: Any) -> Any:
         self._table.pop(self.GetOperation(request).name)
         return empty_pb2.Empty()
 
     def CancelOperation(self, request: Any) -> Any:
-        """Best effort says the API; nothing here can be cancelled."""
+        """Do nothing: cancellation is best effort, and nothing here can be cancelled."""
         self.GetOperation(request)
         return empty_pb2.Empty()

@@ -1,1 +1,1 @@
-"""What brings requests to the cloud: gRPC and HTTP on loopback, both for those alone who have the token."""
+"""gRPC and HTTP on loopback; both need the token."""

@@ -1,4 +1,4 @@
-"""Plain REST handlers, from a call to JSON."""
+"""Turn handlers of REST calls into Starlette's routes."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -8,35 +8,37 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.common.call import Call, Handler, Rejected
+from tpuswarm.cloud.rehearsal.common.api import Call, Handler, Rejected
+
+Answer = Callable[..., Any]
+"""`Cloud.answer`: runs a handler with arguments."""
 
 
-def routes(cloud: Cloud, table: Iterable[tuple[str, str, Handler]]) -> list[Route]:
-    """Starlette's, from lines of verb, path and handler."""
-    return [Route(path, endpoint(cloud, handler), methods=[verb]) for verb, path, handler in table]
+def routes(answer: Answer, table: Iterable[tuple[str, str, Handler]]) -> list[Route]:
+    return [Route(path, _endpoint(answer, handler), methods=[verb]) for verb, path, handler in table]
 
 
-def endpoint(cloud: Cloud, handler: Handler) -> Callable[[Request], Any]:
-    """The handler as Starlette calls it."""
-
+def _endpoint(answer: Answer, handler: Handler) -> Any:
     async def respond(request: Request) -> Response:
-        return JSONResponse(cloud.answer(handler, await call_of(request)))
+        return JSONResponse(answer(handler, await parse_call(request)))
 
     return respond
 
 
-async def call_of(request: Request) -> Call:
-    """The parts of a request. Raises Rejected for a body that is no JSON."""
+async def parse_call(request: Request) -> Call:
+    """Return the parts of a request. Raises Rejected if its body is not JSON."""
+    return Call(dict(request.path_params), dict(request.query_params), await parse_json(request))
+
+
+async def parse_json(request: Request) -> Any:
+    """Return a request's body, {} if it is empty. Raises Rejected."""
     body = await request.body()
     try:
-        given = json.loads(body) if body else {}
+        return json.loads(body) if body else {}
     except ValueError as error:
         raise Rejected(400, "parseError", f"Parse Error: {error}") from error
-    return Call(dict(request.path_params), dict(request.query_params), given)
 
 
 async def reject(request: Request, error: Exception) -> Response:
-    """Starlette's handler of Rejected."""
     assert isinstance(error, Rejected)
     return JSONResponse(error.body, error.status)

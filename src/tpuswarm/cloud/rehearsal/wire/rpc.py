@@ -1,4 +1,4 @@
-"""gRPC: the handlers of the TPU API as generic ones, for no servicer is published."""
+"""Serve the TPU API over gRPC with generic handlers, because Google publishes no servicer."""
 
 import hmac
 import logging
@@ -9,13 +9,13 @@ import grpc.aio
 from grpc_status import rpc_status
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.common.refused import Refused
+from tpuswarm.cloud.rehearsal.common.api import Refused
 from tpuswarm.cloud.rehearsal.tpu.service import Method
 
 
 async def serve(cloud: Cloud, token: str, port: int) -> tuple[Any, int]:
-    """A running server on 127.0.0.1, and its port: `port` if it is free."""
-    # Two servers must not share a port, as gRPC lets them by default.
+    """Start a server on 127.0.0.1, at `port` if that is free; return it and its port."""
+    # By default gRPC lets two servers share a port.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     services: dict[str, dict[str, Any]] = {}
     for method in cloud.tpu.methods():
@@ -32,11 +32,9 @@ async def serve(cloud: Cloud, token: str, port: int) -> tuple[Any, int]:
 
 
 def _handler(cloud: Cloud, token: str, method: Method) -> Any:
-    wanted = f"Bearer {token}"
-
     async def answer(request: Any, context: Any) -> Any:
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(given).split("~")[0], wanted):
+        authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(authorization).split("~")[0], f"Bearer {token}"):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "The request does not carry this local cloud's token.")
         try:
             return cloud.answer(method.answer, request)

@@ -1,4 +1,4 @@
-"""The TPU API as REST: the routes of Google's own client lead to the handlers that gRPC has."""
+"""Serve the TPU API over REST: the routes of Google's own client lead to the handlers of gRPC."""
 
 import json
 import re
@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.common.refused import INVALID_ARGUMENT, Refused
+from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, NOT_FOUND, Refused
 from tpuswarm.cloud.rehearsal.tpu.service import Method
 
-STATUS = {1: 499, 3: 400, 4: 504, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 12: 501, 14: 503, 16: 401}
-"""HTTP's status for google.rpc.Code; 500 for others."""
+HTTP_STATUS = {1: 499, 3: 400, 4: 504, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 12: 501, 14: 503, 16: 401}
+"""HTTP status by google.rpc.Code; 500 for others."""
 
 
 class Route(NamedTuple):
-    """A verb and paths, whose groups are fields of the request, as is the body."""
+    """A verb and a path. The path's groups are fields of the request; the body is the field `body`, or `*`: all."""
 
     verb: str
     path: re.Pattern[str]
@@ -31,45 +31,40 @@ class Route(NamedTuple):
 
 
 class Transcoder:
-    """Answers what belongs to the TPU API."""
-
     def __init__(self, cloud: Cloud):
         self._cloud = cloud
         self._routes = list(_routes(cloud))
 
     async def respond(self, request: Request) -> JSONResponse:
-        """The answer in JSON."""
-        # gcloud asks v1 for locations and accelerator types, which are the same there.
+        # gcloud requests locations and accelerator types from v1, which has the same ones.
         path = re.sub(r"^/v\w+/", "/v2/", unquote(request.url.path))
         for route in self._routes:
-            found = route.path.fullmatch(path) if route.verb == request.method else None
-            if found:
-                return await self._answer(request, route, found)
-        return refusal(Refused(5, f"Method not found: {request.method} {request.url.path}"))
+            match = route.path.fullmatch(path) if route.verb == request.method else None
+            if match:
+                return await self._answer(request, route, match)
+        return error_response(Refused(NOT_FOUND, f"Method not found: {request.method} {request.url.path}"))
 
-    async def _answer(self, request: Request, route: Route, found: re.Match[str]) -> JSONResponse:
+    async def _answer(self, request: Request, route: Route, match: re.Match[str]) -> JSONResponse:
         query = dict(request.query_params)
-        numbers = "enum-encoding=int" in query.pop("$alt", query.pop("alt", ""))
+        has_enum_numbers = "enum-encoding=int" in query.pop("$alt", query.pop("alt", ""))
         body = await request.body()
         try:
-            given = json.loads(body) if body else {}
-            fields = given if route.body == "*" else {route.body: given} if route.body else {}
-            for key, value in [*query.items(), *zip(route.fields, found.groups(), strict=True)]:
-                _put(fields, key.split("."), value)
+            content = json.loads(body) if body else {}
+            fields = content if route.body == "*" else {route.body: content} if route.body else {}
+            for key, value in [*query.items(), *zip(route.fields, match.groups(), strict=True)]:
+                _set_field(fields, key.split("."), value)
             message = json_format.ParseDict(fields, route.method.request(), ignore_unknown_fields=True)
             answer = self._cloud.answer(route.method.answer, message)
         except (ValueError, json_format.ParseError) as error:
-            return refusal(Refused(INVALID_ARGUMENT, f"Invalid JSON payload received. {error}"))
+            return error_response(Refused(INVALID_ARGUMENT, f"Invalid JSON payload received. {error}"))
         except Refused as error:
-            return refusal(error)
-        return JSONResponse(json_format.MessageToDict(answer, use_integers_for_enums=numbers))
+            return error_response(error)
+        return JSONResponse(json_format.MessageToDict(answer, use_integers_for_enums=has_enum_numbers))
 
 
-def refusal(error: Refused) -> JSONResponse:
-    """As Google's REST APIs write it."""
-    status = error.status()
-    code = STATUS.get(error.code, 500)
-    details = [json_format.MessageToDict(each) for each in status.details]
+def error_response(error: Refused) -> JSONResponse:
+    code = HTTP_STATUS.get(error.code, 500)
+    details = [json_format.MessageToDict(detail) for detail in error.status().details]
     body = {"code": code, "message": error.message, "status": code_pb2.Code.Name(error.code)}
     return JSONResponse({"error": {**body, **({"details": details} if details else {})}}, code)
 
@@ -86,17 +81,17 @@ def _routes(cloud: Cloud) -> Iterator[Route]:
 
 
 def _pattern(uri: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """`/v2/{name=projects/*/nodes/*}:stop` as an expression, and the names of its groups."""
+    """Return `/v2/{name=projects/*/nodes/*}:stop` as an expression, and the names of its groups."""
     fields: list[str] = []
 
-    def group(found: re.Match[str]) -> str:
-        fields.append(found[1])
-        return f"({found[2].replace('*', '[^/:]+')})"
+    def group(field: re.Match[str]) -> str:
+        fields.append(field[1])
+        return f"({field[2].replace('*', '[^/:]+')})"
 
     return re.compile(re.sub(r"\{([a-z_.]+)=([^}]+)\}", group, uri)), tuple(fields)
 
 
-def _put(fields: dict[str, Any], path: list[str], value: str) -> None:
+def _set_field(fields: dict[str, Any], path: list[str], value: str) -> None:
     for key in path[:-1]:
         fields = fields.setdefault(key, {})
     fields[path[-1]] = {"true": True, "True": True, "false": False, "False": False}.get(value, value)

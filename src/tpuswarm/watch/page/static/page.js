@@ -1,25 +1,24 @@
-// The page: one stream of events from its server, the whole at first and then what changes; nothing is kept here that a
-// reload would lose.
+// Show a stream of server-sent events: first the whole view, then changes. A reload loses nothing.
 
 const $ = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token") ?? "";
 const url = (path, about = {}) => `${path}?${new URLSearchParams({ ...about, token })}`;
-const two = (value) => `${value}`.padStart(2, "0");
-function when(seconds) {
+const padTwo = (value) => `${value}`.padStart(2, "0");
+function formatTime(seconds) {
   const at = new Date(seconds * 1000);
-  return `${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
+  return `${padTwo(at.getMonth() + 1)}-${padTwo(at.getDate())} ${padTwo(at.getHours())}:${padTwo(at.getMinutes())}:${padTwo(at.getSeconds())}`;
 }
-function lasting(seconds) {
+function formatDuration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const s = Math.round(seconds), h = Math.floor(s / 3600), m = Math.floor((s % 3600) / 60);
-  return h >= 48 ? `${(h / 24).toFixed(1)} days` : h ? `${h} h ${two(m)} min` : m ? `${m} min ${two(s % 60)} s` : `${s} s`;
+  return h >= 48 ? `${(h / 24).toFixed(1)} days` : h ? `${h} h ${padTwo(m)} min` : m ? `${m} min ${padTwo(s % 60)} s` : `${s} s`;
 }
 const number = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en"));
 const element = (name, text, kind = "") => Object.assign(document.createElement(name), { textContent: text, className: kind });
 
 const COLORS = { running: "good", alive: "good", finished: "good", evaluating: "good", joining: "warn", stopped: "warn", lost: "bad", failed: "bad", killed: "bad", left: "dim" };
 const KINDS = { green: "good", yellow: "warn", red: "bad", dim: "dim" };
-const MOST = 1000, COLUMNS = 400, EVENTS = 3000;
+const MAX_POINTS = 1000, MAX_COLUMNS = 400, MAX_EVENTS = 3000;
 const lossPlot = new Curves($("loss"), figure4), speedPlot = new Curves($("speed"), (value) => `${si(value)}/s`), sharesPlot = new Shares($("shares"));
 speedPlot.fromZero = true;
 
@@ -29,7 +28,7 @@ const EMPTY = { losses: [], speeds: [], evaluations: [], names: [], columns: [],
 function view(all) {
   seen = { ...EMPTY, ...all };
   $("events").replaceChildren();
-  tell(seen.told);
+  addEvents(seen.told);
   $("older").hidden = !seen.told.length || seen.told[0][0] === 0;
   draw(Object.keys(seen));
 }
@@ -40,26 +39,26 @@ function update(news) {
     if (name === "members" || name === "machines") {
       for (const [key, row] of Object.entries(value)) if (row === null) delete seen[name][key]; else seen[name][key] = row;
     } else if (["losses", "speeds", "evaluations", "columns"].includes(name)) seen[name].push(...value);
-    else if (name === "told") tell(value);
+    else if (name === "told") addEvents(value);
     else seen[name] = value;
   }
-  for (const name of ["losses", "speeds"]) if (seen[name].length > MOST) seen[name] = halved(seen[name]);
-  if (seen.columns.length > COLUMNS) seen.columns = thinned(seen.columns);
+  for (const name of ["losses", "speeds"]) if (seen[name].length > MAX_POINTS) seen[name] = halvePoints(seen[name]);
+  if (seen.columns.length > MAX_COLUMNS) seen.columns = thinColumns(seen.columns);
   draw(Object.keys(news));
 }
 
-function halved(points) {
+function halvePoints(points) {
   const found = [];
   for (let n = 0; n < points.length; n += 2) {
-    const pair = points.slice(n, n + 2), mean = (at) => pair.reduce((sum, each) => sum + each[at], 0) / pair.length;
-    found.push([mean(0), mean(1), Math.min(...pair.map((each) => each[2])), Math.max(...pair.map((each) => each[3]))]);
+    const pair = points.slice(n, n + 2), mean = (at) => pair.reduce((sum, point) => sum + point[at], 0) / pair.length;
+    found.push([mean(0), mean(1), Math.min(...pair.map((point) => point[2])), Math.max(...pair.map((point) => point[3]))]);
   }
   return found;
 }
 
-function thinned(columns) { // as far apart as can be, the last among them
-  const first = columns[0][0], step = (columns.at(-1)[0] - first) / (COLUMNS / 2 - 1), found = [];
-  for (const each of columns) if (each[0] >= first + found.length * step - 1e-6) found.push(each);
+function thinColumns(columns) { // evenly spaced, with the last one
+  const first = columns[0][0], step = (columns.at(-1)[0] - first) / (MAX_COLUMNS / 2 - 1), found = [];
+  for (const column of columns) if (column[0] >= first + found.length * step - 1e-6) found.push(column);
   if (found.at(-1) !== columns.at(-1)) found.push(columns.at(-1));
   return found;
 }
@@ -68,7 +67,7 @@ function draw(changed) {
   const has = (...names) => names.some((name) => changed.includes(name));
   const unit = seen.facts.unit ?? "tokens";
   if (has("facts")) facts(seen.facts);
-  for (const name of ["problems", "alarms"]) if (has(name)) $(name).replaceChildren(...seen[name].map((each) => element("p", name === "alarms" ? `alarm: ${each}` : each)));
+  for (const name of ["problems", "alarms"]) if (has(name)) $(name).replaceChildren(...seen[name].map((text) => element("p", name === "alarms" ? `alarm: ${text}` : text)));
   $("plots").hidden = !seen.losses.length && !seen.columns.length;
   if (has("losses", "evaluations") && !$("plots").hidden) lossPlot.show([
     { name: "training", points: seen.losses, color: "--one" },
@@ -108,7 +107,7 @@ function facts(now) {
     ["goodput", now.goodput != null && `${(100 * now.goodput).toFixed(1)}%`, now.swarm ? `${si(now.lost)} lost, ${si(now.dropped)} dropped` : ""],
     ["version", now.version != null && number(now.version), now.swarm ? `${si(now.outstanding)} ${now.unit} in flight` : ""],
     ["step", now.steps && !now.swarm && number(now.step), now.steps ? `of ${number(now.steps)}` : ""],
-    ["time left", now.left != null && lasting(now.left), now.elapsed ? `${lasting(now.elapsed)} so far` : ""],
+    ["time left", now.left != null && formatDuration(now.left), now.elapsed ? `${formatDuration(now.elapsed)} so far` : ""],
     ["cost", now.dollars, now.hourly ? `${now.hourly} an hour` : ""],
   ].filter(([, value]) => value);
   $("tiles").replaceChildren(...tiles.map(([label, value, small]) => {
@@ -124,7 +123,7 @@ function table(target, heads, rows) {
   head.append(...heads.map(([name, kind]) => Object.assign(element("th", name, kind), { scope: "col" })));
   target.replaceChildren(head, ...rows);
 }
-const asks = (name) => { const button = element("button", name); button.type = "button"; button.dataset.log = name; return button; };
+const logButton = (name) => { const button = element("button", name); button.type = "button"; button.dataset.log = name; return button; };
 function cells(row, values, kinds) {
   row.append(...values.map((value, n) => { const cell = element("td", "", kinds[n]); cell.append(value ?? "–"); return cell; }));
   return row;
@@ -144,7 +143,7 @@ function members() {
   const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", "why"].map((name, n) => [name, kinds[n]]);
   const rows = byNeed.filter(([name, row]) => `${name} ${row[0]} ${row[2]}`.toLowerCase().includes(wanted)).map(([name, row]) => {
     const [state, , why, speed, loss, base, lag, tokens, pid, incarnation] = row, made = document.createElement("tr");
-    return cells(made, [asks(name), element("span", state, COLORS[state]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);
+    return cells(made, [logButton(name), element("span", state, COLORS[state]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);
   });
   table($("members-table"), heads, rows);
   if (focused) document.querySelector(`#members-table [data-log="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
@@ -162,18 +161,18 @@ function machines() {
     const what = document.createElement("span");
     if (kind) what.append(element("b", kind, KINDS[kindShade]), why ? `: ${why}` : ""); else what.append(why ?? "");
     const gib = memory ? `${(memory[0] / 2 ** 30).toFixed(1)}/${(memory[1] / 2 ** 30).toFixed(0)} GiB` : "–";
-    return cells(document.createElement("tr"), [state === "missing" ? "–" : asks(name), pool, type || "–", zone || "–", element("span", state, KINDS[shade]), both, gib, age, lost ? `${lost}` : "", hourly === 0 ? "free" : hourly === null ? "–" : hourly.toFixed(2), cost === null ? "–" : cost.toFixed(2), what], kinds);
+    return cells(document.createElement("tr"), [state === "missing" ? "–" : logButton(name), pool, type || "–", zone || "–", element("span", state, KINDS[shade]), both, gib, age, lost ? `${lost}` : "", hourly === 0 ? "free" : hourly === null ? "–" : hourly.toFixed(2), cost === null ? "–" : cost.toFixed(2), what], kinds);
   });
   table($("machines-table"), heads, rows);
 }
 
-function tell(told) {
+function addEvents(told) {
   const list = $("events");
   list.prepend(...told.map(line).reverse());
-  while (list.children.length > EVENTS) list.lastChild.remove();
+  while (list.children.length > MAX_EVENTS) list.lastChild.remove();
 }
 function line([at, time, kind, text]) {
-  const item = element("li", "", kind), stamp = element("time", when(time));
+  const item = element("li", "", kind), stamp = element("time", formatTime(time));
   item.dataset.at = at;
   item.append(stamp, element("span", text));
   return item;
@@ -181,12 +180,12 @@ function line([at, time, kind, text]) {
 $("older").addEventListener("click", async () => {
   const last = $("events").lastChild?.dataset.at ?? 0;
   const found = await (await fetch(url("events", { before: last }))).json();
-  for (const each of found.told.reverse()) $("events").append(line(each));
+  for (const event of found.told.reverse()) $("events").append(line(event));
   $("older").hidden = found.at === 0;
 });
-const chosen = () => $("events").classList.toggle("few", !$("commits").checked);
-$("commits").addEventListener("change", chosen);
-chosen();
+const hideCommits = () => $("events").classList.toggle("few", !$("commits").checked);
+$("commits").addEventListener("change", hideCommits);
+hideCommits();
 $("filter").addEventListener("input", () => seen && members());
 addEventListener("keydown", (event) => {
   if (event.key === "/" && !event.target.matches("input") && !$("members-of").hidden) { event.preventDefault(); $("filter").focus(); }
@@ -211,8 +210,8 @@ function picture() {
 }
 $("picture-at").addEventListener("input", picture);
 
-// What a process or a machine's jobs print, while somebody reads it.
-let reading = null; // what is read now; an answer for something else comes too late
+// The log of a process or of a machine's jobs, while its dialog is open.
+let reading = null; // the open log; late answers for another one are ignored
 document.addEventListener("click", (event) => { const name = event.target.dataset?.log; if (name) openLog(name); });
 $("log-close").addEventListener("click", () => $("log").close());
 $("log").addEventListener("close", () => { if (!$("log").open) reading = null; });
@@ -234,17 +233,17 @@ function openLog(name) {
   look();
 }
 
-// A lost connection is tried again until it is there; the server then tells the whole anew.
-let stream = null, heard = 0, again = null;
-const SILENT = 25000, AGAIN = 1500;
+// Reconnect until the server answers; it then sends the whole view.
+let stream = null, lastMessageAt = 0, reconnectTimer = null;
+const SILENCE_TIMEOUT_MS = 25000, RECONNECT_MS = 1500;
 function connect() {
-  clearTimeout(again);
-  again = null;
+  clearTimeout(reconnectTimer);
+  reconnectTimer = null;
   stream?.close();
-  heard = Date.now();
+  lastMessageAt = Date.now();
   stream = new EventSource(url("stream"));
   const on = (kind, take) => stream.addEventListener(kind, (event) => {
-    heard = Date.now();
+    lastMessageAt = Date.now();
     $("link").textContent = "live";
     $("link").className = "pill good";
     take(event.data);
@@ -252,14 +251,14 @@ function connect() {
   on("view", (data) => view(JSON.parse(data)));
   on("update", (data) => update(JSON.parse(data)));
   on("beat", () => {});
-  stream.onerror = lost;
+  stream.onerror = reconnect;
 }
-function lost() {
+function reconnect() {
   stream?.close();
   $("link").textContent = "connection lost, trying again";
   $("link").className = "pill bad";
-  again ??= setTimeout(connect, AGAIN);
+  reconnectTimer ??= setTimeout(connect, RECONNECT_MS);
 }
-setInterval(() => { if (!again && Date.now() - heard > SILENT) lost(); }, 2000);
+setInterval(() => { if (!reconnectTimer && Date.now() - lastMessageAt > SILENCE_TIMEOUT_MS) reconnect(); }, 2000);
 addEventListener("online", connect);
 connect();

@@ -1,5 +1,5 @@
 "use strict";
-// Curves and shares on canvases: read at a glance, by the pointer or with the arrow keys.
+// Curves and shares on canvases, read by the pointer or with the arrow keys.
 
 const si = (value) => {
   if (value === null || value === undefined || !isFinite(value)) return "–";
@@ -13,12 +13,12 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((each) => each * power >= rough) * power, found = [];
+  const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power, found = [];
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(at);
   return found;
 }
 
-// A canvas, its size in pixels, and where a person points at in it.
+// A canvas with its size in pixels and the point under the pointer.
 class Chart {
   constructor(canvas) {
     this.canvas = canvas;
@@ -37,7 +37,7 @@ class Chart {
       if (step && this.move(...step)) event.preventDefault();
     });
   }
-  redraw() { // once before the browser paints, whatever has changed till then
+  redraw() { // once per frame, after any number of changes
     this.due ??= requestAnimationFrame(() => { this.due = null; this.draw(); });
   }
   begin() {
@@ -72,44 +72,44 @@ class Curves extends Chart {
   show(series, xName) {
     this.series = series;
     this.xName = xName;
-    const said = series.filter((each) => each.points.length).map((each) => `${each.name} ${this.format(each.points.at(-1)[1])}`);
-    this.canvas.setAttribute("aria-label", said.join(", ") || "nothing yet");
+    const labels = series.filter((one) => one.points.length).map((one) => `${one.name} ${this.format(one.points.at(-1)[1])}`);
+    this.canvas.setAttribute("aria-label", labels.join(", ") || "no data yet");
     this.redraw();
   }
   draw() {
-    const pen = this.begin(), all = this.series.flatMap((each) => each.points);
+    const pen = this.begin(), all = this.series.flatMap((one) => one.points);
     pen.fillStyle = color("--dim");
-    if (!all.length || this.width < 80) return void pen.fillText("nothing yet", 8, 20);
+    if (!all.length || this.width < 80) return void pen.fillText("no data yet", 8, 20);
     const main = this.series[0].points;
-    const late = main.length > 40 ? main.slice(Math.ceil(main.length / 40)) : main; // the first steps would flatten the rest
-    const tall = [...late, ...this.series.slice(1).flatMap((each) => each.points.slice(main.length > 40 ? 1 : 0))];
+    const late = main.length > 40 ? main.slice(Math.ceil(main.length / 40)) : main; // without the first steps, which would flatten the curve
+    const tall = [...late, ...this.series.slice(1).flatMap((one) => one.points.slice(main.length > 40 ? 1 : 0))];
     let low = Infinity, high = -Infinity;
     for (const [, mean] of tall.length ? tall : all) { low = Math.min(low, mean); high = Math.max(high, mean); }
     if (this.fromZero) low = 0;
     const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
     low = this.fromZero ? 0 : low - room;
     high += room;
-    const right = Math.max(...all.map((each) => each[0]), 1);
+    const right = Math.max(...all.map((point) => point[0]), 1);
     const box = (this.box = { left: 46, top: 8, right: this.width - 12, bottom: this.height - 34 });
     const x = (this.x = (value) => box.left + (value / right) * (box.right - box.left));
     const y = (this.y = (value) => box.bottom - ((value - low) / (high - low)) * (box.bottom - box.top));
     pen.strokeStyle = color("--grid");
     pen.lineWidth = 1;
-    for (const each of ticks(low, high, 5)) {
-      pen.beginPath(); pen.moveTo(box.left, y(each)); pen.lineTo(box.right, y(each)); pen.stroke();
-      pen.textAlign = "right"; pen.fillText(si(each), box.left - 6, y(each) + 4);
+    for (const tick of ticks(low, high, 5)) {
+      pen.beginPath(); pen.moveTo(box.left, y(tick)); pen.lineTo(box.right, y(tick)); pen.stroke();
+      pen.textAlign = "right"; pen.fillText(si(tick), box.left - 6, y(tick) + 4);
     }
     pen.textAlign = "center";
-    for (const each of ticks(0, right, this.width < 420 ? 4 : 7))
-      if (x(each) < box.right - 8 || each === right) pen.fillText(si(each), x(each), box.bottom + 15);
+    for (const tick of ticks(0, right, this.width < 420 ? 4 : 7))
+      if (x(tick) < box.right - 8 || tick === right) pen.fillText(si(tick), x(tick), box.bottom + 15);
     pen.textAlign = "right"; pen.fillText(this.xName, box.right, this.height - 4); pen.textAlign = "left";
     pen.save(); pen.beginPath(); pen.rect(box.left, box.top, box.right - box.left, box.bottom - box.top); pen.clip();
-    for (const each of this.series) this.line(pen, each);
+    for (const curve of this.series) this.line(pen, curve);
     pen.restore();
     let legend = box.left;
-    for (const each of this.series.filter((one) => one.points.length)) {
-      pen.fillStyle = color(each.color); pen.fillRect(legend, this.height - 13, 14, 3);
-      pen.fillText(each.name, legend + 19, this.height - 7); legend += 34 + pen.measureText(each.name).width;
+    for (const curve of this.series.filter((one) => one.points.length)) {
+      pen.fillStyle = color(curve.color); pen.fillRect(legend, this.height - 13, 14, 3);
+      pen.fillText(curve.name, legend + 19, this.height - 7); legend += 34 + pen.measureText(curve.name).width;
     }
     if (this.at !== null) this.mark(pen);
   }
@@ -117,33 +117,33 @@ class Curves extends Chart {
     const { x, y } = this;
     if (points.length > 1 && !dots) {
       pen.fillStyle = color("--band"); pen.beginPath();
-      points.forEach((each, n) => pen[n ? "lineTo" : "moveTo"](x(each[0]), y(each[3])));
-      [...points].reverse().forEach((each) => pen.lineTo(x(each[0]), y(each[2])));
+      points.forEach((point, n) => pen[n ? "lineTo" : "moveTo"](x(point[0]), y(point[3])));
+      [...points].reverse().forEach((point) => pen.lineTo(x(point[0]), y(point[2])));
       pen.fill();
     }
     pen.strokeStyle = pen.fillStyle = color(name); pen.lineWidth = 2; pen.lineJoin = "round"; pen.beginPath();
-    points.forEach((each, n) => pen[n ? "lineTo" : "moveTo"](x(each[0]), y(each[1])));
+    points.forEach((point, n) => pen[n ? "lineTo" : "moveTo"](x(point[0]), y(point[1])));
     pen.stroke();
-    if (dots || points.length === 1) for (const each of points.length > 60 ? points.slice(-1) : points) {
-      pen.beginPath(); pen.arc(x(each[0]), y(each[1]), 3, 0, 7); pen.fill();
+    if (dots || points.length === 1) for (const point of points.length > 60 ? points.slice(-1) : points) {
+      pen.beginPath(); pen.arc(x(point[0]), y(point[1]), 3, 0, 7); pen.fill();
     }
   }
   mark(pen) {
-    const points = this.series[0].points, each = points[this.at];
-    if (!each) return this.say("");
+    const points = this.series[0].points, point = points[this.at];
+    if (!point) return this.say("");
     pen.strokeStyle = color("--dim"); pen.lineWidth = 1; pen.beginPath();
-    pen.moveTo(this.x(each[0]), this.box.top); pen.lineTo(this.x(each[0]), this.box.bottom); pen.stroke();
-    const lines = [`${si(each[0])} ${this.xName}`];
+    pen.moveTo(this.x(point[0]), this.box.top); pen.lineTo(this.x(point[0]), this.box.bottom); pen.stroke();
+    const lines = [`${si(point[0])} ${this.xName}`];
     for (const one of this.series) {
-      const near = one.points.filter((other) => other[0] <= each[0] * 1.000001).at(-1);
+      const near = one.points.filter((other) => other[0] <= point[0] * 1.000001).at(-1);
       if (near) lines.push(`${one.name} ${this.format(near[1])}${near[3] > near[2] ? ` (${this.format(near[2])} to ${this.format(near[3])})` : ""}`);
     }
-    this.say(lines.join("\n"), this.x(each[0]), 40);
+    this.say(lines.join("\n"), this.x(point[0]), 40);
   }
   point(x) {
     const points = this.series[0]?.points ?? [];
     this.at = x === null || !points.length || !this.x ? null
-      : points.reduce((best, each, n) => (Math.abs(this.x(each[0]) - x) < Math.abs(this.x(points[best][0]) - x) ? n : best), 0);
+      : points.reduce((best, point, n) => (Math.abs(this.x(point[0]) - x) < Math.abs(this.x(points[best][0]) - x) ? n : best), 0);
     if (this.at === null) this.say("");
     this.redraw();
   }
@@ -163,10 +163,10 @@ class Shares extends Chart {
     this.columns = columns;
     const tall = Math.max(2.5, Math.min(18, 440 / Math.max(1, names.length)));
     this.canvas.style.height = `${Math.ceil(tall * names.length) + 26}px`;
-    const shares = Int32Array.from(columns.flatMap((each) => each[3].filter((one) => one > 0))).sort();
+    const shares = Int32Array.from(columns.flatMap((column) => column[3].filter((one) => one > 0))).sort();
     this.most = Math.max(2, shares.at(-1) ?? 0, 2 * (shares[shares.length >> 1] ?? 0)); // an even share has half the colour
     const last = columns.at(-1);
-    this.canvas.setAttribute("aria-label", last ? `version ${last[0]}: ${this.names.filter(([, n]) => last[3][n] > 0).map(([name, n]) => `${name} ${last[3][n] / 10}%`).slice(0, 12).join(", ")}` : "nothing yet");
+    this.canvas.setAttribute("aria-label", last ? `version ${last[0]}: ${this.names.filter(([, n]) => last[3][n] > 0).map(([name, n]) => `${name} ${last[3][n] / 10}%`).slice(0, 12).join(", ")}` : "no data yet");
     this.redraw();
   }
   draw() {
@@ -175,19 +175,19 @@ class Shares extends Chart {
     const side = Math.min(110, 8 + Math.max(...names.map(([name]) => pen.measureText(name).width)));
     const box = (this.box = { left: side, top: 6, right: this.width - 6, bottom: this.height - 22 });
     const tall = (this.tall = (box.bottom - box.top) / names.length), count = columns.length;
-    // A version stands for those since the one before it that is shown.
+    // A shown version also stands for the hidden ones before it.
     const first = columns[0][0] - (count > 1 ? columns[1][0] - columns[0][0] : 1), last = columns[count - 1][0];
     const place = (version) => box.left + ((version - first) / (last - first)) * (box.right - box.left);
-    this.edges = [box.left, ...columns.map((each) => place(each[0]))];
+    this.edges = [box.left, ...columns.map((column) => place(column[0]))];
     const [low, high] = [rgb(color("--low")), rgb(color("--high"))], bad = color("--bad");
     const shades = Array.from({ length: 65 }, (_, n) => {
-      const [red, green, blue] = low.map((each, k) => Math.round(each + ((high[k] - each) * n) / 64));
+      const [red, green, blue] = low.map((part, k) => Math.round(part + ((high[k] - part) * n) / 64));
       return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
     });
     // Pixel by pixel: 80,000 rectangles take a browser a fifth of a second.
     const ratio = devicePixelRatio || 1, wide = Math.round((box.right - box.left) * ratio), missed = [];
     const image = pen.createImageData(wide, Math.round((box.bottom - box.top) * ratio)), cells = new Uint32Array(image.data.buffer);
-    const at = this.edges.map((each) => Math.round((each - box.left) * ratio));
+    const at = this.edges.map((edge) => Math.round((edge - box.left) * ratio));
     names.forEach(([, number], down) => {
       const top = Math.round(down * tall * ratio), end = Math.round(((down + 1) * tall - (tall > 6 ? 1 : 0)) * ratio);
       columns.forEach((column, across) => {
@@ -216,11 +216,11 @@ class Shares extends Chart {
     const { box, tall } = this, share = column[3][place], left = this.edges[across];
     pen.strokeStyle = color("--ink"); pen.strokeRect(left, box.top + down * tall, this.edges[across + 1] - left, tall);
     const what = share === null || share === undefined ? "nothing" : share < 0 ? "not counted" : `${(share / 10).toFixed(1)}%`;
-    this.say(`version ${column[0].toLocaleString("en")}, ${when(column[2])}\n${name}: ${what}`, left, box.top + down * tall + 20);
+    this.say(`version ${column[0].toLocaleString("en")}, ${formatTime(column[2])}\n${name}: ${what}`, left, box.top + down * tall + 20);
   }
   point(x, y) {
     this.at = x === null || !this.box || x < this.box.left ? null
-      : [Math.max(0, Math.min(this.columns.length, this.edges.filter((each) => each <= x).length) - 1), Math.min(this.names.length - 1, Math.max(0, Math.floor((y - this.box.top) / this.tall)))];
+      : [Math.max(0, Math.min(this.columns.length, this.edges.filter((edge) => edge <= x).length) - 1), Math.min(this.names.length - 1, Math.max(0, Math.floor((y - this.box.top) / this.tall)))];
     if (!this.at) this.say("");
     this.redraw();
   }

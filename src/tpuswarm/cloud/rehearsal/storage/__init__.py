@@ -1,0 +1,1 @@
+"""Buckets and objects: Cloud Storage's JSON API."""

@@ -1,1 +1,0 @@
-"""What init and preflight ask besides machines: projects with their billing, services and quotas; and buckets."""

@@ -24,7 +24,7 @@ PATIENCE = 120.0
 
 
 class Browser:
-    """One window of it."""
+    """A window of Chromium."""
 
     def __init__(self, driver: "Chrome"):
         self.driver = driver
@@ -64,7 +64,7 @@ class Browser:
         self.driver.get(url)
 
     def js(self, script: str, *values: Any) -> Any:
-        """Run a script, and return what it returns."""
+        """Run a script; return its result."""
         return self.driver.execute_script(script, *values)
 
     def text(self) -> str:

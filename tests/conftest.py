@@ -18,21 +18,21 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     " --xla_cpu_use_fusion_emitters=false"  # the older code generator compiles in half the time
 )
-# What runs for a moment is not worth optimising: LLVM does less, XLA's program and its memory stay the same.
+# Short runs need little optimisation: LLVM does less; XLA's program and its memory stay the same.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-# Our own modules are compiled once, as they are for a user, and not again by each of a thousand processes.
+# A thousand processes share the compiled modules of tpuswarm.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # code that a test writes elsewhere may import the tests
 if "TPUSWARM_CACHE" not in os.environ:  # parallel workers inherit the one of the process that starts them
     os.environ["TPUSWARM_CACHE"] = tempfile.mkdtemp(prefix="tpuswarm-tests-")
     atexit.register(shutil.rmtree, os.environ["TPUSWARM_CACHE"], ignore_errors=True)
-# One compilation cache for a session, where commands look for it, whatever cache a test gives them for all else.
+# One compilation cache for a session, also for tests that set another TPUSWARM_CACHE.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(os.environ["TPUSWARM_CACHE"]) / "xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 # JAX does not write an entry atomically: a process that reads it meanwhile, or after a kill, compiles and warns.
 os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cache entry"
 
-# Never the cloud that a user rehearses on, nor that of another worker; its server ends with these tests.
+# Each worker has its own local cloud, whose server ends with these tests.
 os.environ["TPUSWARM_REHEARSAL"] = f"{os.environ['TPUSWARM_CACHE']}/rehearsal-{os.getpid()}"
 os.environ["TPUSWARM_REHEARSAL_OWNER"] = str(os.getpid())
 
@@ -54,9 +54,9 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
-@pytest.hookimpl(trylast=True)  # after those that are not asked for are left out
+@pytest.hookimpl(trylast=True)  # after deselection
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run quick files before slow ones, and among them those with many tests first, in each of xdist's workers.
+    """Run quick files before slow ones, and files with many tests first, in each of xdist's workers.
 
     With `--dist worksteal` each worker begins with an equal part of this list.
     """
@@ -77,12 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 OURS = ("HF_", "JAX_", "PYTHONPATH", "STORAGE_EMULATOR_", "TPUSWARM_", "WANDB_", "XLA_")
-"""How variables begin that change what our processes do; libraries set others when they are imported."""
+"""Prefixes of variables that change our processes; libraries set others when they are imported."""
 
 
 @pytest.fixture(autouse=True)
 def _leaves_the_environment():
-    """What one test sets, the processes of the next would inherit."""
+    """Processes of later tests would inherit changed variables."""
     before = dict(os.environ)
     yield
     changed = {name for name, _ in before.items() ^ os.environ.items() if name.startswith(OURS)}
@@ -134,7 +134,7 @@ def devices():
 
 @pytest.fixture
 def typed(monkeypatch, capsys):
-    """Runs a command in this process: its words; (code, out, err)."""
+    """Run a command in this process; return (code, out, err)."""
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["tpuswarm", *words])
@@ -148,7 +148,7 @@ def typed(monkeypatch, capsys):
 
 @pytest.fixture
 def on_small_disk(tmp_path):
-    """Runs a script with a small real file system, in a mount namespace of its own, as its argument; what it prints."""
+    """Run a script whose argument is a small real file system, in its own mount namespace; return its output."""
 
     def run(script: str, mebibytes: int = 4) -> list[str]:
         disk, file = tmp_path / "disk", tmp_path / "script.py"

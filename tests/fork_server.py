@@ -30,7 +30,7 @@ MODULES = (
     "tpuswarm.recipes.gpt2.program", "tpuswarm.recipes.gpt2.tokens", "tpuswarm.router.apply",
     "tpuswarm.train.look.report", "tpuswarm.train.trainer",
 )  # fmt: skip
-"""Slow to import, without threads of their own; those of numpy survive a fork."""
+"""Slow to import, and without threads except numpy's, which survive a fork."""
 
 
 def serve(requests: socket.socket) -> dict[str, Any] | None:
@@ -45,7 +45,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
                 events.unregister(key.fd)
                 os.close(key.fd)
                 status = os.waitpid(pid, 0)[1]
-                with answers, suppress(OSError):  # whoever asked for it may have been killed
+                with answers, suppress(OSError):  # the requesting process may have been killed
                     answers.send(f"{status}\n".encode(), socket.MSG_NOSIGNAL)
                 continue
             message, files, *_ = socket.recv_fds(requests, 1 << 20, 4)
@@ -72,7 +72,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
 
 
 def become(job: dict[str, Any]) -> None:
-    """Take on the descriptors, signals, environment, folder and arguments of a job, in a session of its own."""
+    """Become a job's process: its descriptors, signals, environment, folder, arguments and session."""
     import numpy
 
     os.setsid()

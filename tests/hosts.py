@@ -18,7 +18,7 @@ SECRET = b"secret"
 TIMEOUT_S = 300
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 PORTS = range(20_000 + WORKER, 32_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-"""Others for each parallel worker; above those of Ray's workers and below those that Linux gives out."""
+"""Each parallel worker has its own, above the ports of Ray's workers and below those of Linux."""
 _ports = cycle(Random(os.getpid()).sample(PORTS, len(PORTS)))
 
 
@@ -68,7 +68,7 @@ def finished(hosts: list[subprocess.Popen[str]], folder: Path, code: int = 0) ->
 def signal_host(
     hosts: list[subprocess.Popen[str]], folder: Path, ready: Callable[[], bool], victim: int, number: int
 ) -> str:
-    """Send one host a signal once the other is `ready`; return what the other wrote to stderr when it has failed."""
+    """Send one host a signal once the other is `ready`; return the other's stderr after its failure."""
     other = 1 - victim
     try:
         wait_for(ready, hosts[other])

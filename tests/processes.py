@@ -33,7 +33,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 
-_environment = dict(os.environ)  # as no test has changed it
+_environment = dict(os.environ)  # before any test
 _servers: dict[tuple[tuple[str, str], ...], socket.socket] = {}
 
 
@@ -115,7 +115,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    """Return what a process printed on stdout and stderr; fail unless it ends with `code`."""
+    """Return the stdout and stderr of a process; fail unless it ends with `code`."""
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, f"exit {process.returncode}, not {code}:\n{out}\n{err}"
     return out, err
@@ -142,5 +142,5 @@ def updates(folder: Path) -> int:
 
 
 def rows_without_times(folder: Path) -> list[dict]:
-    """Return all rows of a run's metrics without what the clock gives."""
+    """Return all rows of a run's metrics without times."""
     return [{name: v for name, v in row.items() if name not in TIMES} for row in read_rows(folder / METRICS)]

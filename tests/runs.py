@@ -16,9 +16,9 @@ class Finished(NamedTuple):
 
     run: Path
     result: dict[str, Any]
-    """What it printed on stdout."""
+    """Its stdout."""
     err: str
-    """What it printed on stderr."""
+    """Its stderr."""
 
 
 def finished_once(name: str, words: list[str]) -> Finished:

@@ -1,4 +1,4 @@
-"""Run programs in a pseudo-terminal, and see what a person would see there."""
+"""Run programs in a pseudo-terminal and read its screen."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ from tests.processes import ONE_DEVICE, PROGRAM, Forked
 
 SMALL, LARGE = (80, 24), (120, 40)
 PATIENCE = 600.0
-"""Seconds to wait for what a test expects."""
+"""Seconds to wait for an expected text."""
 CTRL_C = b"\x03"
 
 
@@ -62,12 +62,12 @@ class Terminal:
 
     @property
     def screen(self) -> str:
-        """What is on the screen."""
+        """The text on the screen."""
         return "\n".join(self.lines)
 
     @property
     def text(self) -> str:
-        """What is on the screen, and what has scrolled off it."""
+        """The text on the screen and above it."""
         gone = ["".join(line[x].data for x in range(self._screen.columns)) for line in self._screen.history.top]
         return "\n".join([*(line.rstrip() for line in gone), self.screen])
 
@@ -114,7 +114,7 @@ class Terminal:
             return True
         try:
             data = os.read(self._end, 1 << 16)
-        except OSError:  # nobody holds the other end any more
+        except OSError:  # the other end is closed
             return False
         self.written += data
         self._stream.feed(data)
@@ -148,5 +148,5 @@ def terminal(
 
 
 def _without_size() -> dict[str, str]:
-    """The environment, without variables that override what the terminal says."""
+    """The environment without variables that override the terminal's size and colours."""
     return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}

@@ -1,4 +1,4 @@
-"""What a user imports explains itself in help()."""
+"""Every export explains itself in help()."""
 
 import inspect
 

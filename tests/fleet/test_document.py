@@ -101,7 +101,9 @@ def test_change_in_a_bucket_that_lies_is_made_once(fast, tmp_path, monkeypatch):
             list(pool.map(write, range(2)))
         server.random_faults = ()
         found = DocumentStore(GoogleBucket(access, "state"), "gpt2", "here").load()
-    assert sorted(each.text for each in found.events) == sorted(f"{n}.{again}" for n in range(2) for again in range(10))
+    assert sorted(event.text for event in found.events) == sorted(
+        f"{n}.{again}" for n in range(2) for again in range(10)
+    )
 
 
 def test_stored_names_stay_when_the_code_is_renamed(tmp_path):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.fleet.loop import EUROPE, FLEET, machine, pool
 from tests.fleet.test_file import NOW, WHOLE
-from tpuswarm.cloud.protocol import TpuSpec
-from tpuswarm.errors import InputError
+from tpuswarm.cli.machine.flags import update_pods
+from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, TpuSpec
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.flags import LAYERS, Flag, resolve_flags, set_flag, unset_flag
 from tpuswarm.fleet.decide.jobs import (
@@ -124,6 +125,25 @@ def test_tensorflow_pod_accepts_a_single_libtpu_flag():
     check_tf_pods(document(V3_PRECISION, second, runtime="tpu-ubuntu2204-base"))
     with pytest.raises(InputError, match=r"takes one flag of libtpu .*; these are 2"):
         check_tf_pods(document(V3_PRECISION, second))
+
+
+def test_pod_that_refuses_its_flags_does_not_stop_the_others(monkeypatch):
+    done, flags = [], f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true"
+
+    class Cloud:
+        def set_metadata(self, pod, metadata):
+            if pod.name == "refuses":
+                raise RunFailed("it is not itself today")
+            done.append((pod.name, metadata))
+
+    monkeypatch.setattr(
+        "tpuswarm.cli.machine.flags._restart_runtime", lambda routes, name: done.append((name, "restarts"))
+    )
+    states = {"refuses": "", "lacks-them": None, "has-them": flags}
+    pods = [replace(machine(name, pool="old", type_="v3-32"), runtime_env=found) for name, found in states.items()]
+    assert update_pods(Cloud(), document(V3_PRECISION), pods) == ["it is not itself today"]
+    assert {name for name, _ in done} == {"lacks-them"}
+    assert [what for _, what in done] == [{ENV_VARS: flags, ENV_VARS_NEW: "TRUE"}, "restarts", {ENV_VARS_NEW: "FALSE"}]
 
 
 def assigned(names: str) -> tuple[Assignment, ...]:

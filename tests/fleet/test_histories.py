@@ -98,7 +98,7 @@ class CheckedLoop(Loop):
 
 
 class Histories(RuleBasedStateMachine):
-    """What a cloud, a person and a keeper may do, in any order."""
+    """Actions of a cloud, a person and a keeper, in any order."""
 
     @initialize(granted=st.sampled_from([0, 2]), money=st.sampled_from([(True, None), (True, 70.0), (False, None)]))
     def start(self, granted: int, money: tuple[bool, float | None]) -> None:

@@ -163,7 +163,7 @@ def test_keeper_acts_again_once_the_disk_has_room(tmp_path, monkeypatch):
 
 
 def test_fleet_is_not_done_while_one_of_its_jobs_runs(tmp_path):
-    """Nobody has reported on the second job yet."""
+    """The second job has no report yet."""
     fleet = ManagedFleet(tmp_path, desired(pool()), down_when=DownWhen(done=True))
     keeper = fleet.keeper()
     fleet.run(keeper, 300)

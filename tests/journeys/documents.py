@@ -69,7 +69,7 @@ def anchors(document: Path) -> set[str]:
 
 
 def named_options(text: str) -> set[str]:
-    """All --options that a document names, in prose, tables and blocks. Lines of gcloud have options of its own."""
+    """Return all --options in prose, tables and blocks, except in lines of gcloud."""
     ours = re.sub(r"^.*\bgcloud \w+ .*$", "", text, flags=re.MULTILINE)
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-]*_)", ours))
 

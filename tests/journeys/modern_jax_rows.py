@@ -1,4 +1,4 @@
-"""docs/modern-jax.md as something to run: what was written once, how that ends today, what to write instead."""
+"""The tables of docs/modern-jax.md as programs: an old line, its result today, the new line."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def rows() -> list[Row]:
 
 
 def names() -> dict[str, Any]:
-    """What the page's first block defines."""
+    """Return the names that the page's first block defines."""
     found: dict[str, Any] = {}
     with mock.patch.dict(os.environ):  # it sets some, which the processes of later tests would inherit
         exec(blocks(PAGE)[0].text, found)
@@ -57,7 +57,7 @@ def check(row: Row, names: dict[str, Any]) -> None:
     kind = match[1] if (match := CODE.match(row.ends)) else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # Only of what is collected meanwhile: what earlier tests of this process left open is no word about this line.
+        # Earlier tests of this process may have left files open.
         warnings.simplefilter("ignore", ResourceWarning)
         if kind is None or kind in WARNINGS:
             _run(row.then, names)

@@ -1,30 +1,21 @@
 """Any damage to any file of a run: every command reports it in a sentence, and shows the other runs."""
 
-import json
 import re
 import shutil
 from pathlib import Path
 from random import Random
 
-import jax
-import numpy as np
 import pytest
 import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.swarm.chains import Run as Chain
+from tests.swarm.storage.test_load import store_first_version
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.summary import Summary, Tokens
-from tpuswarm.swarm.core.values import Digests, Record
-from tpuswarm.swarm.storage.founding import FOUNDING
-from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.views.status import MemberStatus, Progress, compose, write_status
-from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.directory import append_event, append_rows
 from tpuswarm.train.trainer import Trainer
 
@@ -33,13 +24,14 @@ SHAPE = {"layers": 1, "heads": 1, "width": 8, "context": 8}
 LIGHT = ("status", "status --json", "status {run}", "logs {run}")
 NUMBER = re.compile(rb"-?\d+(\.\d+)?")
 VALUES = (b'"many"', b"-1", b"0", b"1e400", b"null", b"[]", b"99999999999999999999", b"nan", b"", b"\0\xff")
+VOID = {"member": "m0", "fate": "void", "reason": ""}
 EVENT = {
     "joined": {"member": "m0", "incarnation": "ab" * 16, "pid": 7},
     "commit": {
         "version": 3,
         "tokens": 96,
         "contributors": [],
-        "others": [{"member": "m0", "fate": "void", "reason": ""}],
+        "others": [VOID],
     },
     "lost": {"member": "m0", "incarnation": "ab" * 16, "pid": 7, "message": "killed", "tokens": 1234},
     "coordinator": {"name": "coordinator", "message": "gone"},
@@ -64,31 +56,14 @@ def runs(tmp_path_factory, text_file):
         append_rows(folder / name / "metrics.jsonl", rows)
         member = MemberStatus("m0", "alive", 11, "ab" * 16, 9, 700, 50.0, 2.0, 1.0, 0)
         summary = Summary(9, 3, False, "grace", Tokens(900, 640, 8, 16, 0), (), 1.0)
-        write_status(
-            folder / name,
-            compose(summary, [member], 16_000, ["far"], "host:1", {}, 1.7e9, Progress(1.6e9, 50.0, 2.25, 1)),
-        )
+        progress = Progress(1.6e9, 50.0, 2.25, 1)
+        write_status(folder / name, compose(summary, [member], 16_000, ["far"], "host:1", {}, 1.7e9, progress))
         (folder / name / "logs").mkdir()
         (folder / name / "logs" / "m0.log").write_text("12:00:00.123 compiling\n12:00:01.000 compiled\n")
         (folder / name / "lock").touch()
-    _found(recipe, Store(folder / "model"))
+    store_first_version(recipe, Store(folder / "model"))
     Chain(Store(folder / "chain"), Random(4), rule="nesterov").grow(9)
     return folder
-
-
-def _found(recipe: GPT2, store: Store) -> None:
-    program = recipe.program(Options())
-    shared = program.exchange().get(jax.jit(program.init)(jax.random.key(0)))
-    arrays = dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True))
-    layout = Layout.pack({path: (array.shape, array.dtype.name) for path, array in arrays.items()}, 2)
-    state = tuple(Objects(store).put_array(fragment) for fragment in layout.split(arrays))
-    digests = Digests(layout.digest, "config", "data", "code")
-    record = Record(
-        run="run", version=0, epoch=1, parent="", state=state, outer=(), decisions=(), rule="average", rate=0.0,
-        momentum=0.9, share=0.0, gathered=0.0, tokens=0, changes=0, processed=(), digests=digests, time=1.7e9,
-    )  # fmt: skip
-    Ledger(store).append(record)
-    Path(store.root, FOUNDING).write_text(json.dumps({"fragments": layout.fragments, "chosen": {}}))
 
 
 def damage(path: Path, kind: str, random: Random) -> None:

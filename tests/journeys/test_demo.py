@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 
 
 def bigram_loss() -> float:
-    """Return the held-out loss of a model that knows only which character follows which in the demo's text.
+    """Return the held-out loss of a bigram model of the demo's text.
 
-    How much better the demo gets, 2.16 or 2.20, depends on how many rows each of its members trains.
+    The demo reaches 2.16 to 2.20, depending on how many rows each member trains.
     """
     recipe = GPT2(size="tiny")
     pairs, held_out = (recipe.data(split).rows(0, 5_000)["tokens"] for split in ("train", "validation"))

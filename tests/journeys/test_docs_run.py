@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.documents import DOCUMENTS, ROOT, Block, blocks
+from tests.local_cloud import local_cloud
 from tests.processes import ONE_DEVICE, PROGRAM, READ_AT_IMPORT, fork_server, read_at_import
+from tpuswarm.cloud.rehearsal.place import VARIABLE
 
 pytestmark = pytest.mark.slow
 NOT_RUN = re.compile(r"^make ([\w-]+)")
 """Only the target's existence is checked."""
-OWN_HOME = ("rehearsing.md",)
-"""Documents whose commands make a key and a fleet in the home folder."""
+ON_LOCAL_CLOUD = ("rehearsing.md", "running-programs.md", "set-up.md")
+"""Documents whose commands make a fleet, with a key in the home folder."""
 TIMEOUT_S = 600
 NOT_HERE = ("benchmarks.md", "torch.md")
 """One takes hours, the other needs torch (tests/oracle/test_torch_docs.py)."""
@@ -64,21 +66,34 @@ def user(tmp_path_factory) -> tuple[dict[str, str], int]:
     "document", [document for document in DOCUMENTS if runnable(document)], ids=lambda path: path.name
 )
 def test_commands_and_programs_run(document: Path, tmp_path: Path, user):
-    (tmp_path / "my-text.txt").write_text(
+    env, server = user
+    here, home = tmp_path / "here", tmp_path / "home"
+    here.mkdir()
+    (here / "my-text.txt").write_text(
         "".join(f"The {n} quick brown foxes jump over {n * n} lazy dogs.\n" for n in range(400))
     )
-    env, server = user
-    if document.name in OWN_HOME:
-        env = {**env, "HOME": str(tmp_path)}
+    if document.name not in ON_LOCAL_CLOUD:
+        run_document(document, here, env, server)
+        return
+    home.mkdir()
+    with local_cloud(tmp_path / "cloud") as place:
+        try:
+            run_document(document, here, {**env, "HOME": str(home), VARIABLE: str(place.folder)}, server)
+        finally:
+            kill_processes_in(here)  # a keeper in the background would ask a cloud that has ended, for ever
+
+
+def run_document(document: Path, folder: Path, env: dict[str, str], server: int) -> None:
+    """Run each command and program of a document in a folder."""
     for number, block in enumerate(blocks(document)):
         commands: list[tuple[int, str]] = []
         if block.language == "python":
-            path = tmp_path / (block.file or f"block_{number}.py")
+            path = folder / (block.file or f"block_{number}.py")
             path.write_text(block.text)
             if block.file is None or not is_used_later(document, block):
                 commands = [(block.line, f"python {path.name}")]
         elif block.language == "toml" and block.file:
-            (tmp_path / block.file).write_text(block.text)
+            (folder / block.file).write_text(block.text)
         elif block.language == "sh":
             commands = block.commands()
         for line, command in commands:
@@ -87,13 +102,13 @@ def test_commands_and_programs_run(document: Path, tmp_path: Path, user):
                 assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
             elif not command.startswith("tpuswarm demo"):
                 process = subprocess.Popen(
-                    ["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, env=env, pass_fds=[server],
+                    ["bash", "-euo", "pipefail", "-c", command], cwd=folder, env=env, pass_fds=[server],
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 )  # fmt: skip
                 try:
                     out, err = process.communicate(timeout=TIMEOUT_S)
                 except subprocess.TimeoutExpired:
-                    kill_processes_in(tmp_path)
+                    kill_processes_in(folder)
                     out, err = process.communicate(timeout=TIMEOUT_S)
                 shown = f"{where}\nexit {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
                 assert process.returncode == 0 and "Traceback" not in err, shown

@@ -40,7 +40,7 @@ def test_ray_cluster_that_does_not_answer_or_needs_a_token(typed, tmp_path, monk
 
 def test_dashboard_needs_an_optional_package(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)  # as where only `ray` is installed
+    monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)  # `ray` without extras
     code, out, err = typed(*TRAIN.split(), "--dashboard", "--members", "2")
     assert (code, out) == (2, "") and "--dashboard needs ray[default]" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("example", EXAMPLES, ids
 
 @pytest.fixture(autouse=True)
 def libraries_broadcast():
-    """Flax and Equinox do not follow the strict rank promotion of these tests."""
+    """Flax and Equinox need rank promotion."""
     with jax.numpy_rank_promotion("allow"):
         yield
 

@@ -12,18 +12,14 @@ import pytest
 
 from tests.local_cloud import delete_machine, use_local_cloud
 from tests.processes import PATIENCE, PROGRAM
+from tests.remote.conftest import swarm_toml
 from tests.waiting import until
 from tpuswarm.cloud.rehearsal.connect import CloudFolder, send_command
 
 pytestmark = pytest.mark.fleet
-FILE = """\
-name = "duo"
-provider = "rehearsal"
-
-[storage]
-bucket = "rehearsal-duo"
-region = "us-central1"
-
+FILE = (
+    swarm_toml("duo", "us-central1", "one v2-8 us-central1-f 1")
+    + """
 [head]
 type = "n2-highmem-8"
 zone = "us-central1-f"
@@ -37,17 +33,11 @@ role = "router"
 ip_forward = true
 network = "tpuswarm-duo"
 
-[[pool]]
-name = "one"
-type = "v2-8"
-zones = ["us-central1-f"]
-count = 1
-network = "tpuswarm-duo"
-
 [setup]
 env = { GREETING = "hello" }
 secrets = ["A_TOKEN"]
 """
+)
 
 
 @pytest.fixture
@@ -111,8 +101,7 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     assert "s3cret" in (state / "secrets.json").read_text()
     assert (state / "secrets.json").stat().st_mode & 0o077 == 0
 
-    # Nobody keeps it here, as when this computer is shut: a machine that is taken away comes back, is set up, and has
-    # its job.
+    # Without a keeper on this computer, a preempted machine comes back with its set-up and job.
     (background,) = keepers_here(tmp_path)
     os.kill(background, signal.SIGKILL)
     run("exec one --detach --name beat -- 'echo $GREETING $A_TOKEN >>said; sleep 600'")
@@ -120,13 +109,13 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     wait_until(lambda: job()["run"] > 1 and job()["phase"] == "running", "the job did not come back")
     wait_until(lambda: (home(place, "v2-usc1f-0") / "said").exists(), "the job says nothing")
     assert (home(place, "v2-usc1f-0") / "said").read_text() == "hello s3cret\n"
-    assert (home(place, "duo-head") / ".ssh/tpuswarm").stat().st_mode & 0o077 == 0  # a key of its own
+    assert (home(place, "duo-head") / ".ssh/tpuswarm").stat().st_mode & 0o077 == 0
 
     # A router that is lost comes back as a bare VM: the keeper makes it the router again.
     delete_machine(place, "duo-door")
     files = "duo-door-0-*/etc/tpuswarm-router.nft"
     others = lambda: [item.read_text() for item in {*place.machines.glob(files)} - {rules}]  # noqa: E731
-    wait_until(lambda: others() == [routed], "nobody made the new VM a router")
+    wait_until(lambda: others() == [routed], "the new VM is no router")
 
     # The head starts anew, and its keeper with it.
     run("rehearsal maintenance duo-head")

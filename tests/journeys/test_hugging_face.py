@@ -34,7 +34,7 @@ def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeyp
     assert "parameters from hf:org/small" in err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert json.loads(out)["metrics"]["eval_loss"] < rows[0]["loss"] - 0.2
-    shutil.rmtree(tmp_path / "cache" / "tokens")  # what the run needs lies in its folder
+    shutil.rmtree(tmp_path / "cache" / "tokens")  # the run's folder has copies
     _, err = processes.run([*train.split(), "--run", "run"], tmp_path)
     assert "nothing left to do" in err
     processes.run(["export", "run", "out/model", "--format", "hf"], tmp_path)

@@ -49,7 +49,7 @@ def grown(tmp_path_factory):
 
 @pytest.fixture
 def chain(call, grown):
-    """The same as runs/a; the records are those of its copy."""
+    """The same run as runs/a."""
     folder = Path("runs/a")
     shutil.copytree(grown.store.root, folder)
     swarm = {"members": 4, "cycle": 5, "outer": "nesterov", "quantize": "plain"}
@@ -93,7 +93,7 @@ def test_ledger_shows_the_last_commits(call, chain):
     assert len(show(call, "-n 1000").splitlines()) == COMMITS + 2
 
 
-def test_sound_ledger_is_recomputed(call, chain):
+def test_ledger_is_recomputed_where_payloads_are_left_and_damage_exits_1(call, chain):
     code, out, err = call("ledger verify a")
     assert code == 0 and "reading the records" in err and "recomputing fragment 3 of 3" in err
     assert f"commits 0 to {COMMITS}: hash chain intact" in out and out.splitlines()[-1] == "a is sound"
@@ -101,36 +101,19 @@ def test_sound_ledger_is_recomputed(call, chain):
     ranges = re.search(r"bit-identical: (.*)", out)[1].split(", ")
     ends = [[int(number) for number in range.split(" to ")] for range in ranges]
     assert [version for item in ends for version in range(item[0], item[-1] + 1)] == changed
-    found = json.loads(call("ledger verify runs/a --json")[1])
+    found = json.loads(call(f"ledger verify file://{Path('runs/a').resolve()} --json")[1])
     assert found["sound"] and found["newest"] == COMMITS and found["recomputed"] == changed
     assert found["applied"] == chain.records[-1].tokens and found["problems"] == []
-
-
-def test_commits_without_payloads_are_not_recomputed(call, chain):
     key = next(d.identity for d in chain.records[1].decisions if d.fate == "applied")
-    for path in Path("runs/a/payloads").rglob("*"):
-        if key.incarnation.name in str(path) and path.is_file():
-            path.unlink()
-    _, out, _ = call("ledger verify runs/a")
-    assert re.search(r"^not recomputed: 1\b.*: payloads are gone$", out, re.M)
-
-
-def test_damaged_ledger_exits_1_and_names_the_file(call, chain):
+    for path in Path("runs/a/payloads").rglob(f"*{key.incarnation.name}*/*"):
+        path.unlink()
     path = Path("runs/a") / commit_name(5)
-    data = path.read_bytes()
-    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    path.write_bytes(path.read_bytes()[:-3])
     code, out, _ = call("ledger verify runs/a")
     assert code == 1 and re.search(rf"^problem: .*{re.escape(path.name)}", out, re.M) and "runs/a is not sound" in out
-    found = json.loads(call("ledger verify runs/a --json")[1])
-    assert not found["sound"] and found["newest"] == 4 and any(path.name in problem for problem in found["problems"])
+    assert re.search(r"^not recomputed: 1\b.*: payloads are gone", out, re.M)
     code, out, err = call("ledger show runs/a")
     assert (code, out) == (1, "") and path.name in err and err.count("\n") == 1
-
-
-def test_ledger_is_read_by_its_url(call, chain):
-    place = f"file://{Path('runs/a').resolve()}"
-    assert call(f"ledger verify {place}")[0] == 0
-    assert json.loads(call(f"ledger show {place} -n 1 --json")[1])["commits"][0]["version"] == COMMITS
 
 
 @pytest.mark.parametrize(
@@ -180,24 +163,18 @@ def status(chain, age=0.0):
 
 def test_status_of_a_running_swarm(call, chain, plain):
     status(chain)
-    with_lock = Run(Path("runs/a"))
-    found = json.loads(call("status runs/a --json")[1])
-    assert (found["run"], found["recipe"], found["state"], found["message"]) == ("runs/a", "toy", "running", "")
-    assert found["version"] == COMMITS and found["tokens"]["applied"] == chain.records[-1].tokens
-    assert found["members"][0]["pid"] == 11 and found["alarms"] == ["m1 is far [away]"]
+    held = Run(Path("runs/a"))
     code, out, err = call("status runs/a")
     assert code == 0 and err == "" and "alarm: m1 is far [away]" in out and "does not respond" not in out
-    assert re.search(rf"commit +{COMMITS} ", out) and re.search("m0 +alive +11 ", out)
-    assert re.search("m1 +lost ", out) and "to add a machine: `tpuswarm join host:1 --token-file runs/a/token`\n" in out
-    status(chain, age=60.0)
-    assert f"process {os.getpid()} does not respond; this status is 60 s old" in call("status runs/a")[1]
-    both = {run["run"]: run for run in json.loads(call("status --json")[1])["runs"]}
-    assert both["runs/plain"]["state"] == "stopped" and both["runs/a"]["version"] == COMMITS
-    status(chain)
+    assert "to add a machine: `tpuswarm join host:1 --token-file runs/a/token`\n" in out
+    found = {run["run"]: run for run in json.loads(call("status --json")[1])["runs"]}
+    assert found["runs/plain"]["state"] == "stopped" and found["runs/a"] == json.loads(call("status a --json")[1])
     lines = call("status")[1].splitlines()
     steps = chain.records[-1].tokens // (2 * PER_ROW)
     assert lines[1].split()[:6] == ["runs/a", "toy", "running", str(os.getpid()), "now", f"{steps}/1,000"]
-    with_lock.close()
+    status(chain, age=60.0)
+    assert f"process {os.getpid()} does not respond; this status is 60 s old" in call("status runs/a")[1]
+    held.close()
     Path("runs/a/status.json").write_text("{")
     code, out, err = call("status")  # the others are still listed
     assert code == 0 and "runs/plain" in out and "left out: runs/a/status.json" in err

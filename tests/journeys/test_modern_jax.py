@@ -1,4 +1,4 @@
-"""docs/modern-jax.md: old lines end as it says, new ones work; those of torch: tests/oracle/test_torch_arrays.py."""
+"""The lines of docs/modern-jax.md; lines with torch: tests/oracle/test_torch_arrays.py."""
 
 import re
 

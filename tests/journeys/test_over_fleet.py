@@ -10,34 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.local_cloud import delete_machine, local_cloud
-from tests.remote.conftest import Fleet
+from tests.remote.conftest import Fleet, swarm_toml
 from tpuswarm.cloud.rehearsal.connect import send_command
 
-FILE = """\
-name = "duo"
-provider = "rehearsal"
-
-[storage]
-bucket = "rehearsal-duo"
-region = "us-central1"
-
+POOLS = "one v5e-1 us-central1-a 1", "slice v5p-16 us-central1-a 1"
+FILE = (
+    swarm_toml("duo", "us-central1", *POOLS)
+    + """
 [head]
 type = "n2-highmem-8"
 zone = "us-central1-f"
-network = "tpuswarm-duo"
-
-[[pool]]
-name = "one"
-type = "v5e-1"
-zones = ["us-central1-a"]
-count = 1
-network = "tpuswarm-duo"
-
-[[pool]]
-name = "slice"
-type = "v5p-16"
-zones = ["us-central1-a"]
-count = 1
 network = "tpuswarm-duo"
 
 [[grant]]
@@ -57,6 +39,7 @@ batch = 8
 cycle = 8
 steps = 1000000
 """
+)
 URL = "gs://rehearsal-duo/runs/duo"
 PATIENCE = 420.0
 
@@ -131,7 +114,7 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
 
     before = read_status(fleet)
     delete_machine(fleet.place, machine(fleet, "head"))  # with its disk
-    after = until(fleet, lambda seen: (seen.get("epoch") or 0) > before["epoch"], "another head goes on")
+    after = until(fleet, lambda seen: (seen.get("epoch") or 0) > before["epoch"], "another head continues")
     after = until(fleet, lambda seen: (seen.get("version") or 0) > after["version"] + 1, "it commits")
     assert after["tokens"]["applied"] > before["tokens"]["applied"]
     until(fleet, lambda seen: {f"j-{one}", f"j-{slice_}"} <= alive(seen), "both have found the new head")
@@ -155,7 +138,7 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
     for found in {*secret.values(), *drawn.values(), *last.values()}:
         assert not leaks(fleet, found)
     fleet.run("down", "--yes")
-    end = time.monotonic() + PATIENCE  # a machine that is switched off ends its processes in a moment of its own
+    end = time.monotonic() + PATIENCE  # deleted machines take a moment to end their processes
     while remaining := [command for command in left(fleet) if "ray" in command]:
         assert time.monotonic() < end, remaining
         time.sleep(0.5)

@@ -105,7 +105,7 @@ def test_swarm_draws_its_commits(call, tmp_path):
     assert any((trained != average).any() for trained, average in zip(*both, strict=True))
     code, printed, err = call(f"evaluate {run} --json")
     last = next(row["eval_loss"] for row in rows[::-1] if "eval_loss" in row)
-    assert code == 0 and json.loads(printed)["loss"] == pytest.approx(last, rel=1e-4), err  # of the average in both
+    assert code == 0 and json.loads(printed)["loss"] == pytest.approx(last, rel=1e-4), err  # both evaluate the average
     code, printed, _ = call(f"ledger verify {run}")
     assert code == 0
 

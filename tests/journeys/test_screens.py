@@ -80,7 +80,7 @@ def test_swarm_view(runs):
     folder, small, large, shown, printed = runs
     for screen in (small, large):
         view = screen.index("gpt2-tiny, 2 members: runs/swarm")
-        assert 0 <= screen.index("commit ") < view  # what happened last stands over the view
+        assert 0 <= screen.index("commit ") < view  # the newest event stands above the view
         assert screen.index("of 153,600 tokens counted") > view
         assert re.search(r"\d:\d\d:\d\d elapsed +\S+ left +\S+ steps/s +[\d,]+ tokens/s", screen)
         assert len(re.findall(r"\nm[01] +(?:alive|joining)", screen)) == 2
@@ -89,7 +89,7 @@ def test_swarm_view(runs):
     view = r"training loss (\S+) \(last 20 steps of each\) +held-out loss (\S+) \(commit (\d+)\)"
     training, held_out, version = re.findall(view, shown)[-1]
     assert f"runs/swarm finished at commit {version}: 153,600 tokens, training loss {training}, held-out" in printed
-    assert f"held-out loss {held_out}; runs/swarm/report.html" in printed  # each loss is the same wherever it is told
+    assert f"held-out loss {held_out}; runs/swarm/report.html" in printed
     assert float(training) == pytest.approx(status["loss"], rel=1e-3)
 
 
@@ -114,18 +114,11 @@ def test_training_view(tmp_path, text_file):
     assert "blocks/attn/proj/w " in shown and "…" not in shown
 
 
-def test_status(runs):
-    folder = runs[0]
-    with terminal(["status"], folder, SMALL) as opened:
+def test_list_of_runs_begins_with_the_one_used_last_and_leaves_columns_out(runs):
+    with terminal(["status"], runs[0], SMALL) as opened:
         head, swarm, plain = (line.split() for line in opened.finish().splitlines() if line)
     assert head[:3] == ["run", "recipe", "state"] and "age" in head and "speed" not in head
-    assert (swarm[0], plain[0]) == ("runs/swarm", "runs/plain")  # the one used last is the first
-    with terminal(["status", "runs/swarm"], folder, SMALL) as opened:
-        shown = opened.finish()
-    assert "100%" in shown and "m1 " in shown and "finished " in shown and "ago" in shown
-    with terminal(["status", "plain"], folder, SMALL) as opened:
-        shown = opened.finish()
-    assert "60 of 60 steps" in shown and "held-out loss" in shown
+    assert (swarm[0], plain[0]) == ("runs/swarm", "runs/plain")
 
 
 def test_watching_a_run_until_it_ends(runs, tmp_path):
@@ -151,6 +144,8 @@ def test_tables_fit_the_screen(runs):
         (["simulate", "small.toml"], ["goodput", "preemptions"]),
         (["router", "show", str(EXAMPLES / "router-ssh.toml")], ["22000-22031", "dnat"]),
         (["logs", "runs/swarm"], ["commit 4"]),
+        (["status", "runs/swarm"], ["100%", "m1 ", "finished ", "ago"]),
+        (["status", "plain"], ["60 of 60 steps", "held-out loss"]),
         (["plan", "my_recipe.py:line", "--on", "v5e-1"], ["v5e-1", "yes", "rows/s expected"]),
     ):
         with terminal(words, runs[0], SMALL) as opened:

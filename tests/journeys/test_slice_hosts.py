@@ -29,7 +29,7 @@ def swarm(tmp_path, text_file):
 
 
 class Host:
-    """`tpuswarm join` as one of two hosts, with a cache of its own as on a machine of its own."""
+    """`tpuswarm join` as one of two hosts, with its own cache."""
 
     def __init__(self, folder: Path, line: list[str], index: int):
         self.log = folder / f"host-{index}.err"
@@ -41,7 +41,7 @@ class Host:
             )  # fmt: skip
 
     def child(self) -> int:
-        """Of a host that is not the first: the process that trains."""
+        """Return the training process of a host other than the first."""
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
@@ -89,7 +89,7 @@ def test_member_of_two_hosts_dies_with_either_and_comes_back(swarm, tmp_path):
         assert "host 0 is gone (connection closed); waiting for all hosts" in one.log.read_text()
 
         third, child = slice_(), one.child()
-        one.end()  # the whole machine: nobody brings it back until it is joined again
+        one.end()  # the whole machine, until it joins again
         swarm.wait(lambda: len(swarm.events("lost")) == 3)
         until(lambda: not Path(f"/proc/{child}").exists())  # else a host outlives its machine's command
         one = Host(tmp_path, [*line, "--hosts-at", at], 1)

@@ -66,9 +66,7 @@ def test_swarm_survives_kills_preemptions_and_restarts(swarm, typed, tmp_path, m
     swarm.wait(lambda: version(swarm) >= 2 and member(swarm, "m1")["state"] == "alive")
 
     titles = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree(swarm.process.pid)]
-    assert not any(b"log_monitor" in title or b"autoscaler" in title for title in titles), (
-        "Ray runs helpers that nobody needs"
-    )
+    assert not any(b"log_monitor" in title or b"autoscaler" in title for title in titles), "Ray runs unused helpers"
     first = member(swarm, "m1")
     os.kill(first["pid"], signal.SIGKILL)
     swarm.wait(lambda: any(event["member"] == "m1" for event in swarm.events("lost")))
@@ -144,7 +142,7 @@ def test_swarm_survives_kills_preemptions_and_restarts(swarm, typed, tmp_path, m
     report = verify(Store(swarm.run), lambda text: None)
     assert report.problems == [] and report.recomputed
 
-    # The same run goes on with another length, which has to be said.
+    # The same run continues with another length only if the user accepts that.
     batch_tokens = 12 * 32
     steps = whole.tokens // batch_tokens + 60
     shorter = [*swarm.arguments[:-1], str(steps), "--run", str(swarm.run)]

@@ -36,12 +36,12 @@ class Cluster:
 
 
 class Supervisor:
-    """Commits what a swarm would; the rows of the second member come last."""
+    """Adds commits and rows; the rows of the second member come last."""
 
     view = None
 
     def __init__(self, run, *rest):
-        assert not (RUN / "report.html").exists(), "that of an earlier end"
+        assert not (RUN / "report.html").exists(), "an earlier report"
 
     def run_to_end(self):
         if not (RUN / FOUNDING).exists():
@@ -62,7 +62,7 @@ def call(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "Cluster", Cluster)
     monkeypatch.setattr(start, "Supervisor", Supervisor)
-    monkeypatch.setattr(start, "MAX_SAMPLED_BYTES", 0)  # what it commits is no state of that recipe
+    monkeypatch.setattr(start, "MAX_SAMPLED_BYTES", 0)  # its commits fit no recipe
 
     def run(options: str):
         monkeypatch.setattr(sys, "argv", ["tpuswarm", *TRAIN.split(), *options.split()])

@@ -1,4 +1,4 @@
-"""What a swarm needs of a machine: memory, disk and devices are checked before anything starts."""
+"""A swarm checks memory, disk, devices, hooks and optimizer before it starts."""
 
 import os
 import re
@@ -82,7 +82,7 @@ def test_devices_are_divided_among_members(kind, devices, members, wanted, per_m
         assert [index for share in shares for index in share] == devices and {len(share) for share in shares} == {
             per_member
         }
-    assert environment(None) == {}, "a machine that joins has devices of its own"
+    assert environment(None) == {}, "a joined machine uses its own devices"
 
 
 def test_member_has_its_share_whatever_the_shell_had_set():

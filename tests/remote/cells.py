@@ -24,7 +24,7 @@ class Shown(NamedTuple):
     text: str  # standard output, and the results, without the lines of JAX's CPU collectives, which come at any time
     errors: str  # standard error
     failed: str  # `NAME: VALUE` of its error, with the traceback
-    types: tuple[str, ...]  # MIME types of what it displayed
+    types: tuple[str, ...]  # MIME types of displayed objects
     seconds: float
 
 
@@ -66,7 +66,7 @@ class Cells:
         self.connect(server)
 
     def connect(self, server: Server) -> None:
-        """Reach the kernel through this server from now on, and first get what it has sent meanwhile."""
+        """Reach the kernel through this server; the first messages are those that it sent meanwhile."""
         self.server = server
         url = f"ws://127.0.0.1:{server.port}/api/kernels/{self.id}/channels?session_id=tests&token={server.token}"
         self._socket = websocket.create_connection(url, timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""FleetOption on local clouds, made once in a session, and machines without a cloud."""
+"""Fleets on local clouds, made once in a session, and machines without a cloud."""
 
 import asyncio
 import io
@@ -142,7 +142,7 @@ class Fleet:
 
     @contextmanager
     def flag(self, where: str, name: str, value: str) -> Iterator[str]:
-        """Set a flag until the end of the block; yield what the command prints."""
+        """Set a flag until the end of the block; yield the command's output."""
         out = self.run("flags", "set", where, f"{name}={value}")[0]
         try:
             yield out
@@ -165,7 +165,7 @@ class Fleet:
         return {job["name"]: job["seats"] for job in self.run_json("jobs")["jobs"]}
 
     def carry_jobs(self, done: Callable[[dict[str, Job]], bool]) -> dict[str, Job]:
-        """Do in this process what a keeper does for jobs, until `done`; return the jobs."""
+        """Carry out jobs in this process, as a keeper does, until `done`; return the jobs."""
 
         async def rounds() -> dict[str, Job]:
             fleet = find_fleet(None)[0]

@@ -42,7 +42,7 @@ class Machines(list[Machine]):
         self.key, self.loop = key, loop
         self.acceptors: dict[str, asyncssh.SSHAcceptor] = {}
         self.listen: list[Callable[[str], Coroutine[Any, Any, asyncssh.SSHAcceptor]]] = []
-        """Of each machine: start its server at an address."""
+        """By machine: start its server at an address."""
 
     @property
     def hosts(self) -> list[Host]:
@@ -74,7 +74,7 @@ class Machines(list[Machine]):
         self.ask(close())
 
     def move(self, number: int, address: str) -> None:
-        """Give a machine another address; nobody answers at the old one."""
+        """Give a machine another address; the old one refuses connections."""
         before = self[number].host.address
         self.acceptors[address] = self.ask(self.listen[number](address))
         self.loop.call_soon_threadsafe(self.acceptors.pop(before).close)

@@ -91,7 +91,7 @@ class Kernel:
 
     def connect(self) -> None:
         self.client = self.manager.client()
-        self.client.session.session = uuid.uuid4().hex  # else its messages are named as those of the manager
+        self.client.session.session = uuid.uuid4().hex  # else its messages carry the manager's session
         self.client.start_channels()
         self.client.wait_for_ready(timeout=PATIENCE_S)
 
@@ -101,7 +101,7 @@ class Kernel:
         self.connect()
 
     def set_up(self) -> None:
-        """Define SETUP, and have gloo report all of its connections."""
+        """Define SETUP; the other cells make gloo report its connections now."""
         for code in (SETUP, "1 / 0", "time.sleep(0.3)"):
             reply = self.run(code).reply
         assert reply["status"] == "ok", reply

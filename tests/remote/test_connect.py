@@ -124,7 +124,7 @@ def test_second_computer_makes_its_own_key_and_is_let_in(routes, fleet, tmp_path
     assert len(names(routes, hosts)) == 5 and not errors()
     fleet.run("up", "--yes", "--paid")  # by the first computer, which keeps the other one's key
     assert not errors()
-    # Machines that were not told, as after Ctrl-C in the middle, are told by the next command.
+    # The next command admits the key on machines that an interrupted command missed.
     admitted = routes.fleet.folder / "admitted.json"
     assert len(json.loads(admitted.read_text())["told"]) == 2
     for machine in routes.snapshot().listing.machines:

@@ -1,4 +1,4 @@
-"""Copies to machines and from them: files, folders, what is there already, what a lost connection leaves."""
+"""Copies to and from machines: files, folders, identical files, lost connections."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def over(machines):
 
 
 def test_file_sent_twice_at_once_arrives_intact(machines, tmp_path):
-    """As where somebody gives the same command in two windows."""
+    """The same command in two windows."""
     source = tmp_path / "large"
     source.write_bytes(os.urandom(12_000_000))
     host = machines.hosts[0]

@@ -1,4 +1,4 @@
-"""`exec`: one command on all hosts, its output, its end, and that nothing of it is left running."""
+"""`exec`: one command on all hosts, its output, its end, and no processes left behind."""
 
 import asyncio
 import secrets

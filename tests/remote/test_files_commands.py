@@ -21,6 +21,7 @@ def test_sync_shows_its_changes_and_makes_them_on_all_workers(fleet, project):
     out, _ = fleet.run("sync", "--fleet", "trio", cwd=project)
     assert "all 5 hosts have ~/project as it is here (1 file, 8 B)\n" in out
     assert (fleet.user_home("v5e-usc1a-0-3") / "project/train.py").read_text() == "print(1)"
+    assert fleet.exec("v2", "ls").endswith("│ train.py\n"), "commands start in the folder"
     (project / "train.py").rename(project / "main.py")
     out, _ = fleet.run("sync", "slice", "--fleet", "trio", cwd=project)
     assert "4 hosts: 1 file, 8 B: main.py" in out and "4 hosts: deletes train.py" in out
@@ -62,7 +63,7 @@ def test_copy_goes_to_all_workers_and_comes_back_from_each(fleet, tmp_path):
     fleet.run("copy", "v5e-usc1a-0/2:in/data.txt", str(tmp_path / "one.txt"))
     assert (tmp_path / "one.txt").read_text() == "data"
     fleet.run("copy", str(tmp_path / "data.txt"), "one:")
-    fleet.run("copy", "one:data.txt", str(tmp_path / "of-a-pool"))  # whatever number of machines it has
+    fleet.run("copy", "one:data.txt", str(tmp_path / "of-a-pool"))
     out, _ = fleet.run("copy", "v2-usc1f-0:data.txt", str(tmp_path / "of-a-machine"))
     assert (tmp_path / "of-a-pool/v2-usc1f-0-0/data.txt").exists() and (tmp_path / "of-a-machine").is_file()
     assert out == f"1 file copied from v2-usc1f-0/0 to {tmp_path}/of-a-machine\n"

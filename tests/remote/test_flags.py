@@ -6,12 +6,7 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import fleet_of, swarm_toml
-from tpuswarm.cli.machine.flags import update_pods
-from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, FLEET_LABEL, POOL_LABEL, Machine, TpuSpec, Worker
 from tpuswarm.errors import RunFailed
-from tpuswarm.fleet.decide.desired import Desired, PoolSpec
-from tpuswarm.fleet.decide.flags import Flag
-from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.training import TOKEN_FILE
 
 pytestmark = pytest.mark.slow
@@ -43,7 +38,7 @@ def fleet(knob, monkeypatch):
 
 
 def variables(fleet, where: str) -> dict[str, tuple[str, str]]:
-    """LIBTPU_INIT_ARGS and XLA_FLAGS of what is started, by host."""
+    """LIBTPU_INIT_ARGS and XLA_FLAGS of new programs, by host."""
     out = fleet.exec(where, 'echo "$LIBTPU_INIT_ARGS|$XLA_FLAGS"')
     lines = (line.partition(" │ ") for line in out.splitlines())
     return {host.strip(): tuple(text.split("|")) for host, _, text in lines}
@@ -66,7 +61,7 @@ def test_flags_of_the_file_apply_then_those_that_were_set(fleet):
         "xla_dump_to": ("/tmp/it's here", "pool", "small", "swarm.toml"),
     }
     fleet.run("up", "--yes", "--paid")
-    assert variables(fleet, A)[f"{A}/0"][0] == f"--{VMEM}=1000", "`up` keeps what was set by hand"
+    assert variables(fleet, A)[f"{A}/0"][0] == f"--{VMEM}=1000", "`up` keeps flags that a person set"
     fleet.run("flags", "unset", A, VMEM, "xla_dump_hlo_as_text")
     assert variables(fleet, A)[f"{A}/0"][0] == f"--{VMEM}=65536"
 
@@ -89,7 +84,7 @@ def test_wrong_words_set_nothing(fleet, words, sentence):
 
 
 def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypatch):
-    """That they restart one after the other: fleet/test_flags.py."""
+    """Their order: fleet/test_flags.py."""
     monkeypatch.setattr("tpuswarm.fleet.decide.jobs.FLAG_RESTART_INTERVAL_S", 0.1)
     members, began = "members-small", f"began with --{VMEM}=2000"
     with fleet.job("small", members, MEMBER), fleet.job(A, "mine", "sleep 1000"), fleet.flag("v2", VMEM, "2000") as out:
@@ -147,32 +142,6 @@ def test_tensorflow_pod_has_flags_in_its_metadata_and_its_service_restarts_on_al
     fleet.run("flags", "unset", "old", PRECISION)
 
 
-def test_pod_that_cannot_be_told_does_not_stop_the_others(monkeypatch):
-    told, env = [], {ENV_VARS: f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true"}
-    spec = TpuSpec("", "europe-west4-a", "v3-32", "spot", "knob-1", "old", "tpu-vm-tf-2.18.0-pod")
-
-    class Pods:
-        def set_metadata(self, machine, metadata):
-            if machine.name == "pod-0":
-                raise RunFailed("pod-0 is not itself today")
-            told.append((machine.name, metadata))
-
-    def pod(name: str, runtime_env: str | None) -> Machine:
-        about = {"labels": {FLEET_LABEL: "knob-1", POOL_LABEL: "old"}, "workers": (Worker("10.0.0.1", None),) * 2}
-        return Machine(name, spec.zone, "tpu", "v3-32", "ready", "READY", runtime_env=runtime_env, **about)
-
-    desired = Desired("knob-1", (PoolSpec("old", spec, (spec.zone,), 3),))
-    flags = (Flag(PRECISION, "true", "LIBTPU_INIT_ARGS", "all", "all"),)
-    monkeypatch.setattr(
-        "tpuswarm.cli.machine.flags._restart_runtime", lambda routes, name: told.append((name, "restarts"))
-    )
-    pods = [pod("pod-0", ""), pod("pod-1", None), pod("pod-2", env[ENV_VARS])]
-    errors = update_pods(Pods(), Document("knob", "rehearsal", "p", desired, (), flags=flags), pods)
-    assert errors == ["pod-0 is not itself today"]
-    assert [what for _, what in told] == [{**env, ENV_VARS_NEW: "TRUE"}, "restarts", {ENV_VARS_NEW: "FALSE"}]
-    assert {name for name, _ in told} == {"pod-1"}, "pod-2 has the flag"
-
-
 def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fleet, monkeypatch):
     def refuse(*about: object) -> None:
         raise RunFailed("the cloud is not itself today")
@@ -182,7 +151,7 @@ def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fle
         broken.setattr("tpuswarm.fleet.hosts.routes.Routes.set_metadata", refuse)
         assert "not itself today" in fleet.run(*words, code=1)[1]
     assert RESTARTED in fleet.run(*words)[0]
-    assert "restarted" not in fleet.run(*words)[0], "it has the flag, and what runs there goes on"
+    assert "restarted" not in fleet.run(*words)[0], "it has the flag already"
     fleet.run("flags", "unset", OLD, PRECISION)
     file = fleet.folder / "swarm.toml"
     file.write_text(FILE + f"flags = {{ {PRECISION} = true }}\n")

@@ -85,7 +85,7 @@ def test_host_that_cannot_start_a_job_is_reported_and_retried(fleet, machine):
 
 
 def test_run_whose_job_is_elsewhere_is_ended(fleet, machine, monkeypatch):
-    """As on a machine that was not listed for a while, and whose job runs elsewhere since."""
+    """Such as on a machine that the cloud did not list for a while."""
     monkeypatch.setattr(job_runner, "SWEEP_INTERVAL_S", 0.0)
     there = find_fleet(None)[0]
     cloud = there.provider()

@@ -65,7 +65,7 @@ def test_job_survives_preemptions_maintenance_and_killed_keepers_and_never_runs_
     send_command(fleet.place, "maintenance", name=fleet.ready_machine())
     until(lambda: all_started(3))
     send_command(fleet.place, "preempt", name=fleet.ready_machine(), ending="gone")
-    for _ in range(3):  # at any moment of what it does about it
+    for _ in range(3):
         until(lambda: leader() == keeper.pid)  # noqa: B023
         time.sleep(chance.uniform(0.0, 1.0))
         keeper.kill()

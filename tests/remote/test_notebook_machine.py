@@ -141,7 +141,7 @@ def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, routes, t
             Unplugged.away.set()
             Unplugged.on_all("abort")
             until(lambda: "was lost" in " ".join(printed))
-            # What Jupyter sends before it has noticed is lost: it keeps messages for nobody but who has left.
+            # Jupyter keeps messages only for clients that it knows to be gone.
             until(lambda: direct.ask("GET", f"/api/kernels/{cells.id}")["connections"] == 0)
             (tmp_path / "go").touch()
             until((tmp_path / "done").exists)
@@ -153,7 +153,7 @@ def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, routes, t
         assert sum("is still running" in text for text in printed) >= 2, "at first, and after the lost connection"
         cloud = fleet.place.read_address()["pid"]
         lost = " ".join(printed).count("was lost")
-        os.kill(cloud, signal.SIGSTOP)  # the machine answers nobody
+        os.kill(cloud, signal.SIGSTOP)  # no machine answers
         try:
             Unplugged.on_all("set_keepalive", 0.3, 3)
             until(lambda: " ".join(printed).count("was lost") > lost)
@@ -172,7 +172,7 @@ def test_page_runs_a_notebook_of_another_service_and_contacts_no_other_host(flee
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}  # as in Colab's notebooks
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}  # Colab writes this
     cell = {"cell_type": "code", "id": "c", "source": "6 * 7", "metadata": {}, "outputs": [], "execution_count": None}
     content = {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     with opened(fleet, ONE, "--yes") as server:

@@ -1,11 +1,7 @@
 """A notebook on a slice of two workers: each cell runs on both, and none outlives its kernel."""
 
-import os
-import signal
-
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.remote.cells import opened
 
 pytestmark = pytest.mark.slow
@@ -58,21 +54,3 @@ def test_cells_run_on_all_workers(server):
     cells.end()
     other.restart()
     assert other.run("1").text == "1\n"
-
-
-def test_lost_worker_ends_the_cell_and_no_engine_outlives_its_kernel(books, server):
-    cells = server.kernel()
-    cells.run("import jax, os, signal, time")
-    lost = cells.run("if jax.process_index(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
-    assert lost.failed.startswith("WorkerLost: worker 1 is lost: its process has ended: killed by signal 9, SIGKILL")
-    assert "restart the kernel" in lost.failed
-    assert "worker 1 is lost" in cells.run("1").failed
-    books.wait_until_gone("engine.json")
-    cells.restart()
-    assert cells.run("import jax; jax.process_count()").text == "2\n"
-    assert len(books.pids("engine.json")) == 1
-    (kernel,) = books.pids("run.py kernel")
-    os.kill(kernel, signal.SIGKILL)
-    until(lambda: books.pids("run.py kernel") != [kernel])
-    cells.end()
-    books.wait_until_gone("engine.json")

@@ -64,7 +64,7 @@ def test_connection_through_googles_tunnel(machines, tmp_path, monkeypatch):
     )
     (folder / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    # Nobody listens at this address: the tunnel alone leads there.
+    # Only the tunnel leads to this address.
     check_route(machines, replace(target, address="127.255.255.254", proxy=proxy(machines, "vm", None)), tmp_path)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert set(calls) == {

@@ -39,7 +39,7 @@ def test_lost_machines_are_findings_and_new_ones_have_new_keys_that_openssh_know
     fleet.run("ssh-config")
     assert ssh(fleet, ONE, "true").returncode == 0
     config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
-    config.write_text(config.read_text().replace(f"Host {HOSTS[0]} ", "Host v2-usc1f-9/0 "))  # of an older machine
+    config.write_text(config.read_text().replace(f"Host {HOSTS[0]} ", "Host v2-usc1f-9/0 "))  # an older machine
     (before,), _ = routes.hosts(ONE)
     old_folder = fleet.home(f"{ONE}-0").name
     preempted = ("reach", "is preempted, not ready")

@@ -120,7 +120,7 @@ def test_all_steps_run_once(machines, apply):
     assert not failed and set(map(tuple, done.values())) == {()}
     assert state_of_this_computer() == before, "stand-ins keep it from being changed"
 
-    # As after a reboot: mounts and swap are gone, stamps are there.
+    # After a reboot: no mounts and swap, but stamps.
     for name in ("mounts", "swaps"):
         (machines[1].root / "run" / name).unlink()
     done, _, _ = apply(table())

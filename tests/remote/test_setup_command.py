@@ -65,7 +65,7 @@ def test_terminal_shows_set_up_of_all_hosts_and_later_ones_do_what_changed(fleet
 
 
 def test_terminal_is_drawn_before_the_first_machine_is_known():
-    """As where the keeper is put on a head that is still looked for."""
+    """The keeper may be put on a head that is still starting."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with SetupProgress(console, ()) as watching:
         watching._live.refresh()
@@ -97,9 +97,9 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
     assert (home / "later/train.py").read_text() == "print(1)" and (home / ".tpuswarm/setup/apt.stamp").exists()
     (project / "train.py").write_text("print(1)")
 
-    # A job that restarts on the same machine finds what was changed there, by hand or by itself.
+    # A job that restarts on the same machine finds the files that were changed there.
     (home / "later/train.py").write_text("print('mended there')")
-    monkeypatch.setenv("A_TOKEN", "of a keeper that began before the token was changed")
+    monkeypatch.setenv("A_TOKEN", "the older token of a keeper")
     assert asyncio.run(prepare_machine(routes, ONE)) == ({}, ("train.py",))
     assert (home / "later/train.py").read_text() == "print('mended there')"
     assert "s3cret" in (home / ".tpuswarm/secrets").read_text()

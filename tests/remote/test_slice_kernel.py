@@ -69,7 +69,7 @@ slider = Slider(0.5)
 
 
 def move(kernel, value: float, comm_id: str = "") -> str:
-    """Send what a page sends when a slider moves; return the message's identifier."""
+    """Send a page's message of a moved slider; return its identifier."""
     content = {"comm_id": comm_id or kernel.run("%%worker 0\nprint(slider.comm.comm_id)").text.strip()}
     message = kernel.client.session.msg("comm_msg", {**content, "data": {"value": value}})
     kernel.client.shell_channel.send(message)
@@ -317,7 +317,7 @@ def test_interrupt_at_any_moment_of_a_start_leaves_one_program(another_slice, af
 
         def interrupt() -> None:
             kernel.interrupt()
-            while not stop.wait(1):  # one that came before the cell is no interrupt of it
+            while not stop.wait(1):  # an earlier one does not interrupt the cell
                 kernel.interrupt()
 
         thread = threading.Thread(target=interrupt)

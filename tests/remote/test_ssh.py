@@ -55,7 +55,7 @@ def test_shell_comes_back_to_the_same_tmux_after_a_lost_connection_at_another_ad
             machines.move(0, moved)
             shown.wait(lambda screen: b"lost; reconnecting" in b" ".join(screen.written.split()))
             route(moved)
-            shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)  # what tmux begins with
+            shown.wait(lambda screen: screen.written.count(b"[?1049h") == 2)  # tmux has begun
             shown.send(b"echo still $answer\n")
             shown.wait("still 42")
             shown.send(b"exit\n")

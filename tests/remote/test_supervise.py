@@ -21,7 +21,7 @@ from tpuswarm.remote import supervise
 from tpuswarm.remote.sync import receive
 
 THERE = [Path(supervise.__file__), Path(receive.__file__)]
-"""What runs on hosts, with nothing but their Python 3.10."""
+"""Programs for hosts, which need Python 3.10 alone."""
 NEWER = {
     "tomllib", "ExceptionGroup", "BaseExceptionGroup", "Self", "StrEnum", "TaskGroup", "timeout_at", "file_digest",
     "UTC", "batched", "override", "walk", "add_note", "LiteralString", "assert_never", "process_cpu_count", "exp2",
@@ -30,7 +30,7 @@ NEWER = {
 
 
 def oldest_python() -> str:
-    """A Python 3.10 where there is one; jobs of other tests run with this one."""
+    """Return a Python 3.10 if there is one, else this Python."""
     found = [shutil.which("python3.10"), *sorted(map(str, Path.home().glob(".pyenv/versions/3.10.*/bin/python3.10")))]
     works = (path for path in found if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode)
     return next(works, sys.executable)
@@ -132,7 +132,7 @@ def test_nothing_restarts_on_a_machine_that_is_being_preempted(there, monkeypatc
     threading.Thread(target=server.serve_forever, daemon=True).start()
     there.environment["GCE_METADATA_HOST"] = f"127.0.0.1:{server.server_port}"
     line = f"echo begun >>{there.home}/runs; sleep 1234"
-    os.kill(there.start("train", 1, line)["pid"], signal.SIGTERM)  # as a machine that ends tells all
+    os.kill(there.start("train", 1, line)["pid"], signal.SIGTERM)  # an ending machine signals all its processes
     assert there.ended("train")["state"] == "lost"
     assert there.start("train", 2, line)["run"] == 1 and not there.pids()
     monkeypatch.setattr(Metadata, "leaving", False)  # maintenance, which the machine lives through
@@ -198,14 +198,14 @@ def test_followed_log_loses_nothing_when_it_is_rotated(there):
 
 
 GROWS, ROTATES, BEGINS = range(3)
-"""What the writer of a log may have done while somebody reads it: see `Log.write`."""
+"""Actions of a log's writer while the log is read: see `Log.write`."""
 
 
 @pytest.mark.parametrize("done", [GROWS, ROTATES, BEGINS], ids=["grows", "rotates", "begins"])
 @pytest.mark.parametrize("follows", [False, True], ids=["tail", "follow"])
 @pytest.mark.parametrize("rotated", [False, True], ids=["one-file", "two-files"])
 def test_log_that_changes_while_it_is_read_is_printed_once(done, follows, rotated, tmp_path, monkeypatch, capfdbinary):
-    """The writer acts before each line of the reader in turn, and at last after all of them."""
+    """The writer acts before each line of the reader in turn, and finally after the last."""
     monkeypatch.setattr(supervise, "JOBS", tmp_path)
     log, before = tmp_path / "job/log", tmp_path / "job/log.1"
 
@@ -263,7 +263,7 @@ def test_full_disk_loses_output_and_not_the_job(there):
     (folder / "log").symlink_to("/dev/full")
     there.start("full", 1, f"seq 100000; touch {there.home}/done")
     assert there.ended("full")["code"] == 0 and (there.home / "done").exists()
-    (folder / "state.json.new").mkdir()  # as where nothing can be written at all
+    (folder / "state.json.new").mkdir()  # nothing can be written
     said = there.raw("start", "full", "2", data=b'{"line": "true"}', code=1)
     assert b"the state of the job cannot be written: [Errno 21]" in said
 

@@ -1,4 +1,4 @@
-"""A folder on many machines: what is sent, what is not, what is deleted, and what a broken transfer leaves."""
+"""A folder on many machines: sent, ignored, secret and deleted files, and broken transfers."""
 
 import os
 import subprocess
@@ -134,7 +134,7 @@ def test_file_made_there_is_left_or_named_also_without_the_list(project, sync, m
     assert (homes[0] / "project/results.txt").read_text() == "made there"
     assert (homes[1] / "project/train.py").read_text() == "print('edited')"
     assert [(home / "project/results.txt").read_text() for home in homes[1:]] == ["of here"] * 2
-    changes = sync(project).changed  # a person is told, and it is overwritten
+    changes = sync(project).changed  # a person's sync lists and overwrites them
     assert {host.label: change.edited for host, change in changes.items()} == edited
     assert len(sync(project).same) == 3 and (homes[0] / "project/results.txt").read_text() == "of here"
 

@@ -39,7 +39,7 @@ for step in range(1, 4):
 print('begun', flush=True)
 time.sleep(1e6)"
 """
-"""Writes what a trainer writes, as it does."""
+"""Writes metrics as a trainer does."""
 NOW = 1e9
 
 
@@ -100,7 +100,7 @@ def test_lost_host_is_reported_and_others_go_on(machines):
         return why
 
     assert machines.run(work).endswith(" stopped answering: its program ended")
-    # Its programs end, as nobody reads them.
+    # Its programs end with their readers.
     until(lambda: not any(is_chips(pid) for pid in processes.find([machine.id for machine in machines])))
 
 

@@ -106,7 +106,7 @@ def test_open_connections_survive_a_new_mapping(lab, tmp_path):
         lab.tpuswarm("apply", str(file))  # port 5002 is no longer forwarded
         assert "0 open, 2 open to old targets" in lab.tpuswarm("status")
         lab.tpuswarm("remove")
-        with pytest.raises(ConnectionResetError):  # nothing translates it any more
+        with pytest.raises(ConnectionResetError):  # no rule translates it now
             ask(first)
 
 
@@ -122,7 +122,7 @@ def test_apply_warns_of_dropping_chains_and_ports_in_use(lab, tmp_path):
             assert "until this host forwards packets: /proc/sys/net/ipv4/conf/eth0/forwarding" in err
             assert "note: this host itself listens on 5001" in err and err.count("drops packets by default") == 2
             assert all(line in err for line in ways_out)
-        assert ask(open_before) == f"{ROUTER}:5001"  # a person's own SSH connection goes on
+        assert ask(open_before) == f"{ROUTER}:5001"  # such as a person's SSH connection
     lab.router.sh(f"echo 1 > /proc/sys/net/ipv4/ip_forward; {'; '.join(ways_out)}; iptables -S")
     assert lab.target(5001) == "10.48.0.2:8470" and lab.target(48009) == "10.48.9.2:8470"
     assert "drops packets by default" not in lab.start("apply", file, "--dry-run").communicate()[1]
@@ -210,7 +210,7 @@ def test_remove_deletes_rules_and_files_and_names_what_stays(lab, tmp_path):
     write(file, 49)
     lab.tpuswarm("apply", str(file))
     assert "nothing was done" in lab.tpuswarm("remove", "--dry-run") and "10.49.3.2" in lab.rules()
-    lab.router.sh(f"touch {RULES}.part")  # as a kill leaves it
+    lab.router.sh(f"touch {RULES}.part")  # left by a kill
     assert "forwarding included, stay until this machine restarts" in lab.tpuswarm("remove")
     assert (lab.rules(), lab.files()) == (rules, files)
     assert "nothing is applied to this machine" in lab.tpuswarm("remove", code=2)
@@ -271,7 +271,7 @@ def test_nft_reads_what_show_prints(lab):
         ("rm -r /run/systemd", "this machine does not run systemd", 2),
         ("rm /run/core/somaxconn", "has no /proc/sys/net/core/somaxconn: apply without --tune", 2),
         (
-            "exec 9>/run/tpuswarm-router.lock; flock 9; sleep 300 >/dev/null 2>&1 &",  # it is held when this returns
+            "exec 9>/run/tpuswarm-router.lock; flock 9; sleep 300 >/dev/null 2>&1 &",  # returns once it holds the lock
             "another `tpuswarm router` is changing",
             2,
         ),

@@ -77,14 +77,6 @@ def test_queued_request_and_its_node_are_one_machine(google, place):
     assert not list(google.access.tpu.list_queued_resources(parent=f"projects/my-project/locations/{STOCKOUT}"))
 
 
-def test_expired_request_is_dead_with_its_reason(google):
-    google.create(spec("n1", zone=STOCKOUT, how="queued", wait_s=60.0))
-    dead = in_state(google, "dead", STOCKOUT)
-    assert "validity" in dead.why and dead.error is not None
-    google.delete(dead)
-    until(lambda: only_machine(google, STOCKOUT) is None)
-
-
 def test_zones_without_capacity_quota_access_or_answer(google):
     operation = google.create(spec("n1", zone=STOCKOUT))
     error = until(lambda: google.outcome(operation).error)

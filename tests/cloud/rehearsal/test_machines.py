@@ -62,15 +62,6 @@ def ssh(key, pod):
     return run
 
 
-def test_hosts_have_own_homes_and_addresses(pod, ssh):
-    results = [ssh(worker, "pwd; cat 1>&2; exit 3", stdin=f"{n}") for n, worker in enumerate(pod)]
-    assert [(result.returncode, result.stderr) for result in results] == [(3, f"{n}") for n in range(4)]
-    assert [result.stdout for result in results] == [f"{worker['folder']}/home/alice\n" for worker in pod]
-    assert len({worker["folder"] for worker in pod}) == 4
-    addresses = [worker[kind] for worker in pod for kind in ("internal", "external")]
-    assert len(set(addresses)) == 8 and all(address.startswith("127.") for address in addresses)
-
-
 def test_ssh_accepts_keys_of_the_metadata_only_and_host_keys_can_be_checked(pod, ssh, tpu, tmp_path):
     assert "Permission denied" in ssh(pod[0], "true", user="bob").stderr
     assert "Permission denied" in ssh(pod[0], "true", options=["-o", "PubkeyAuthentication=no"]).stderr
@@ -158,25 +149,6 @@ def test_system_commands_change_the_machine_folder_not_the_computer(pod, ssh):
     root = Path(pod[0]["folder"])
     assert "line" in (root / "etc/environment").read_text() and (root / "mnt/data").is_dir()
     assert computer() == before
-
-
-def test_faults_are_planted_and_mended(pod, weather):
-    root = Path(pod[1]["folder"])
-    lock, last = root / "tmp/libtpu_lockfile", root / "dev/accel3"
-    weather("break", name="pod/1", fault="missing-device")
-    weather("break", name="pod/1", fault="lock")
-    assert lock.exists() and not last.exists() and not processes.find([pod[1]["id"]])
-    weather("break", name="pod/1", fault="missing-device", mend=True)
-    weather("break", name="pod/1", fault="lock", mend=True)
-    assert not lock.exists() and last.exists()
-
-    weather("break", name="pod/1", fault="holder")
-    first = (root / "dev/accel0").stat()
-    (pid,) = until(lambda: [pid for pid in processes.find([pod[1]["id"]]) if processes.has_open(pid, first)])
-    assert lock.exists()
-    weather("break", name="pod/1", fault="holder", mend=True)
-    until(lambda: not processes.find([pod[1]["id"]]))
-    assert not lock.exists() and not processes.has_open(pid, first)
 
 
 def test_preemption_is_announced_then_kills_the_processes_of_the_machine_only(tpu, place, weather, tmp_path):

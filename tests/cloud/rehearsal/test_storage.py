@@ -62,7 +62,7 @@ def test_answers_to_raw_requests_are_googles(client, endpoints):
         ask("POST", upload, params={"uploadType": "media", "name": name}, data=b"x")
     for glob, found in (("g/*", "12"), ("g/**.txt", "13"), ("g/{2,3}*", "2"), ("**/[!1].txt", "3")):
         listed = ask("GET", objects, params={"matchGlob": glob, "fields": "items(name,size),nextPageToken"}).json()
-        assert [(each.pop("name"), each) for each in listed.pop("items")] == [
+        assert [(item.pop("name"), item) for item in listed.pop("items")] == [
             (name, {"size": "1"}) for name in ("g/1.txt", "g/2.json", "g/h/3.txt") if re.search(f"[{found}][.]", name)
         ]
         assert listed == {}

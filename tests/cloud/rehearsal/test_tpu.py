@@ -92,40 +92,6 @@ def test_invalid_node_is_refused(client, name, fields, error, words):
         client.create_node(parent=PARENT, node_id=name, node=tpu_v2.Node(**fields))
 
 
-def test_quota_error_has_details_and_stockout_fails_the_operation(client, weather, place):
-    zone = "us-central1-c"
-    parent = f"projects/{client.transport.kind}/locations/{zone}"
-    weather("quota", zone=zone, generation="v2", limit=8)
-    weather("stockout", zone=zone)
-    with slow_clock(place):  # a failed creation would give the quota back
-        creating = client.create_node(parent=parent, node_id="first", node=TPU)
-        with pytest.raises(exceptions.TooManyRequests) as refused:
-            client.create_node(parent=parent, node_id="second", node=TPU)
-    assert refused.value.reason == "RATE_LIMIT_EXCEEDED"
-    assert refused.value.metadata["quota_limit"] == "TPUV2sPerProjectPerZoneForTPUAPI"
-    assert "QuotaFailure" in str([(type(detail), detail) for detail in refused.value.details])
-    assert "Limit: 8 in zone us-central1-c" in refused.value.message
-
-    failed = done(client, creating)
-    assert failed.error.code == 8 and "no more capacity in the zone" in failed.error.message
-    assert not any("QuotaFailure" in detail.type_url for detail in failed.error.details)
-    with pytest.raises(exceptions.NotFound):  # a failed creation leaves no node
-        client.get_node(name=f"{parent}/nodes/first")
-
-
-def test_hidden_and_unreachable_zones(client, weather):
-    weather("break", name="europe-west4-b", fault="hidden")
-    weather("break", name="us-west4-a", fault="unreachable")
-    hidden, dark = f"{PROJECT}/locations/europe-west4-b", f"{PROJECT}/locations/us-west4-a"
-    with pytest.raises(exceptions.Forbidden, match=r"Permission denied on 'locations/europe-west4-b'"):
-        client.list_accelerator_types(parent=hidden)
-    assert "europe-west4-b" not in locations(client)
-    with pytest.raises(exceptions.ServiceUnavailable):
-        client.list_nodes(parent=dark)
-    pages = list(client.list_nodes(parent=f"{PROJECT}/locations/-").pages)
-    assert list(pages[0].unreachable) == [dark]
-
-
 def test_nodes_are_listed_in_pages(client, tpu):
     parent, kind = f"projects/pages-{client.transport.kind}/locations/us-central1-b", client.transport.kind
     for number in range(3):

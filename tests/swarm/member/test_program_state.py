@@ -81,7 +81,7 @@ def ties(size: int, bits: int) -> np.ndarray:
 
 
 def normal(*arrays: np.ndarray) -> np.ndarray:
-    """Where no array has a subnormal number: devices flush these to 0, NumPy does not."""
+    """Mark elements without subnormal numbers, which devices flush to 0 and NumPy does not."""
     return np.all([(x == 0) | (np.abs(x) >= np.finfo(np.float32).tiny) for x in arrays], axis=0)
 
 

@@ -1,4 +1,4 @@
-"""What must hold in every state, and at every commit."""
+"""The invariants of every state and every commit."""
 
 from fractions import Fraction
 

@@ -71,7 +71,7 @@ GENESIS: Ledger = (Record((), frozenset()),)
 
 
 class Facts:
-    """What follows from a ledger."""
+    """Sums of a ledger's verdicts."""
 
     def __init__(self, ledger: Ledger) -> None:
         verdicts = [verdict for record in ledger for verdict in record.verdicts]

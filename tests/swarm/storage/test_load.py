@@ -23,13 +23,9 @@ from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Options
 
 
-def swarm_of(recipe, folder):
-    """Make a swarm's run with one version; return the shared parameters and their digests."""
-    Trainer(devices=1).fit(recipe, steps=1, batch=8, run=folder)
-    config = (folder / "config.toml").read_text()
-    table = {"members": 2, "run": "run", "cycle": 5, "outer": "average", "quantize": "plain", "code": "code"}
-    (folder / "config.toml").write_text(f"{config}\n{tomli_w.dumps({'swarm': table})}")
-    program, store = recipe.program(Options()), Store(folder)
+def store_first_version(recipe, store):
+    """Store a first version as a swarm does; return the shared parameters and their digests."""
+    program = recipe.program(Options())
     shared = program.exchange().get(jax.jit(program.init)(jax.random.key(3)))
     arrays = dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True))
     layout = Layout.pack({path: (array.shape, array.dtype.name) for path, array in arrays.items()}, 2)
@@ -51,7 +47,11 @@ def recipe(size=5, rate=0.1):
 
 
 def test_parameters_of_a_swarm_start_another_run(tmp_path):
-    shared, state = swarm_of(recipe(), tmp_path / "swarm")
+    Trainer(devices=1).fit(recipe(), steps=1, batch=8, run=tmp_path / "swarm")
+    table = {"members": 2, "run": "run", "cycle": 5, "outer": "average", "quantize": "plain", "code": "code"}
+    with (tmp_path / "swarm" / "config.toml").open("a") as config:
+        config.write(f"\n{tomli_w.dumps({'swarm': table})}")
+    shared, state = store_first_version(recipe(), Store(tmp_path / "swarm"))
     loaded = load(tmp_path / "swarm")
     jax.tree.map(np.testing.assert_array_equal, loaded["params"], shared["params"])
     jax.tree.map(np.testing.assert_array_equal, loaded["extra"], shared["extra"])

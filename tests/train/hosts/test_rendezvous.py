@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
@@ -109,6 +110,25 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
         with pytest.raises(rendezvous.HostsAbsent):
             zero.result(60)
         assert again.get(timeout=60) == ("it ended: it stopped waiting", ExitStatus.LEFT)
+
+
+def test_host_connects_although_its_attempts_are_shorter_than_a_question_of_host_0(monkeypatch):
+    """As when the coordinator answers slowly whether the run goes on: each attempt has expired when it is accepted."""
+    monkeypatch.setattr(control_channel, "AUTHENTICATION_TIMEOUT_S", 0.2)
+    port, end = free_port(), time.monotonic() + 60
+
+    def should_wait() -> bool:
+        time.sleep(0.5)
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(rendezvous._accept_all, "127.0.0.1", port, 2, SECRET, end, should_wait)
+        one = rendezvous._connect("127.0.0.1", port, 1, SECRET, end)[0]
+        other = zero.result(60)[1]
+    for channel in (one, other):
+        channel.farewell()
+    for channel in (one, other):
+        channel.wait(60)
 
 
 def test_another_version_is_refused_before_jax_starts():

@@ -232,6 +232,7 @@ def _accept_all(
     lock = threading.Lock()
     is_complete = False
     strangers = 0
+    ask_at = 0.0
 
     def on_lost(index: int, reason: str, status: int) -> None:
         with lock:
@@ -247,9 +248,12 @@ def _accept_all(
                 is_complete = len(channels) == count - 1
             if is_complete:
                 return channels
-            if not should_wait():
-                Hosts(0, count, channels).close("it stopped waiting", ExitStatus.LEFT)
-                raise HostsAbsent("host 0 stopped waiting for the others")
+            if time.monotonic() >= ask_at:
+                if not should_wait():
+                    Hosts(0, count, channels).close("it stopped waiting", ExitStatus.LEFT)
+                    raise HostsAbsent("host 0 stopped waiting for the others")
+                # A slow answer outlasts waiting connections: accept the newest before the next question.
+                ask_at = time.monotonic() + POLL_INTERVAL_S
             if time.monotonic() > deadline:
                 missing = [str(index) for index in range(1, count) if index not in channels]
                 more = f" ({strangers} connected without the secret)" if strangers else ""

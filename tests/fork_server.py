@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "fsspec", "jax.ad_checkpoint", "jaxlib.mlir.dialects.mhlo", "matplotlib.backends.backend_agg", "matplotlib.pyplot",
-    "optax", "orbax.checkpoint", "rich.progress", "tokenizers", "uvicorn", "tpuswarm.cli.router",
-    "tpuswarm.cli.train.train",
-    "tpuswarm.recipes.gpt2.program", "tpuswarm.recipes.gpt2.tokens", "tpuswarm.router.apply",
-    "tpuswarm.train.look.report", "tpuswarm.train.trainer",
+    "asyncssh", "fsspec", "jax.ad_checkpoint", "jaxlib.mlir.dialects.mhlo", "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot", "optax", "orbax.checkpoint", "rich.progress", "tokenizers", "uvicorn", "tpuswarm.cli.router",
+    "tpuswarm.cli.train.train", "tpuswarm.recipes.gpt2.program", "tpuswarm.recipes.gpt2.tokens",
+    "tpuswarm.router.apply", "tpuswarm.train.look.report", "tpuswarm.train.trainer",
 )  # fmt: skip
 """Slow to import, and without threads except numpy's, which survive a fork."""
 

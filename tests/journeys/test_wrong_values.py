@@ -91,5 +91,7 @@ def test_places_that_hold_nothing_useful(refused, monkeypatch, command):
     for place in PLACES:
         if "--run" in command and place in ("folder", "missing"):
             continue  # a run can be there
+        if command.startswith("plan") and place != "loop":
+            continue  # each plan starts a process
         refused(*command.format(place).split())
         assert {path.name for path in Path().iterdir()} == files, place

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tests.local_cloud import local_cloud
-from tests.processes import finish
+from tests.processes import Forked, finish
 from tests.remote.machines import Machines, start_machines
 from tests.terminal import PROGRAM
 from tpuswarm.cli import main
@@ -89,10 +89,11 @@ class Fleet:
 
     def start(self, *words: str, intervals: dict[str, float] | None = None, **options) -> subprocess.Popen[str]:
         """Start a command with pipes; `intervals` changes constants of its modules."""
-        program = [PROGRAM] if intervals is None else [sys.executable, "-c", WITH_INTERVALS, json.dumps(intervals)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        options = {"cwd": self.folder, "env": self.environment, **pipes, **options}
-        return subprocess.Popen([*program, *words], text=True, **options)
+        options = {"cwd": self.folder, "env": self.environment, "text": True, **pipes, **options}
+        if intervals is None:
+            return Forked([PROGRAM, *words], **options)
+        return subprocess.Popen([sys.executable, "-c", WITH_INTERVALS, json.dumps(intervals), *words], **options)
 
     def run(self, *words: str, code: int = 0, cwd: Path | None = None) -> tuple[str, str]:
         """Run a command in this process, which has its imports already; return stdout and stderr."""

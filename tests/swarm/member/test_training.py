@@ -27,7 +27,7 @@ from tpuswarm.swarm.member.shared_params import SharedParams
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.objects import Objects
+from tpuswarm.swarm.storage.objects import Objects, array_digest
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.loop.evaluate import HeldOut
@@ -168,6 +168,28 @@ def test_three_members_learn_and_the_ledger_verifies(tmp_path, form):
     swarm = Swarm(tmp_path, FAST, members=3, form=form, fragments=2)
     assert loss_of(swarm.run(), toy.data()) < 0.7 * loss_of(swarm.version(0), toy.data())
     assert not problems_of(swarm.store)
+
+
+def test_real_members_follow_by_updates_alone_and_the_ledger_verifies(tmp_path):
+    """Every anchor has the digests of its version (invariant 7); none is fetched whole."""
+    messages, fetched, anchored = [], [], set()
+    swarm = Swarm(
+        tmp_path / "swarm", FAST, members=3, form="int4", fragments=3, shards=2,
+        outer=OuterRule("nesterov", downlink="int4"), say=messages.append,
+    )  # fmt: skip
+    swarm.engine.watch = lambda node, name, when: fetched.append(node) if name == "call fetch" else None
+
+    def ended() -> bool:
+        for process in swarm.processes:
+            record = swarm.ledger.record(process._anchor_version)
+            if record.version > 0:
+                assert tuple(map(array_digest, process.anchor)) == record.state
+                anchored.add(record.version)
+        return hasattr(swarm.coordinator, "state") and swarm.coordinator.state.ended
+
+    assert swarm.engine.run(ended, 1000)
+    assert anchored and not messages and not fetched
+    assert swarm.ledger.view().version >= 2 and not problems_of(swarm.store)
 
 
 def test_sgd_with_one_step_a_cycle_is_synchronous_data_parallel(tmp_path):

@@ -5,15 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from tests.swarm.chains import SIZES, Run, problems_of
+from tests.swarm.chains import SIZES, Run
 from tests.swarm.core.arithmetic.test_outer import f32, normal
-from tests.swarm.member.test_training import Swarm
-from tests.train import toy
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule, apply_updates, commit_fragment, initial_state
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, Quantized, empty, encode, feedback
 from tpuswarm.swarm.storage.downlink import chain
-from tpuswarm.swarm.storage.objects import array_digest, object_name
+from tpuswarm.swarm.storage.objects import object_name
 from tpuswarm.swarm.storage.store import Store
 
 quantized = pytest.mark.parametrize("form", ["int8", "int4"])
@@ -60,7 +58,7 @@ def test_updates_are_sent_while_they_are_smaller_than_the_version(tmp_path, form
         return chain(run.ledger, run.objects, fragment, SIZES[fragment], base, version)
 
     seen = set()
-    for base in range(0, 20, 3):
+    for base in range(0, 20, 6):
         for version in range(base, base + 10):
             changes = run.records[version].changes - run.records[base].changes
             made = found(base, version)
@@ -81,25 +79,3 @@ def test_run_without_quantized_updates_sends_whole_versions(tmp_path):
     run = Run(Store(tmp_path), random.Random(1)).grow(2)
     assert run.records[2].changes == 2
     assert chain(run.ledger, run.objects, 0, SIZES[0], 1, 2) is None
-
-
-def test_real_members_follow_by_updates_alone_and_the_ledger_verifies(tmp_path):
-    """Every anchor has the digests of its version (invariant 7); none is fetched whole."""
-    messages, fetched, anchored = [], [], set()
-    swarm = Swarm(
-        tmp_path / "swarm", toy.recipe(toy.adam, 0.3), members=3, form="int4", fragments=3, shards=2,
-        outer=OuterRule("nesterov", downlink="int4"), say=messages.append,
-    )  # fmt: skip
-    swarm.engine.watch = lambda node, name, when: fetched.append(node) if name == "call fetch" else None
-
-    def ended() -> bool:
-        for process in swarm.processes:
-            record = swarm.ledger.record(process._anchor_version)
-            if record.version > 0:
-                assert tuple(map(array_digest, process.anchor)) == record.state
-                anchored.add(record.version)
-        return hasattr(swarm.coordinator, "state") and swarm.coordinator.state.ended
-
-    assert swarm.engine.run(ended, 1000)
-    assert anchored and not messages and not fetched
-    assert swarm.ledger.view().version >= 2 and not problems_of(swarm.store)

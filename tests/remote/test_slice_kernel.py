@@ -161,13 +161,18 @@ def test_cells_of_one_worker_shift_no_count(kernel):
     assert "takes a worker's number, 0 to 1, not '2'" in kernel.run("%%worker 2\n1").error
 
 
-def test_first_exception_is_shown_and_later_cells_are_refused(kernel):
+def test_first_exception_is_shown_later_cells_are_refused_and_a_killed_kernel_ends_its_workers(kernel):
+    worker = pid_of(kernel, 1)
     shown = kernel.run("if me == 1: raise ValueError('no data here')\nprint(total(1))")
     assert shown.error.startswith("ValueError: no data here\nworker 1:") and "Cell In[" in shown.error
     assert "KeyboardInterrupt" not in shown.error
     assert (shown.reply["status"], shown.reply["ename"]) == ("error", "ValueError")
     assert "worker 1 failed while worker 0 waited" in shown.errors
     assert "restart the kernel" in kernel.run("print(total(15))").error
+    os.kill(kernel.manager.provisioner.process.pid, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{worker}").exists())
+    kernel.restart()
+    kernel.set_up()
 
 
 def test_worker_whose_peer_has_begun_an_operation_alone_is_refused(kernel):
@@ -183,18 +188,10 @@ def test_failures_at_the_same_place_leave_the_kernel_usable(kernel):
     assert kernel.run("print(total(15))").text == "60.0\n"
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-def test_lost_worker_is_named_or_its_kernel_restarts(kernel, worker):
-    if worker == 0:
-        pid = pid_of(kernel, 1)
-        os.kill(kernel.manager.provisioner.process.pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}").exists())
-        kernel.restart()
-        kernel.set_up()
-    else:
-        lost = kernel.run("if me: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
-        assert lost.error.startswith("WorkerLost: worker 1 is lost: its process has ended: killed by signal 9, SIGKILL")
-        assert "restart the kernel" in lost.error and "worker 1 is lost" in kernel.run("1").error
+def test_lost_worker_is_named(kernel):
+    lost = kernel.run("if me: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
+    assert lost.error.startswith("WorkerLost: worker 1 is lost: its process has ended: killed by signal 9, SIGKILL")
+    assert "restart the kernel" in lost.error and "worker 1 is lost" in kernel.run("1").error
 
 
 def test_kernel_whose_other_worker_does_not_answer_says_so(another_slice):

@@ -8,15 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.cloud.rehearsal.conftest import until
+from tests.web import serve_web
 from tpuswarm.remote import supervise
 from tpuswarm.remote.sync import receive
 
@@ -115,30 +114,15 @@ def test_run_starts_once_and_a_later_one_waits_for_its_end(there):
     assert (there.home / "runs").read_text() == "one\ntwo\n" and not there.pids()
 
 
-class Metadata(BaseHTTPRequestHandler):
-    leaving = True
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"TRUE" if self.leaving else b"FALSE")
-
-    def log_message(self, *words):
-        """Nothing."""
-
-
-def test_nothing_restarts_on_a_machine_that_is_being_preempted(there, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    there.environment["GCE_METADATA_HOST"] = f"127.0.0.1:{server.server_port}"
-    line = f"echo begun >>{there.home}/runs; sleep 1234"
-    os.kill(there.start("train", 1, line)["pid"], signal.SIGTERM)  # an ending machine signals all its processes
-    assert there.ended("train")["state"] == "lost"
-    assert there.start("train", 2, line)["run"] == 1 and not there.pids()
-    monkeypatch.setattr(Metadata, "leaving", False)  # maintenance, which the machine lives through
-    assert there.start("train", 2, line)["run"] == 2
-    server.shutdown()
-    server.server_close()
+def test_nothing_restarts_on_a_machine_that_is_being_preempted(there):
+    answers = {"preempted": b"TRUE"}
+    with serve_web(lambda path, headers: (200, answers["preempted"])) as there.environment["GCE_METADATA_HOST"]:
+        line = f"echo begun >>{there.home}/runs; sleep 1234"
+        os.kill(there.start("train", 1, line)["pid"], signal.SIGTERM)  # an ending machine signals all its processes
+        assert there.ended("train")["state"] == "lost"
+        assert there.start("train", 2, line)["run"] == 1 and not there.pids()
+        answers["preempted"] = b"FALSE"  # maintenance: the machine stays
+        assert there.start("train", 2, line)["run"] == 2
 
 
 @pytest.mark.parametrize("ignored", ["", "INT", "INT TERM"])

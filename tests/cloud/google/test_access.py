@@ -3,9 +3,8 @@
 import json
 import os
 import socket
-import threading
+from collections.abc import Mapping
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +12,7 @@ from google.api_core import exceptions as api
 from google.auth.credentials import Credentials
 
 from tests.cloud.google.conftest import spec
+from tests.web import serve_web
 from tpuswarm.cloud.errors import CloudError, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import access, buckets
 from tpuswarm.cloud.google.access import Access
@@ -154,25 +154,16 @@ def test_rejected_token_is_renewed_once():
         def refresh(self, request: object) -> None:
             self.token = next(tokens)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            good = self.headers["Authorization"] == "Bearer new"
-            body = b'{"is": "there"}' if good else b'{"error": {"status": "UNAUTHENTICATED", "message": "ended"}}'
-            self.send_response(200 if good else 401)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        if headers["Authorization"] == "Bearer new":
+            return 200, b'{"is": "there"}'
+        return 401, b'{"error": {"status": "UNAUTHENTICATED", "message": "ended"}}'
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serve_web(answer) as host:
         google = Access("p", LOCAL)
         google.credentials = Renewed()
-        assert google.get("asking", f"http://127.0.0.1:{server.server_port}/it") == {"is": "there"}
+        assert google.get("asking", f"http://{host}/it") == {"is": "there"}
         google.credentials.token = "old"
         tokens = iter(["older"])
         with pytest.raises(NotSignedIn, match="ended; sign in"):
-            google.get("asking", f"http://127.0.0.1:{server.server_port}/it")
-        server.shutdown()
+            google.get("asking", f"http://{host}/it")

@@ -8,7 +8,6 @@ import pytest
 import requests
 from google.api_core import exceptions as api
 from google.auth import exceptions as auth
-from google.cloud import compute_v1
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -83,6 +82,8 @@ def test_answer_means_the_same_over_grpc_rest_and_in_operations(fixture):
 
 @pytest.mark.parametrize("fixture", OPERATIONS, ids=lambda fixture: fixture["code"])
 def test_failed_compute_operation_becomes_an_error(fixture):
+    from google.cloud import compute_v1  # takes seconds
+
     detail = compute_v1.ErrorDetails(
         error_info=compute_v1.ErrorInfo(reason=fixture.get("reason", ""), metadatas=fixture.get("metadata", {}))
     )

@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 from google.api_core import exceptions
-from google.cloud import compute_v1
 
 from tests.local_cloud import until
 
@@ -13,7 +12,15 @@ HERE = {"project": PROJECT, "zone": ZONE}
 
 
 @pytest.fixture(scope="module")
-def compute(endpoints):
+def compute_v1():
+    """Google's module, whose import takes seconds."""
+    from google.cloud import compute_v1
+
+    return compute_v1
+
+
+@pytest.fixture(scope="module")
+def compute(endpoints, compute_v1):
     """Clients by name, such as `Instances`."""
     where = {"api_endpoint": endpoints.http}
     return cache(
@@ -31,16 +38,17 @@ def error_codes(compute, operation):
     return [error.code for error in done.error.errors]
 
 
-def vm(name, **fields):
+def vm(compute_v1, name, **fields):
     interface = compute_v1.NetworkInterface(access_configs=[compute_v1.AccessConfig(name="external-nat")])
     machine_type = f"zones/{ZONE}/machineTypes/n2-standard-8"
     return compute_v1.Instance(name=name, machine_type=machine_type, network_interfaces=[interface], **fields)
 
 
-def test_vm_has_a_disk_labels_tags_and_another_external_address_after_a_restart(compute):
+def test_vm_has_a_disk_labels_tags_and_another_external_address_after_a_restart(compute, compute_v1):
     """Its life through the product's own calls: tests/cloud/google/test_compute.py."""
     vms = compute("Instances")
-    assert error_codes(compute, vms.insert_unary(**HERE, instance_resource=vm("head", labels={"a": "b"}))) == []
+    head = vm(compute_v1, "head", labels={"a": "b"})
+    assert error_codes(compute, vms.insert_unary(**HERE, instance_resource=head)) == []
     made = vms.get(**HERE, instance="head")
     first = made.network_interfaces[0]
     assert made.status == "RUNNING" and first.network_i_p.startswith("127.")
@@ -66,10 +74,10 @@ def test_vm_has_a_disk_labels_tags_and_another_external_address_after_a_restart(
             client.get(**HERE, **name)
 
 
-def test_spot_vms_are_preempted_and_zones_run_out(compute, weather):
+def test_spot_vms_are_preempted_and_zones_run_out(compute, compute_v1, weather):
     vms = compute("Instances")
     spot = compute_v1.Scheduling(provisioning_model="SPOT", instance_termination_action="DELETE")
-    error_codes(compute, vms.insert_unary(**HERE, instance_resource=vm("brief", scheduling=spot)))
+    error_codes(compute, vms.insert_unary(**HERE, instance_resource=vm(compute_v1, "brief", scheduling=spot)))
     weather("preempt", name="brief")
 
     def gone():
@@ -80,12 +88,12 @@ def test_spot_vms_are_preempted_and_zones_run_out(compute, weather):
 
     until(gone)
     weather("break", name=ZONE, fault="vm-stockout")
-    failed = error_codes(compute, vms.insert_unary(**HERE, instance_resource=vm("none-left")))
+    failed = error_codes(compute, vms.insert_unary(**HERE, instance_resource=vm(compute_v1, "none-left")))
     weather("break", name=ZONE, fault="vm-stockout", mend=True)
     assert failed == ["ZONE_RESOURCE_POOL_EXHAUSTED"] and not list(vms.list(**HERE))
 
 
-def test_networks_and_rules(compute):
+def test_networks_and_rules(compute, compute_v1):
     network = compute_v1.Network(name="net", auto_create_subnetworks=True)
     error_codes(compute, compute("Networks").insert_unary(project=PROJECT, network_resource=network))
     assert sorted(found.name for found in compute("Networks").list(project=PROJECT)) == ["default", "net"]

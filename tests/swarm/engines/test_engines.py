@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
 
+from tests.web import serve_web
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.engines import ray as engine
 from tpuswarm.swarm.engines.inproc import Inproc
@@ -125,23 +125,13 @@ def test_sigterm_is_a_notice():
 def test_member_leaves_once_the_metadata_server_says_preempted():
     requests, answers = [], [(200, b"FALSE"), (503, b"restarting"), (200, b"FALSE"), (200, b"TRUE")]
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):  # the library's name
-            status, text = answers[len(requests)]
-            requests.append((self.path, self.headers["Metadata-Flavor"]))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text)
+    def answer(path, headers):
+        requests.append((path, headers["Metadata-Flavor"]))
+        return answers[len(requests) - 1]
 
-        def log_message(self, *arguments):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    process = start_and_wait(GCE_METADATA_HOST=f"127.0.0.1:{server.server_port}")
-    assert process.communicate(timeout=60)[0] == "left\n"
-    server.shutdown()
-    server.server_close()
+    with serve_web(answer) as host:
+        process = start_and_wait(GCE_METADATA_HOST=host)
+        assert process.communicate(timeout=60)[0] == "left\n"
     assert requests == [("/computeMetadata/v1/instance/preempted", "Google")] * len(answers)
 
 

@@ -36,6 +36,15 @@ def store_first_version(recipe, store):
     return shared, state
 
 
+def swarm_of(recipe, folder):
+    """Make a swarm's run with one version; return the shared parameters and their digests."""
+    Trainer(devices=1).fit(recipe, steps=1, batch=8, run=folder)
+    table = {"members": 2, "run": "run", "cycle": 5, "outer": "average", "quantize": "plain", "code": "code"}
+    with (folder / "config.toml").open("a") as config:
+        config.write(f"\n{tomli_w.dumps({'swarm': table})}")
+    return store_first_version(recipe, Store(folder))
+
+
 def recipe(size=5, rate=0.1):
     def loss(params, statistics, batch, key):
         return params["w"].sum() + batch["y"].mean(), ({}, {"seen": statistics["seen"] + 1})
@@ -47,11 +56,7 @@ def recipe(size=5, rate=0.1):
 
 
 def test_parameters_of_a_swarm_start_another_run(tmp_path):
-    Trainer(devices=1).fit(recipe(), steps=1, batch=8, run=tmp_path / "swarm")
-    table = {"members": 2, "run": "run", "cycle": 5, "outer": "average", "quantize": "plain", "code": "code"}
-    with (tmp_path / "swarm" / "config.toml").open("a") as config:
-        config.write(f"\n{tomli_w.dumps({'swarm': table})}")
-    shared, state = store_first_version(recipe(), Store(tmp_path / "swarm"))
+    shared, state = swarm_of(recipe(), tmp_path / "swarm")
     loaded = load(tmp_path / "swarm")
     jax.tree.map(np.testing.assert_array_equal, loaded["params"], shared["params"])
     jax.tree.map(np.testing.assert_array_equal, loaded["extra"], shared["extra"])

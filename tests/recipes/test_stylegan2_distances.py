@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import sqrtm
-from sklearn.datasets import load_digits
 
 from tests.recipes.test_stylegan2 import TINY
 from tpuswarm.errors import InputError
@@ -77,6 +76,8 @@ def test_random_features_never_change():
 
 @pytest.mark.parametrize("side", [8, 32, 64])
 def test_random_features_rank_sets_of_pictures(side):
+    from sklearn.datasets import load_digits  # takes seconds
+
     digits = pictures.digits(side)
     shuffled = digits[np.random.RandomState(0).permutation(len(digits))]
     real = features.random_features(shuffled[:600])

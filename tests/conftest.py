@@ -54,6 +54,10 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
+ONE_CLOUD = ("google", "rehearsal", "remote")
+"""Folders whose tests share local clouds: one worker runs them, as far as it can."""
+
+
 @pytest.hookimpl(trylast=True)  # after deselection
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run quick files before slow ones, and files with many tests first, in each of xdist's workers.
@@ -63,9 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
+    groups: dict[tuple[bool, Path], list[pytest.Item]] = {}
+    for path, tests in files.items():
+        is_slow = bool(tests[0].get_closest_marker("slow"))
+        groups.setdefault((is_slow, path.parent if path.parent.name in ONE_CLOUD else path), []).extend(tests)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for tests in sorted(files.values(), key=lambda tests: (bool(tests[0].get_closest_marker("slow")), -len(tests))):
+    for _, tests in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
         min(parts, key=len).extend(tests)
     sizes = [(len(items) + number) // workers for number in range(workers)]
     rest = [item for part, size in zip(parts, sizes, strict=True) for item in part[size:]]

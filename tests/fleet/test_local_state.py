@@ -14,7 +14,6 @@ from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ManagedFleet
 from tpuswarm.cli.console import make_console
 from tpuswarm.cli.fleet.progress import FleetProgress
-from tpuswarm.cloud.errors import Changed
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
@@ -72,18 +71,12 @@ def test_fleets_of_one_name_in_two_projects_are_distinguished(background_keepers
     assert background_keepers[0][-2:] == ["keep", "mine/a"]
 
 
-def test_local_folder_is_private_and_works_as_a_bucket(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    bucket = document.LocalBucket(document.state_folder() / "documents")
-    assert (tmp_path / "state/tpuswarm").stat().st_mode & 0o777 == 0o700
-    (tmp_path / "state/tpuswarm").chmod(0o755)
+def test_local_folder_is_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = document.state_folder()
+    assert folder == tmp_path / "tpuswarm" and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
     assert document.state_folder().stat().st_mode & 0o777 == 0o700
-    assert bucket.read("a/b.json") is None
-    assert bucket.write("a/b.json", b"one\ntwo", 0) == 1
-    with pytest.raises(Changed):
-        bucket.write("a/b.json", b"other", 0)
-    assert bucket.write("a/b.json", b"three", 1) == 2
-    assert bucket.read("a/b.json") == (b"three", 2)
 
 
 def test_old_finished_jobs_are_forgotten_but_not_their_run_numbers():

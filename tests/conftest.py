@@ -60,8 +60,9 @@ ONE_CLOUD = ("google", "rehearsal", "remote")
 
 @pytest.hookimpl(trylast=True)  # after deselection
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run quick files before slow ones, and files with many tests first, in each of xdist's workers.
+    """Run quick files before slow ones, and long tests first, in each of xdist's workers.
 
+    Tests of a local cloud are long, and so are those of files with few tests. Short ones fill the workers at the end.
     With `--dist worksteal` each worker begins with an equal part of this list.
     """
     files: dict[Path, list[pytest.Item]] = {}
@@ -73,8 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         groups.setdefault((is_slow, path.parent if path.parent.name in ONE_CLOUD else path), []).extend(tests)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for _, tests in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
-        min(parts, key=len).extend(tests)
+    for key in sorted(groups, key=lambda key: (key[0], key[1].name not in ONE_CLOUD, len(groups[key]))):
+        min(parts, key=len).extend(groups[key])
     sizes = [(len(items) + number) // workers for number in range(workers)]
     rest = [item for part, size in zip(parts, sizes, strict=True) for item in part[size:]]
     items.clear()

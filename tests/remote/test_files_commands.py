@@ -21,7 +21,8 @@ def test_sync_shows_its_changes_and_makes_them_on_all_workers(fleet, project):
     out, _ = fleet.run("sync", "--fleet", "trio", cwd=project)
     assert "all 5 hosts have ~/project as it is here (1 file, 8 B)\n" in out
     assert (fleet.user_home("v5e-usc1a-0-3") / "project/train.py").read_text() == "print(1)"
-    assert fleet.exec("v2", "ls").endswith("│ train.py\n"), "commands start in the folder"
+    out, _ = fleet.run("exec", "v2", "--fleet", "trio", "--", "ls", cwd=project)
+    assert out.endswith("│ train.py\n"), "commands start in the folder"
     (project / "train.py").rename(project / "main.py")
     out, _ = fleet.run("sync", "slice", "--fleet", "trio", cwd=project)
     assert "4 hosts: 1 file, 8 B: main.py" in out and "4 hosts: deletes train.py" in out

@@ -58,7 +58,7 @@ def test_updates_are_sent_while_they_are_smaller_than_the_version(tmp_path, form
         return chain(run.ledger, run.objects, fragment, SIZES[fragment], base, version)
 
     seen = set()
-    for base in range(0, 20, 6):
+    for base in range(0, 20, 4):
         for version in range(base, base + 10):
             changes = run.records[version].changes - run.records[base].changes
             made = found(base, version)

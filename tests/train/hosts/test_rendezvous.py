@@ -113,7 +113,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
 
 
 def test_host_connects_although_its_attempts_are_shorter_than_a_question_of_host_0(monkeypatch):
-    """As when the coordinator answers slowly whether the run goes on: each attempt has expired when it is accepted."""
+    """A busy coordinator answers slowly whether the run continues; each attempt has expired when host 0 accepts it."""
     monkeypatch.setattr(control_channel, "AUTHENTICATION_TIMEOUT_S", 0.2)
     port, end = free_port(), time.monotonic() + 60
 

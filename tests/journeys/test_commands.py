@@ -61,12 +61,6 @@ def test_commands_over_the_life_of_a_run(call, capsys):
     assert "parameters from" in call(f"{LINE} --width 5 --run runs/b --init-from a")[2]
 
 
-def test_fast_dev_run_leaves_nothing(call):
-    code, out, err = call("train my_recipe.py:line --steps 100000 --batch 8 --fast-dev-run --run runs/long")
-    assert code == 0 and "two steps, an evaluation, a checkpoint; nothing was kept" in out
-    assert "step 2 of 2: held-out loss" in err and not list(Path().glob("runs/*"))
-
-
 def test_runs_without_a_name_get_one(call):
     for _ in range(2):
         assert call(LINE)[0] == 0

@@ -19,6 +19,8 @@ from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.slice_kernel import Slice
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def slice_(tmp_path_factory):

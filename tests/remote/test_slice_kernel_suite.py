@@ -5,6 +5,8 @@ import pytest
 
 from tests.remote.slice_kernel import Slice
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def slice_of_two(tmp_path_factory):

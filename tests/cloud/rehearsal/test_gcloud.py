@@ -8,7 +8,8 @@ import pytest
 
 from tpuswarm.cloud.rehearsal.connect import gcloud_variables
 
-pytestmark = pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
+needs_gcloud = pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
+pytestmark = [pytest.mark.slow, needs_gcloud]
 ZONE = "--zone=us-central1-f"
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.journeys.documents import DOCUMENTS, ROOT, Block, blocks
 from tests.local_cloud import local_cloud
 from tests.processes import ONE_DEVICE, PROGRAM, READ_AT_IMPORT, fork_server, read_at_import
-from tpuswarm.cloud.rehearsal.place import VARIABLE
+from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE
 
 pytestmark = pytest.mark.slow
 NOT_RUN = re.compile(r"^make ([\w-]+)")
@@ -78,7 +78,7 @@ def test_commands_and_programs_run(document: Path, tmp_path: Path, user):
     home.mkdir()
     with local_cloud(tmp_path / "cloud") as place:
         try:
-            run_document(document, here, {**env, "HOME": str(home), VARIABLE: str(place.folder)}, server)
+            run_document(document, here, {**env, "HOME": str(home), FOLDER_VARIABLE: str(place.path)}, server)
         finally:
             kill_processes_in(here)  # a keeper in the background would ask a cloud that has ended, for ever
 

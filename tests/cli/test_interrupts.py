@@ -111,7 +111,7 @@ with stop.StopSignals() as signals:
     if worker:
         os.waitpid(worker, 0)
         time.sleep(1)
-        interrupts.end(0 if signals.asked else 1)
+        interrupts.end(0 if signals.requested else 1)
     os.write(1, b"works\\n")
     time.sleep(0.3)
     os._exit(0)

@@ -147,5 +147,5 @@ def test_blocked_data_does_not_delay_a_stop(tmp_path):
     ],
 )
 def test_stopping_run_saves_if_the_notice_is_long_enough(asked, seconds, busy, save, words):
-    decision = decide_stop(asked, seconds, busy, left=10.0)
+    decision = decide_stop(asked, seconds, busy, remaining_s=10.0)
     assert decision.save == save and words in decision.reason

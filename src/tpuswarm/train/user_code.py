@@ -21,7 +21,7 @@ from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.optional import KeepsFiles, check_recipe
 from tpuswarm.train.process.platform import configure_jax
-from tpuswarm.train.process.stop import loads_user_code
+from tpuswarm.train.process.stop import interruptible_imports
 from tpuswarm.train.recipe import Recipe
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
@@ -182,7 +182,7 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-loads_user_code.add(_import_file.__code__)
+interruptible_imports.add(_import_file.__code__)
 
 
 def option_types(maker: Any) -> dict[str, Any]:

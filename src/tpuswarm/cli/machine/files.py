@@ -20,7 +20,7 @@ from tpuswarm.remote.host import Host
 from tpuswarm.remote.places import root_of
 from tpuswarm.remote.sync.send import Outcome, send
 from tpuswarm.remote.sync.tree import Change, Tree
-from tpuswarm.train.process.input_echo import hidden_input
+from tpuswarm.train.process.live_region import hidden_input
 from tpuswarm.train.process.terminal import echo
 
 CONFIRM_ABOVE_BYTES = 100_000_000

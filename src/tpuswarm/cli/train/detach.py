@@ -46,7 +46,7 @@ def start_detached(options: TrainOptions, hosts: int | None, as_json: bool) -> N
                 while process.poll() is None and not _has_made_step(folder, started_at):
                     time.sleep(POLL_INTERVAL_S)
         except Interrupted as interrupted:
-            if interrupted.asked != signal.SIGHUP:  # it survives a terminal that closes
+            if interrupted.signal != signal.SIGHUP:  # it survives a terminal that closes
                 with defer_interrupts(), waiting("waiting until it has stopped"):
                     process.send_signal(signal.SIGINT)
                     process.wait()

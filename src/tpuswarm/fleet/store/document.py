@@ -49,7 +49,7 @@ class KeeperLease:
     at: float
     """The last renewal by the holder's clock, to show to people."""
     computer: str = ""
-    """The computer of `pid`, as `this_computer` names it; several may share a `host` name."""
+    """The computer of `pid`, as `computer_id` names it; several may share a `host` name."""
 
 
 @dataclass(frozen=True)

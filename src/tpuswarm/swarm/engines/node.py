@@ -59,7 +59,7 @@ def be_node(
         while True:
             began = time.monotonic()
             output = _run_node(address, name, environment, stop, say, ports)
-            if stop.asked is not None:
+            if stop.requested is not None:
                 return True
             slow = START_TIMEOUT_TEXT in output
             try:
@@ -94,9 +94,9 @@ def connection_error(address: str) -> OSError | None:
 def wait(seconds: float, stop: StopSignals) -> bool:
     """Wait; return at once with True when asked to stop."""
     end = time.monotonic() + seconds
-    while stop.asked is None and time.monotonic() < end:
+    while stop.requested is None and time.monotonic() < end:
         time.sleep(min(0.2, seconds))
-    return stop.asked is not None
+    return stop.requested is not None
 
 
 def _swarm_ended(address: str, stop: StopSignals, say: Say) -> bool:
@@ -136,7 +136,7 @@ def _run_node(
                 say(f"a member runs here, pid {pid}")
             while _should_stay(node, folder, stop):
                 time.sleep(0.2)
-            if stop.asked is not None:
+            if stop.requested is not None:
                 say("leaving: the member here pushes its work first")
                 _give_notice(node)
         finally:
@@ -150,7 +150,7 @@ def _should_stay(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignal
     if (dismissal := folder / DISMISSED).exists():
         outcome = json.loads(dismissal.read_text())
         raise (InputError if outcome["how"] == "wrong" else RunFailed)(outcome["reason"])
-    return node.poll() is None and stop.asked is None
+    return node.poll() is None and stop.requested is None
 
 
 def _members(pid: int) -> list[int]:

@@ -134,7 +134,7 @@ def _follow(group: Group, address: str, say: Say) -> bool:
     with StopSignals() as stop:
         while True:
             end = _run_host(group, stop, say)
-            if stop.asked is not None:
+            if stop.requested is not None:
                 return True
             if end.status == ExitStatus.LEFT:
                 say("host 0 has left the swarm, or the swarm has ended")
@@ -172,10 +172,10 @@ def _run_host(group: Group, stop: StopSignals, say: Say) -> _HostEnd:
         try:
             told = False
             while process.poll() is None:
-                if stop.asked is not None and not told:
+                if stop.requested is not None and not told:
                     told = True
                     say(f"leaving when host 0 does, in at most {NOTICE_S:.0f} s; Ctrl-C again leaves at once")
-                if stop.asked is not None and stop.since() > NOTICE_S:
+                if stop.requested is not None and stop.seconds_since_request() > NOTICE_S:
                     break
                 time.sleep(0.2)
         finally:

@@ -122,7 +122,7 @@ def train(
                 raise Interrupted(Signals(result.ended.signal))
             return result
         except Interrupted as interrupted:
-            if _has_no_version(run.folder) and interrupted.asked != Signals.SIGHUP:  # without a terminal, keep the run
+            if _has_no_version(run.folder) and interrupted.signal != Signals.SIGHUP:  # without a terminal, keep the run
                 message = removed_sentence(run.folder)
                 run.remove()
                 screen.close()

@@ -112,15 +112,15 @@ class Supervisor:
                     self._follow_ledger()
                     self._write_status(FINISHED)
                     return RunEnd("finished", f"finished: {self.plan.settings['steps']} steps", None)
-                if stop.asked is not None:
+                if stop.requested is not None:
                     if not self._stopping_since:
                         self._give_notice()
                     if self._stop_is_complete() or time.monotonic() - self._stopping_since > NOTICE_S:
                         self._follow_ledger()
                         # SIGTERM takes the machine away: another head will continue the run.
-                        self._write_status(STOPPED if stop.asked == SIGINT else "stopped")
-                        why = "its terminal closed: " if stop.asked == SIGHUP else ""
-                        return RunEnd("stopped", f"{why}{self._stopped_at()}", int(stop.asked))
+                        self._write_status(STOPPED if stop.requested == SIGINT else "stopped")
+                        why = "its terminal closed: " if stop.requested == SIGHUP else ""
+                        return RunEnd("stopped", f"{why}{self._stopped_at()}", int(stop.requested))
                 time.sleep(POLL_INTERVAL_S)
 
     def _define_processes(self) -> None:

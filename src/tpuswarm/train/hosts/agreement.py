@@ -91,16 +91,16 @@ class Agreement:
     def should_stop(self) -> bool:
         """Return whether a signal has reached any host; all hosts must call this at the same point."""
         if self._hosts.count == 1:
-            self.stop_signal = self._signals.asked
+            self.stop_signal = self._signals.requested
         elif self.stop_signal is None:
             self._share_signals()
-            number = self.broadcast("stopping", self._signals.asked and int(self._signals.asked))
+            number = self.broadcast("stopping", self._signals.requested and int(self._signals.requested))
             self.stop_signal = Signals(number) if number else None
         return self.stop_signal is not None
 
     def set_stop_callbacks(self, on_slow: Callable[[], None], on_forced: Callable[[], None]) -> None:
         """Set the functions that a thread calls if Ctrl-C does not end the run soon (see StopSignals)."""
-        self._signals.slow, self._signals.unheard = on_slow, on_forced
+        self._signals.on_slow_stop, self._signals.on_forced_exit = on_slow, on_forced
 
     def wait_for_loss(self) -> None:
         """Wait a moment after a failure: if another host is lost, its loss ends this process with the true reason."""
@@ -108,7 +108,7 @@ class Agreement:
 
     def seconds_since_signal(self) -> float:
         """Return the seconds since the stop signal; only host 0 knows them."""
-        return self._signals.since()
+        return self._signals.seconds_since_request()
 
     def should_leave_feed(self) -> bool:
         """Return whether to stop waiting for data; several hosts wait, to stop at the same step."""
@@ -117,9 +117,9 @@ class Agreement:
     def _share_signals(self) -> None:
         if self.is_leader:
             for header, _ in self._hosts.pending():
-                self._signals.ask(Signals(header["asked"]))
-        elif self._signals.asked != self._forwarded:
-            self._forwarded = self._signals.asked
+                self._signals.request(Signals(header["asked"]))
+        elif self._signals.requested != self._forwarded:
+            self._forwarded = self._signals.requested
             self._hosts.send({"asked": self._forwarded})
 
 

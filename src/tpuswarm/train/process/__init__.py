@@ -1,1 +1,1 @@
-"""This process on this machine: signals, terminal, what JAX is started with, files that are whole; no arrays."""
+"""This process: signals, terminal, JAX settings, atomic files."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a power cut."""
+"""Write files and folders atomically: after a crash or power cut they are complete or absent."""
 
 import os
 import re
@@ -10,12 +10,11 @@ from pathlib import Path
 
 from tpuswarm.errors import InputError
 
-URL = re.compile(r"\w+:/")
-"""How a path looks that was a URL."""
+URL_AS_PATH = re.compile(r"\w+:/")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file, in the place of one that may be there."""
+    """Create or replace a file."""
     with partial_path(path).open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -25,12 +24,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it is whole; a kill leaves it there."""
+    """Return the path of the unfinished file; a killed process leaves it behind."""
     return path.with_name(path.name + ".part")
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -40,26 +39,26 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A new folder that gets the name `path` when all is in it; InputError where it cannot be new."""
+    """Yield a temporary folder and rename it to `path` at the end; InputError as in `require_new_folder`."""
     require_new_folder(path)
-    path = path.resolve()  # what a link names is replaced, not the link
+    path = path.resolve()  # replace the target of a link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     try:
-        yield making
-        for file in making.iterdir():
-            file.chmod(0o644)  # some libraries write for their user alone
+        yield temporary
+        for file in temporary.iterdir():
+            file.chmod(0o644)  # some libraries write only for their own user
             fsync_path(file)
-        making.chmod(0o755)
-        making.replace(path)
+        temporary.chmod(0o755)
+        temporary.replace(path)
         fsync_path(path.parent)
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def require_new_folder(path: Path) -> None:
-    """Raise InputError for what is no local folder, and where something is already; touches nothing."""
-    if URL.match(str(path)):
+    """Raise InputError unless `path` can become a local folder: it is absent or an empty folder."""
+    if URL_AS_PATH.match(str(path)):
         raise InputError(f"{path} is not a local folder; use one, and copy it afterwards")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"{path} already exists; use a new or empty folder")

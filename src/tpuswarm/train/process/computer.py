@@ -1,4 +1,4 @@
-"""Which computer this is, and whether a process of it still lives: a host name may be that of several."""
+"""Identify this computer and its processes; several computers may share a host name."""
 
 import fcntl
 import os
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def computer_id() -> str:
-    """What no other computer has, nor this one after its next start, nor another container on it; empty: not known."""
+    """Return a text that is unique for this boot of this computer or container; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return ""
 
 
 def read_lock_holder(path: Path) -> str | None:
-    """What the process that holds a lock has written into it; None where none does."""
+    """Return the text that the holder of a file lock wrote into it; None without a holder."""
     if path.exists():
         with path.open() as file:
             try:
@@ -26,7 +26,7 @@ def read_lock_holder(path: Path) -> str | None:
 
 
 def is_process_alive(computer: str, pid: int) -> bool | None:
-    """Whether a process of a computer, as `this_computer` called it, lives; None: that cannot be told from here."""
+    """computer: of `computer_id`. Return None for another computer."""
     if not computer or computer != computer_id():
         return None
     try:
@@ -39,5 +39,5 @@ def is_process_alive(computer: str, pid: int) -> bool | None:
 
 
 def boot_time() -> float:
-    """Return seconds that go on evenly, also while the computer sleeps, where the system can tell."""
+    """Return seconds since boot, on Linux including sleep."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

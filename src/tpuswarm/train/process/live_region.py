@@ -1,24 +1,92 @@
-"""A region of a terminal that is drawn anew again and again."""
+"""Draw a region of the terminal again and again, without showing typed keys, which would end up in the picture."""
+
+import atexit
+import os
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from rich.live import Live
 
-from tpuswarm.train.process import input_echo
+from tpuswarm.train.process import stop
+
+LOCAL_MODES = 3
+"""Index in the attributes of a terminal."""
 
 
 class LiveRegion(Live):
-    """As rich has it, but what is typed meanwhile is not shown."""
-
     def start(self, refresh: bool = False) -> None:
-        """Begin to draw."""
         if not self.is_started:
-            input_echo.hide()
+            _hide_input()
         super().start(refresh)
 
     def stop(self) -> None:
-        """Draw once more, and leave it there."""
-        began = self.is_started
+        was_started = self.is_started
         try:
             super().stop()
         finally:
-            if began:
-                input_echo.show()
+            if was_started:
+                _show_input()
+
+
+@contextmanager
+def hidden_input() -> Iterator[None]:
+    _hide_input()
+    try:
+        yield
+    finally:
+        _show_input()
+
+
+class _Echo:
+    """The state of this process."""
+
+    hidden_by = 0
+    """Number of regions."""
+    terminal: int | None = None
+    """File descriptor of the terminal whose echo this process turned off."""
+
+
+def _hide_input() -> None:
+    _Echo.hidden_by += 1
+    if _Echo.hidden_by == 1:
+        with suppress(OSError, termios.error):
+            terminal = next((fd for fd in (0, 1, 2) if os.isatty(fd)), None)
+            if terminal is not None and _is_in_foreground(terminal) and _has_echo(terminal):
+                _Echo.terminal = terminal  # first, so that an interrupt from here on turns it on again
+                atexit.register(_restore)
+                _set_echo(terminal, False)
+
+
+def _show_input() -> None:
+    _Echo.hidden_by -= 1
+    if not _Echo.hidden_by:
+        _restore()
+
+
+def _restore() -> None:
+    terminal, _Echo.terminal = _Echo.terminal, None
+    if terminal is not None:
+        atexit.unregister(_restore)
+        with suppress(OSError, termios.error):  # the terminal may have closed
+            if _is_in_foreground(terminal):
+                _set_echo(terminal, True)
+
+
+stop.run_before_exit.append(_restore)
+
+
+def _is_in_foreground(terminal: int) -> bool:
+    """A background process would be stopped for changing its terminal."""
+    return os.tcgetpgrp(terminal) == os.getpgrp()
+
+
+def _has_echo(terminal: int) -> bool:
+    return bool(termios.tcgetattr(terminal)[LOCAL_MODES] & termios.ECHO)
+
+
+def _set_echo(terminal: int, shown: bool) -> None:
+    modes: list[Any] = termios.tcgetattr(terminal)
+    modes[LOCAL_MODES] = modes[LOCAL_MODES] | termios.ECHO if shown else modes[LOCAL_MODES] & ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, modes)

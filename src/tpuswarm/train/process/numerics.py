@@ -1,4 +1,4 @@
-"""Global settings of JAX and XLA that change the numbers of a run: recorded with it, compared when it resumes."""
+"""Settings of JAX and XLA that change a run's numbers: recorded with the run, compared when it resumes."""
 
 import os
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jax
 
-PRNG = "threefry2x32"
-"""The implementation of every run's random keys, whatever JAX's default is: it does not depend on devices."""
-SETTINGS = (
+PRNG_IMPLEMENTATION = "threefry2x32"
+"""Its numbers do not depend on the devices."""
+JAX_SETTINGS = (
     "jax_default_dtype_bits",
     "jax_default_matmul_precision",
-    "jax_default_prng_impl",  # it and the next three: of keys that a loss makes itself
+    "jax_default_prng_impl",  # this and the next three concern keys that a loss makes itself
     "jax_random_seed_offset",
     "jax_threefry_partitionable",
     "jax_high_dynamic_range_gumbel",
@@ -23,9 +23,9 @@ SETTINGS = (
     "jax_softmax_custom_jvp",
     "jax_use_direct_linearize",
 )
-VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "XLA_FLAGS")
+ENVIRONMENT_VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "XLA_FLAGS")
 IGNORED_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_dump", "--xla_force_host_platform_device_count")
-"""A setting of the run itself, what XLA writes, the number of devices."""
+"""Recorded elsewhere, or without influence on the numbers."""
 
 
 def run_key(seed: int) -> "jax.Array":
@@ -33,22 +33,24 @@ def run_key(seed: int) -> "jax.Array":
     import jax
     import jax.numpy as jnp
 
-    return jax.random.wrap_key_data(jnp.array([0, seed], jnp.uint32), impl=PRNG)  # jax.random.key adds an offset
+    data = jnp.array([0, seed], jnp.uint32)  # jax.random.key adds an offset
+    return jax.random.wrap_key_data(data, impl=PRNG_IMPLEMENTATION)
 
 
 def numerics() -> dict[str, str]:
-    """Return the settings of this process, as text."""
+    """Return the current settings as text."""
     import jax
 
-    found = {name: str(jax.config.values[name]) for name in SETTINGS if name in jax.config.values}
-    for name in VARIABLES:
+    values = jax.config.values
+    settings = {name: str(values[name]) for name in JAX_SETTINGS if name in values}
+    for name in ENVIRONMENT_VARIABLES:
         flags = os.environ.get(name, "").split()
-        found[name] = " ".join(sorted(flag for flag in flags if not flag.startswith(IGNORED_FLAGS)))
-    return found
+        settings[name] = " ".join(sorted(flag for flag in flags if not flag.startswith(IGNORED_FLAGS)))
+    return settings
 
 
 def changed_numerics(recorded: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each setting that is not as it was recorded."""
+    """Return a sentence for each setting that differs from the recorded one."""
     now = numerics()
     return [
         f"{name} was {recorded[name] or 'empty'} when this run began and is {now[name] or 'empty'}: its numbers may "

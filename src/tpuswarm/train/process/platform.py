@@ -1,6 +1,6 @@
-"""What must be set before JAX starts its backends, and where this user's caches live.
+"""Configure JAX before its backends start; find devices and cache folders.
 
-JAX is imported where it is needed: who asks for a cache's folder does not wait for it.
+Functions import JAX themselves, so that commands which need only a cache folder start fast.
 """
 
 import ctypes
@@ -18,37 +18,36 @@ if TYPE_CHECKING:
     import jax
 
 NICENESS = 10
-"""Of a process that trains on processors which others may need: a tenth of the weight of one that does not."""
+"""A tenth of the CPU share of a normal process."""
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of this user's cache: `$TPUSWARM_CACHE` or `~/.cache/tpuswarm`."""
+    """Return a folder in `$TPUSWARM_CACHE` or `~/.cache/tpuswarm`."""
     base = os.environ.get("TPUSWARM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tpuswarm"
     return Path(base).expanduser() / name
 
 
 def tpu_chips() -> list[Path]:
-    """Device files of this machine's TPU chips: /dev/accel* (v2 to v4) or /dev/vfio/N (v5e and later)."""
+    """Return the device files of the TPU chips: /dev/accel* (v2 to v4) or /dev/vfio/N (v5e and later)."""
     return sorted([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
 
 
 def has_tpu() -> bool:
-    """Whether this machine shows TPU chips."""
     return bool(tpu_chips())
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA device and JAX's plugin for it."""
+    """Whether an NVIDIA device and its JAX plugin are present."""
     plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     return plugin and Path("/dev/nvidiactl").exists()
 
 
 def load_jax() -> None:
-    """Import JAX, which reads its settings then; InputError for one that it does not take."""
+    """Import JAX; InputError if it rejects an environment variable."""
     if "jax" in sys.modules:
         return
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not (has_tpu() or has_gpu()):
-        keep_freed_memory()  # before there is a second thread
+        keep_freed_memory()  # before a second thread starts
     try:
         with waiting("loading JAX", short=0.0):
             import jax  # noqa: F401
@@ -57,10 +56,10 @@ def load_jax() -> None:
 
 
 def configure_jax(deterministic: bool = False) -> None:
-    """Choose JAX's platforms, turn on its persistent compilation cache, set up the memory; nothing changes twice.
+    """Choose JAX's platforms, enable its persistent compilation cache, tune memory allocation; idempotent.
 
-    An installed libtpu prints errors on a machine without a TPU unless JAX is told not to look for one; a platform
-    chosen by the user (JAX_PLATFORMS) stands. `deterministic` makes GPU kernels repeat bit for bit.
+    Without a TPU an installed libtpu prints errors, so JAX must not look for one. JAX_PLATFORMS takes precedence.
+    deterministic: GPU kernels repeat bit for bit.
     """
     load_jax()
     import jax
@@ -77,34 +76,33 @@ def configure_jax(deterministic: bool = False) -> None:
 
 
 def lower_priority() -> None:
-    """Let everything else on this machine go first, if this process trains on its processors; Linux.
+    """Give other processes precedence if this one trains on CPUs; Linux.
 
-    A member that comes back beside others on the same cores starts in half the time (docs/benchmarks.md), and whoever
-    works on the machine meanwhile notices less of it. Linux keeps a niceness for each thread, which new ones inherit,
-    and where it shares processors out among sessions first, one for each session (sched(7), autogroup): this session's
-    is changed unless a terminal is its own, whose other programs would be slowed down as well.
+    A member that starts beside others on the same cores then takes half the time (docs/benchmarks.md). Linux keeps a
+    niceness for each thread; new threads inherit it. It may first divide CPUs between sessions (sched(7), autogroup),
+    so this session's niceness changes too, unless it has a terminal with other programs.
     """
     import jax
 
     if jax.default_backend() != "cpu":
         return
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # the thread has ended
             number = int(thread.name)
             os.setpriority(os.PRIO_PROCESS, number, max(NICENESS, os.getpriority(os.PRIO_PROCESS, number)))
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:  # no terminal
-        with suppress(OSError):  # a Linux without it
+        with suppress(OSError):  # a Linux without autogroup
             Path("/proc/self/autogroup").write_text(str(NICENESS))
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed for the next allocation; does nothing where the C library has no mallopt.
+    """Tell glibc to reuse freed memory instead of returning it to the system; no effect without mallopt.
 
-    XLA on CPU allocates a step's temporaries anew at every step, and glibc gives blocks that large back to the system
-    each time: a step of gpt2-tiny then takes 13,000 page faults and a third longer (docs/benchmarks.md). Blocks above
-    128 MiB still go back: kept, they would leave gaps that double the memory of a large model.
+    XLA on CPU allocates the temporaries of each step anew. Otherwise a step of gpt2-tiny takes 13,000 page faults and
+    a third more time (docs/benchmarks.md). Blocks above 128 MiB still return: their gaps would double the memory of a
+    large model.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
@@ -115,13 +113,13 @@ def keep_freed_memory() -> None:
 
 
 def local_devices() -> "list[jax.Device]":
-    """This process's devices; InputError in one sentence where the chosen platform does not start."""
+    """Return the devices of this process; InputError if the chosen platform does not start."""
     import jax
 
     configure_jax()
     try:
         return list(jax.local_devices())
-    except (RuntimeError, AssertionError) as error:  # a platform whose plugin is not installed fails an assertion
+    except (RuntimeError, AssertionError) as error:  # AssertionError: the plugin is not installed
         reason = str(error).splitlines()[0] if str(error) else "that platform is not installed here"
         raise InputError(
             f"JAX finds no devices (JAX_PLATFORMS={jax.config.values['jax_platforms']}): {reason}; correct or unset it"

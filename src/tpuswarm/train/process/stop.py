@@ -1,4 +1,4 @@
-"""Being asked to stop: Ctrl-C, the notice before a preemption, a terminal that closes."""
+"""Stop on Ctrl-C (SIGINT), before a preemption (SIGTERM) and when the terminal closes (SIGHUP)."""
 
 import _thread
 import os
@@ -13,179 +13,169 @@ from signal import Signals
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from tpuswarm.train.process import input_echo
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CLEAR_LINE = "\r\x1b[2K"
-"""Takes a line of a terminal away."""
 REDELIVERY_DELAY_S = 0.02
-"""Seconds until a signal that came at a bad moment comes again."""
 SWALLOWED_CHECK_S = 1.0
-"""Seconds until it is looked whether what was raised has been swallowed: a future may hold it for a moment."""
+"""Code may hold an exception for a moment, a future for example; later than this it is lost."""
 CLEANUP_GRACE_S = 3.0
-"""Seconds in which another Ctrl-C does not cut short what is done because of the first."""
+"""A second Ctrl-C within this time does not cut short the cleanup after the first."""
 SLOW_STOP_S = 1.0
-"""Seconds of Ctrl-C without an end, after which it is said what is waited for."""
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
+run_before_exit: list[Callable[[], None]] = []
+"""Called also where the process ends without Python's own cleanup."""
+interruptible_imports: set[CodeType] = set()
+"""Functions that import a file of the user, in which an interrupt is safe."""
+
+
+class _State:
+    """The state of this process."""
+
+    deferrals = 0
+    """Entered `defer_interrupts`."""
+    raised: Signals | None = None
+    raised_at = 0.0
+    is_redelivery = False
+    """Whether `_redeliver` sends the next signal."""
+    exit_message: str | None = None
+    listeners: "list[StopSignals]" = []  # noqa: RUF012  # one for the process
+    """The newest takes the signals."""
+    end_now: Callable[[], NoReturn] | None = None
+    """Ends a process of the command; None in a program or notebook of the user."""
+
 
 def _install(handler: Handler) -> dict[Signals, Any]:
-    """The handlers before. A SIGHUP that is ignored stays so: that is what nohup asks for."""
+    """Return the previous handlers. An ignored SIGHUP stays ignored, for nohup."""
     if threading.current_thread() is not threading.main_thread():
-        return {}  # Python gives it no signals
-    wanted = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-    return {each: signal.signal(each, handler) for each in wanted}
+        return {}  # Python allows no handlers there
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
 
 
 def _restore(handlers: dict[Signals, Any]) -> None:
-    for each, handler in handlers.items():
-        signal.signal(each, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class Interrupted(KeyboardInterrupt):
-    """One of SIGNALS ends what this process does; nothing has to be saved first."""
+    """A signal ends this process; nothing needs saving."""
 
-    def __init__(self, asked: Signals):
-        super().__init__(asked.name)
-        self.asked = _ProcessState.taken = asked
-        _ProcessState.taken_at = time.monotonic()
-
-
-class _ProcessState:
-    """What is true of the whole process."""
-
-    holds = 0
-    """How many parts of it must not be cut short."""
-    taken: Signals | None = None
-    """The signal that was raised."""
-    taken_at = 0.0
-    again = False
-    """Whether the next signal is one of this process's own, by `_raise_again`."""
-    words: str | None = None
-    """What is said where Ctrl-C ends it."""
-    listening: "list[StopSignals]" = []  # noqa: RUF012  # of the process, as all of this
-    """Those that are entered; the newest takes the signals."""
-    ends: Callable[[], NoReturn] | None = None
-    """Ends it at once, as Ctrl-C does; None in a program or a notebook of the user's, which is not ours to end."""
+    def __init__(self, number: Signals):
+        super().__init__(number.name)
+        self.signal = _State.raised = number
+        _State.raised_at = time.monotonic()
 
 
-class _Fork(threading.local):
-    """A fork by this thread."""
-
-    block_signals: set[int] | set[Signals] = set()  # noqa: RUF012  # replaced, not changed
-    """The signals that were blocked before."""
-
-
-_fork = _Fork()
+_fork = threading.local()
 
 
 def _before_fork() -> None:
-    _fork.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _after_fork_in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
 def _after_fork_in_child() -> None:
-    if _ProcessState.listening:
+    if _State.listeners:
         signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
-# A forked process, a worker of a DataLoader say, gets the Ctrl-C of its terminal, too. It must not write that into the
-# parent's wake-up descriptor, not even between the fork and the first line of Python: one Ctrl-C would count as two.
+# A forked process, a DataLoader worker for example, also gets the terminal's Ctrl-C. It must never write it into the
+# parent's wake-up descriptor, not even before its first line of Python: one Ctrl-C would count as two.
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def set_exit_message(text: str) -> None:
-    """What this process says where Ctrl-C ends it."""
-    _ProcessState.words = text
+    """Replace the "interrupted" that this process prints when Ctrl-C ends it."""
+    _State.exit_message = text
 
 
 class InterruptHandler:
-    """From when it is made, a signal raises Interrupted in the main thread, once what it does there can be cut short.
+    """Raise Interrupted in the main thread for each signal, for the rest of the process.
 
-    A library that is being imported cannot: C++ code crashes. Nor can what is `held`: the signal comes again shortly
-    after. So it does for as long as the process lives, because what was raised may be swallowed, by C++ code that calls
-    Python as a program is compiled, or in what Python runs between two lines (`__del__`, a callback of the garbage
-    collector): then it is raised once more. For a whole process: nothing puts the handlers back.
+    An import of a library (its C++ code would crash) and `defer_interrupts` delay it. C++ code that calls Python,
+    `__del__` and callbacks of the garbage collector may swallow it: then it is raised again.
     """
 
     def __init__(self) -> None:
-        _ProcessState.taken = _ProcessState.words = None
-        _ProcessState.ends = self._interrupted
-        _ProcessState.again = False
-        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
-        _install(self._take)
+        _State.raised = _State.exit_message = None
+        _State.end_now = _end_interrupted
+        _State.is_redelivery = False
+        self._unraisable_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        _install(self._handle)
 
     def end(self, code: int | None) -> NoReturn:
-        """End the process: with `code`, or as the signal that was raised has it, whatever has become of that since.
-
-        None is the code of what was interrupted and has not said so.
-        """
+        """End the process with `code` (None: interrupted), or as the raised signal demands."""
         _install(signal.SIG_IGN)
-        taken = _ProcessState.taken
-        if taken == signal.SIGINT:
-            self._interrupted()
-        if taken is not None:
-            self._say(f"ended by {taken.name}")
-            self._end_at_once(128 + taken)
+        if _State.raised == signal.SIGINT:
+            _end_interrupted()
+        if _State.raised is not None:
+            _print(f"ended by {_State.raised.name}")
+            _end_at_once(128 + _State.raised)
         if code is None:
-            self._say(_ProcessState.words or "interrupted")
-        _install(lambda number, frame: self._end_at_once(128 + number))
+            _print(_State.exit_message or "interrupted")
+        _install(lambda number, frame: _end_at_once(128 + number))
         sys.exit(128 + signal.SIGINT if code is None else code)
 
-    def _interrupted(self) -> NoReturn:
-        self._say(_ProcessState.words or "interrupted")
-        self._end_at_once(128 + signal.SIGINT)
-
-    def _say(self, text: str) -> None:
-        """In place of a line of waiting that was cut short."""
-        sys.stderr.write(f"{CLEAR_LINE * sys.stderr.isatty()}{text}\n")
-
-    def _end_at_once(self, code: int) -> NoReturn:
-        """Without Python's own tidying up, in which threads of JAX that still compile crash."""
-        input_echo.restore()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):  # closed, or not there
-                stream.flush()
-        os._exit(code)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        again, _ProcessState.again = _ProcessState.again, False
-        soon = time.monotonic() - _ProcessState.taken_at < CLEANUP_GRACE_S
-        if _ProcessState.taken is not None and (again or soon or number != signal.SIGINT) and _on_its_way():
-            if again:
-                self._again(number, SWALLOWED_CHECK_S)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_redelivery, _State.is_redelivery = _State.is_redelivery, False
+        is_early = time.monotonic() - _State.raised_at < CLEANUP_GRACE_S
+        if _State.raised is not None and (is_redelivery or is_early or number != signal.SIGINT) and _is_unwinding():
+            if is_redelivery:
+                _redeliver(number, SWALLOWED_CHECK_S)
             return
-        # Not a thread of `threading`, whose lock may be held by what was interrupted: that would wait for itself.
-        late = bool(_ProcessState.holds) or _importing(frame)
-        self._again(number, REDELIVERY_DELAY_S if late else SWALLOWED_CHECK_S)
-        if not late:
+        must_wait = _State.deferrals > 0 or _is_importing_library(frame)
+        _redeliver(number, REDELIVERY_DELAY_S if must_wait else SWALLOWED_CHECK_S)
+        if not must_wait:
             raise Interrupted(Signals(number))
 
-    def _again(self, number: int, seconds: float) -> None:
-        _thread.start_new_thread(_raise_again, (number, seconds))
-
-    def _swallowed(self, what: Any) -> None:
-        if isinstance(what.exc_value, Interrupted):
-            self._again(what.exc_value.asked, REDELIVERY_DELAY_S)  # certainly lost: no need to wait for ARRIVES
+    def _on_unraisable(self, error: Any) -> None:
+        if isinstance(error.exc_value, Interrupted):
+            _redeliver(error.exc_value.signal, REDELIVERY_DELAY_S)
         else:
-            self._unraisable(what)
+            self._unraisable_hook(error)
 
 
-def _raise_again(number: int, seconds: float) -> None:
-    time.sleep(seconds)
-    _ProcessState.again = True
+def _end_interrupted() -> NoReturn:
+    _print(_State.exit_message or "interrupted")
+    _end_at_once(128 + signal.SIGINT)
+
+
+def _print(text: str) -> None:
+    """Replace the unfinished line of a wait."""
+    sys.stderr.write(f"{CLEAR_LINE * sys.stderr.isatty()}{text}\n")
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Skip Python's own cleanup, in which compiling threads of JAX crash."""
+    for callback in run_before_exit:
+        callback()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # closed, or None
+            stream.flush()
+    os._exit(code)
+
+
+def _redeliver(number: int, delay_s: float) -> None:
+    # not threading.Thread: the interrupted code may hold a lock of `threading`
+    _thread.start_new_thread(_send_later, (number, delay_s))
+
+
+def _send_later(number: int, delay_s: float) -> None:
+    time.sleep(delay_s)
+    _State.is_redelivery = True
     main = threading.main_thread().ident
     assert main is not None
-    signal.pthread_kill(main, number)  # it wakes up for it, whatever it waits for
+    signal.pthread_kill(main, number)  # also wakes it from a blocking call
 
 
-def _on_its_way() -> bool:
-    """Whether what the main thread does now is done because Interrupted was raised."""
+def _is_unwinding() -> bool:
+    """Whether the main thread is handling an Interrupted."""
     error = sys.exception()
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
@@ -194,140 +184,131 @@ def _on_its_way() -> bool:
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Block SIGNALS in this thread, and in a process that is started meanwhile until it calls `unblock`.
+    """Block SIGNALS in this thread, and in a new process until it calls `unblock_signals`.
 
-    Python itself may lose a signal that comes while it starts.
+    Python may lose a signal that arrives while it starts.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def unblock_signals() -> None:
-    """Let SIGNALS in, those too that came while this process started."""
+    """Accept SIGNALS, pending ones too."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Keep Interrupted away from what has to be done as a whole, and shortly."""
-    _ProcessState.holds += 1
+    """Let a short action finish before Interrupted is raised."""
+    _State.deferrals += 1
     try:
         yield
     finally:
-        _ProcessState.holds -= 1
+        _State.deferrals -= 1
 
 
-loads_user_code: set[CodeType] = set()
-"""Functions that import a file of the user's, which may do anything as it is read: it can be interrupted."""
-
-
-def _importing(frame: FrameType | None) -> bool:
-    """Whether the innermost import under way is that of a library."""
-    inside = False
+def _is_importing_library(frame: FrameType | None) -> bool:
+    is_importlib = False
     while frame is not None:
-        machinery = frame.f_code.co_filename.startswith("<frozen importlib")
-        if inside and not machinery:
-            return frame.f_code not in loads_user_code
-        inside, frame = machinery, frame.f_back
-    return inside
+        is_caller_importlib = frame.f_code.co_filename.startswith("<frozen importlib")
+        if is_importlib and not is_caller_importlib:
+            return frame.f_code not in interruptible_imports
+        is_importlib, frame = is_caller_importlib, frame.f_back
+    return is_importlib
 
 
 class StopSignals:
-    """Takes the first of SIGNALS as a wish to stop after the step under way; a second Ctrl-C interrupts.
+    """Take the first of SIGNALS as a request to stop after the current step; a second Ctrl-C interrupts.
 
-    Off the main thread Python gives no signals, and this does nothing. While the main thread waits in C++ code for the
-    devices Python runs no handler; a thread hears of Ctrl-C all the same.
+    Does nothing off the main thread, where Python allows no handlers. A thread reacts to Ctrl-C while the main thread
+    waits in C++ code, where Python calls no handler.
     """
 
     def __init__(self) -> None:
-        self.asked: Signals | None = None
-        self.slow: Callable[[], None] = lambda: None
-        """Told, by that thread, that Ctrl-C has not ended the run yet."""
-        self.unheard: Callable[[], None] = lambda: None
-        """Told, by that thread, that a second one has not either, and that the process ends now."""
-        self._asked_at = 0.0
-        self._before: dict[Signals, Any] = {}
+        self.requested: Signals | None = None
+        self.on_slow_stop: Callable[[], None] = lambda: None
+        """Called in that thread while the run has not ended SLOW_STOP_S after Ctrl-C."""
+        self.on_forced_exit: Callable[[], None] = lambda: None
+        """Called in that thread before it ends the process, because a second Ctrl-C did not."""
+        self._requested_at = 0.0
+        self._previous_handlers: dict[Signals, Any] = {}
         self._ended = threading.Event()
 
     def __enter__(self) -> "StopSignals":
-        self._before = _install(self._take)
-        if self._before:
-            here, there = socket.socketpair()
-            there.setblocking(False)
-            _ProcessState.listening.append(self)
-            self._wakes = there
-            self._woke = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, args=(here,), name="Ctrl-C", daemon=True).start()
+        self._previous_handlers = _install(self._handle)
+        if self._previous_handlers:
+            reader, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
+            _State.listeners.append(self)
+            self._previous_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(reader,), name="Ctrl-C", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if not self._before:
+        if not self._previous_handlers:
             return
-        if _ProcessState.listening[-1] is self:
-            signal.set_wakeup_fd(self._woke)
-            _restore(self._before)
-        else:  # two loops in turn, and the first ended first
-            after = _ProcessState.listening[_ProcessState.listening.index(self) + 1]
-            after._before, after._woke = self._before, self._woke
-        _ProcessState.listening.remove(self)
-        self._wakes.close()
+        if _State.listeners[-1] is self:
+            signal.set_wakeup_fd(self._previous_fd)
+            _restore(self._previous_handlers)
+        else:  # of two interleaved loops the first ends first
+            newer = _State.listeners[_State.listeners.index(self) + 1]
+            newer._previous_handlers, newer._previous_fd = self._previous_handlers, self._previous_fd
+        _State.listeners.remove(self)
+        self._wakeup.close()
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None and number == signal.SIGINT:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None and number == signal.SIGINT:
             self._ended.set()
             raise Interrupted(signal.SIGINT)
-        if self.asked is None or number != signal.SIGHUP:  # SIGTERM after Ctrl-C: there is less time now
-            self.ask(Signals(number))
+        if self.requested is None or number != signal.SIGHUP:  # SIGTERM after Ctrl-C leaves less time
+            self.request(Signals(number))
 
-    def _listen(self, here: socket.socket) -> None:
-        """What Python writes the number of each signal into, as it comes, until the other end is closed."""
-        pressed, main = 0, threading.main_thread().ident
+    def _listen(self, reader: socket.socket) -> None:
+        """Read the signal numbers that Python writes, until `__exit__` closes the other end."""
+        ctrl_c_count, main = 0, threading.main_thread().ident
         assert main is not None
-        with here:
-            while numbers := here.recv(64):
+        with reader:
+            while numbers := reader.recv(64):
                 for _ in range(numbers.count(signal.SIGINT)):
-                    pressed += 1
-                    if pressed == 1 and not self._ended.wait(SLOW_STOP_S):
-                        self.slow()
-                    elif pressed > 1 and not self._ended.wait(CLEANUP_GRACE_S):
-                        if _ProcessState.ends:
-                            self.unheard()
-                            _ProcessState.ends()
-                        else:  # the first came just before a long call, and Python took both for one
+                    ctrl_c_count += 1
+                    if ctrl_c_count == 1 and not self._ended.wait(SLOW_STOP_S):
+                        self.on_slow_stop()
+                    elif ctrl_c_count > 1 and not self._ended.wait(CLEANUP_GRACE_S):
+                        if _State.end_now:
+                            self.on_forced_exit()
+                            _State.end_now()
+                        else:  # Python merged two Ctrl-C before a long call into one
                             signal.pthread_kill(main, signal.SIGINT)
 
-    def ask(self, wish: Signals) -> None:
-        """Ask to stop, as the signal does."""
-        self.asked, self._asked_at = wish, time.monotonic()
+    def request(self, number: Signals) -> None:
+        """Request a stop, as the signal does."""
+        self.requested, self._requested_at = number, time.monotonic()
 
-    def since(self) -> float:
-        """Seconds since it was asked."""
-        return time.monotonic() - self._asked_at
+    def seconds_since_request(self) -> float:
+        return time.monotonic() - self._requested_at
 
 
 class StopDecision(NamedTuple):
-    """Whether to save before ending, and why."""
-
     save: bool
     reason: str
 
 
-def decide_stop(asked: Signals, save_seconds: float | None, busy: bool, left: float) -> StopDecision:
-    """Save at Ctrl-C always; at SIGTERM and SIGHUP if what a save takes fits the `left` seconds of the notice.
+def decide_stop(requested: Signals, save_s: float | None, is_saving: bool, remaining_s: float) -> StopDecision:
+    """Always save after Ctrl-C; after SIGTERM and SIGHUP only if a save fits into the remaining seconds.
 
-    A save under way must end first.
+    save_s: duration of the last save. is_saving: another save has to finish first.
     """
-    if asked == signal.SIGINT:
+    if requested == signal.SIGINT:
         return StopDecision(True, "interrupted")
-    if save_seconds is None:
-        return StopDecision(False, f"no save has been timed yet, so none was started with {left:.1f} s left")
-    needed = save_seconds * (2 if busy else 1)
-    if needed <= left:
-        return StopDecision(True, f"a save takes {needed:.1f} s of the {left:.1f} s left")
-    return StopDecision(False, f"a save takes {needed:.1f} s, more than the {left:.1f} s left")
+    if save_s is None:
+        return StopDecision(False, f"no save has been timed yet, so none was started with {remaining_s:.1f} s left")
+    needed = save_s * (2 if is_saving else 1)
+    if needed <= remaining_s:
+        return StopDecision(True, f"a save takes {needed:.1f} s of the {remaining_s:.1f} s left")
+    return StopDecision(False, f"a save takes {needed:.1f} s, more than the {remaining_s:.1f} s left")

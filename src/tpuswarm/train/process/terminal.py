@@ -1,4 +1,4 @@
-"""The terminal that a command writes to: how sentences stand there, the first line, and what to do when it is gone."""
+"""Print sentences on a terminal, wrapped to its width and with coloured labels; temporary lines; a closed terminal."""
 
 import errno
 import io
@@ -10,23 +10,21 @@ from tpuswarm.config.formatting import wrap_text
 from tpuswarm.train.process.stop import CLEAR_LINE, defer_interrupts
 
 RED, YELLOW, PLAIN = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
-LABELS = {"error": RED, "problem": RED, "warning": YELLOW, "not now": YELLOW, "note": YELLOW, "mend": YELLOW}
-"""Colours of the word before the first colon of a sentence."""
-COLUMNS = 80
-"""Of a terminal that does not know its own."""
+LABEL_COLOURS = {"error": RED, "problem": RED, "warning": YELLOW, "not now": YELLOW, "note": YELLOW, "mend": YELLOW}
+"""Colour of the text before the first colon."""
+DEFAULT_COLUMNS = 80
+"""For terminals that report 0 columns."""
 
 
 class _Terminal(io.FileIO):
-    """A terminal. Once it has hung up, what is written is lost, and nobody fails by it: SIGHUP says what to do."""
+    """Discard output after the terminal has closed; SIGHUP ends the process."""
 
-    waits = False
-    """Whether a line stands there that whatever comes next takes the place of."""
+    has_temporary_line = False
 
     def write(self, data: Any) -> int:
-        """As FileIO does."""
         try:
-            if _Terminal.waits:
-                _Terminal.waits = False
+            if _Terminal.has_temporary_line:
+                _Terminal.has_temporary_line = False
                 os.write(self.fileno(), CLEAR_LINE.encode())
             return super().write(data)
         except OSError as error:
@@ -37,7 +35,7 @@ class _Terminal(io.FileIO):
 
 
 def wrap_standard_streams() -> None:
-    """Have standard output and error, where they are terminals, behave as here."""
+    """Let output on a terminal replace temporary lines, and survive a closed terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream.isatty():
@@ -46,46 +44,43 @@ def wrap_standard_streams() -> None:
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
 
 
+def print_temporary_line(text: str) -> None:
+    """On a terminal, print a text that the next output replaces."""
+    raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
+    if isinstance(raw, _Terminal):
+        with defer_interrupts():  # the stream would write an interrupted text again
+            sys.stderr.write(f"{text} …")
+            sys.stderr.flush()
+            _Terminal.has_temporary_line = True
+
+
 def clear_temporary_line() -> None:
-    """Take away what `at_once` has said, where nothing took its place."""
-    if _Terminal.waits:
+    if _Terminal.has_temporary_line:
         with defer_interrupts():
-            _Terminal.waits = False
+            _Terminal.has_temporary_line = False
             os.write(sys.stderr.fileno(), CLEAR_LINE.encode())
 
 
 def echo(text: str, err: bool = False, hang: int = 0) -> None:
-    """Print sentences, at once: on a terminal wrapped to its width as `wrapped` does, elsewhere as they are.
-
-    What a person does not read (JSON, what a model wrote, lines to be pasted) is for `print`.
-    """
+    """Print sentences for a person and flush; wrap them on a terminal (see `wrap_text` for `hang`)."""
     stream = sys.stderr if err else sys.stdout
-    if stream is None:  # a process without one
+    if stream is None:  # the process has no such stream
         return
     if stream.isatty():
-        text = _coloured(wrap_text(text, os.get_terminal_size(stream.fileno()).columns or COLUMNS, hang))
+        columns = os.get_terminal_size(stream.fileno()).columns or DEFAULT_COLUMNS
+        text = _colour_label(wrap_text(text, columns, hang))
     stream.write(f"{text}\n")
     stream.flush()
 
 
 def echo_on_console(console: Any, text: str, hang: int = 0) -> None:
-    """The same on a console of rich's, above the view where it has one."""
+    """Print sentences on a rich console, above its live region."""
     shown = wrap_text(text, console.width, hang) if console.is_terminal else text
     console.print(shown, soft_wrap=True, markup=False, highlight=False)
 
 
-def _coloured(text: str) -> str:
+def _colour_label(text: str) -> str:
     label, colon, rest = text.partition(":")
-    colour = LABELS.get(label.strip())
-    plain = not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if plain else f"{colour}{label}{colon}{PLAIN}{rest}"
-
-
-def print_temporary_line(what: str) -> None:
-    """On a terminal, say what is waited for, until there is something else to say."""
-    raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
-    if isinstance(raw, _Terminal):
-        with defer_interrupts():  # what is cut short would be written once more
-            sys.stderr.write(f"{what} …")
-            sys.stderr.flush()
-            _Terminal.waits = True
+    colour = LABEL_COLOURS.get(label.strip())
+    is_plain = not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if is_plain else f"{colour}{label}{colon}{PLAIN}{rest}"

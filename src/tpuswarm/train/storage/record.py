@@ -77,7 +77,7 @@ class Owner:
     host: str
     pid: int
     computer: str
-    """The computer that `pid` belongs to (`this_computer`)."""
+    """The computer that `pid` belongs to (`computer_id`)."""
     renewals: int = 0
     released: bool = False
 

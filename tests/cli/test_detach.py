@@ -24,7 +24,7 @@ FOLDER = Path("runs/a")
 
 def steps(tmp_path: Path) -> int:
     folder = tmp_path / FOLDER
-    return read_run(folder).step if (folder / "status.json").exists() else listing.status(folder).step
+    return read_run(folder).step if (folder / "status.json").exists() else listing.read_status(folder).step
 
 
 def has_committed_again(folder: Path) -> bool:

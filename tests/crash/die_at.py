@@ -71,7 +71,7 @@ POINTS = {
     "before the first checkpoint": lambda: die_before(checkpoint.Checkpoints, "save", 1),
     "before a save": lambda: die_before(checkpoint.Checkpoints, "save", 3),
     "files written, no digests": lambda: die_before(checkpoint, "_digest", 1),
-    "digests, no manifest": lambda: die_before(checkpoint, "sync", 20),
+    "digests, no manifest": lambda: die_before(checkpoint, "fsync_path", 20),
     "manifest not renamed yet": lambda: die_before(Path, "replace", 4),  # after the configuration and two manifests
     "manifest there, old ones not removed": lambda: die_before(checkpoint.Checkpoints, "_prune", 3),
     "half of the old one removed": die_in_removal,

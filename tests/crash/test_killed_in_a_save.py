@@ -7,8 +7,8 @@ import pytest
 
 from tests.crash import die_at
 from tests.processes import ONE_DEVICE, Forked, rows_without_times
-from tpuswarm.train.run.best import kept_best
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.best import best_checkpoint
+from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.storage.folders import BEST
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,9 @@ def whole(tmp_path_factory):
 def test_run_killed_at_this_point_resumes(monkeypatch, whole, tmp_path, point):
     folder = tmp_path / "run"
     assert train(monkeypatch, point, folder) == -signal.SIGKILL
-    assert status(folder).state == "killed"
+    assert read_status(folder).state == "killed"
     assert train(monkeypatch, "nowhere", folder) == 0
-    assert rows_without_times(folder) == whole and status(folder).state == "finished"
+    assert rows_without_times(folder) == whole and read_status(folder).state == "finished"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,6 @@ def test_best_checkpoint_survives_a_kill(monkeypatch, whole, tmp_path, point, go
     folder = tmp_path / "run"
     assert train(monkeypatch, point, folder, goal) == -signal.SIGKILL
     if (folder / BEST).exists():
-        assert kept_best(folder).step == 7, "a checkpoint that is named is whole"
+        assert best_checkpoint(folder).step == 7, "a checkpoint that is named is whole"
     assert train(monkeypatch, "nowhere", folder, goal) == 0
-    assert rows_without_times(folder) == whole and kept_best(folder).step == step
+    assert rows_without_times(folder) == whole and best_checkpoint(folder).step == step

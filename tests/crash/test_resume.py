@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import PATIENCE, finish, rows_without_times, run, start, updates, wait_for
 from tests.train import wide
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.listing import read_status
 
 pytestmark = pytest.mark.slow
 STEPS = 100
@@ -58,7 +58,7 @@ def test_stopped_by_signals_and_in_use_until_then(whole, tmp_path):
         finally:
             process.kill()
         stopped = updates(folder)
-        assert f"saved at step {stopped}" in out and "Traceback" not in err and status(folder).state == "stopped"
+        assert f"saved at step {stopped}" in out and "Traceback" not in err and read_status(folder).state == "stopped"
     _, err = run_to_the_end(tmp_path)
     assert f"resumed from the checkpoint of step {stopped}" in err and rows_without_times(folder) == whole
 

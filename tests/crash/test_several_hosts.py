@@ -16,7 +16,7 @@ from tests.train import wide
 from tpuswarm import Trainer
 from tpuswarm.train.hosts.agreement import SECRET_FILE
 from tpuswarm.train.run.directory import METRICS, read_rows
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.user_code import build_recipe
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_killed_host_ends_the_other_and_the_run_resumes_on_other_devices(tmp_pat
     (_, printed), _ = hosts.end(1, -signal.SIGKILL)
     sentence = "host 1 is gone (connection closed), so this host stops too; start all hosts again"
     assert printed.endswith(f"{sentence}\n") and "Traceback" not in printed
-    assert (status(folder).state, status(folder).message) == ("failed", sentence)
+    assert (read_status(folder).state, read_status(folder).message) == ("failed", sentence)
     assert not (folder / SECRET_FILE).exists()
     files = [path.name for path in (folder / f"checkpoints/{SAVE:08d}").rglob("ocdbt.process_*")]
     assert sorted(files) == ["ocdbt.process_0", "ocdbt.process_1"], "each host writes its part"
@@ -115,7 +115,7 @@ def test_stop_at_any_host_stops_all_at_the_same_step(tmp_path, expected):
     zero, one = (json.loads(out) for out, _ in ends)
     assert zero == one | {"metrics": zero["metrics"]}
     assert f"saved at step {zero['step']}" in zero["message"] and SAVE < zero["step"] < STEPS
-    assert status(folder).state == "stopped"
+    assert read_status(folder).state == "stopped"
     ends = Hosts(folder).end(0, 0)
     assert f"resumed from the checkpoint of step {zero['step']}" in ends[0][1]
     check(folder, expected)

@@ -105,7 +105,7 @@ def served(routes, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
         direct.append(Server(first.url(first.port, path="lab")))
         await notebook._forward(routes, ONE, port, first)
 
-    before, notebook.say = notebook.say, say
+    before, notebook.echo = notebook.echo, say
     task = loop.create_task(work())
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
     thread.start()
@@ -116,7 +116,7 @@ def served(routes, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join(60)
-        notebook.say = before
+        notebook.echo = before
 
 
 def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, routes, tmp_path, monkeypatch):

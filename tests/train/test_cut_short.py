@@ -19,7 +19,7 @@ from tpuswarm import ArraySource, InputError, RunFailed, supervised
 from tpuswarm.train.loop import session
 from tpuswarm.train.process.stop import decide_stop
 from tpuswarm.train.run.checkpoint import checkpoint_folders
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.listing import read_status
 
 
 def fit(recipe, folder, **options):
@@ -41,7 +41,7 @@ def test_nan_fails_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     assert all(math.isfinite(row["loss"]) for row in updates)
     newest = int(checkpoint_folders(tmp_path / "run" / "checkpoints")[0].name)
     assert newest == (bad - 1) // 2 * 2 and f"step {newest} is safe" in str(error.value)
-    assert status(tmp_path / "run").state == "failed"
+    assert read_status(tmp_path / "run").state == "failed"
 
 
 def test_non_finite_parameters_behind_a_finite_loss_are_not_saved(tmp_path):

@@ -13,7 +13,7 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.member.metrics import MetricsBuffer
 from tpuswarm.train.losses import COUNTS
 from tpuswarm.train.recipe import Options
-from tpuswarm.train.run.best import kept_step
+from tpuswarm.train.run.best import best_step
 from tpuswarm.train.run.directory import METRICS, read_rows
 
 COUNTED = {"x": np.arange(8, dtype=np.float32), "mask": np.ones(8, np.float32), "rare": np.zeros(8, np.float32)}
@@ -77,7 +77,7 @@ def test_evaluation_in_which_nothing_counts_is_neither_best_nor_an_early_stop(tm
     stop = Every("evaluation", EarlyStopping(patience=1))
     trainer = Trainer(devices=1, eval_every=1, keep_best="eval_loss", hooks=[stop])
     result = trainer.fit(recipe(COUNTED, UNCOUNTED), steps=4, batch=8, run=tmp_path / "run")
-    assert result.ended == "finished" and result.step == 4 and kept_step(tmp_path / "run") is None
+    assert result.ended == "finished" and result.step == 4 and best_step(tmp_path / "run") is None
     rows = [row for row in read_rows(tmp_path / "run" / METRICS) if "eval_rows" in row]
     assert len(rows) == 4 and all(row["eval_loss"] is None and row["eval_rare"] is None for row in rows)
     events = (tmp_path / "run" / "events.jsonl").read_text()

@@ -22,7 +22,7 @@ from tests.train.toy import trainer
 from tpuswarm import EarlyStopping, Every, InputError, RunFailed, Trainer, load, supervised
 from tpuswarm.train.run.checkpoint import MANIFEST, checkpoint_folders
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.settings import count_steps
 
 
@@ -51,7 +51,7 @@ def stopped_original(tmp_path_factory):
     """The same run, left after its row 9."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     leave_after(9, folder)
-    assert status(folder).state == "stopped"
+    assert read_status(folder).state == "stopped"
     return folder
 
 
@@ -78,7 +78,7 @@ def test_run_writes_metrics_checkpoints_and_report(whole):
     curves = EventAccumulator(str(folder / "tensorboard")).Reload()
     for name, steps in (("loss", [1, 11]), ("eval_loss", [5, 10, 15, 20])):
         assert [point.step for point in curves.Scalars(name)] == steps
-    assert status(folder).state == "finished"
+    assert read_status(folder).state == "finished"
 
 
 def test_losses_equal_those_of_a_bare_optax_loop(whole):

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
 from tpuswarm.swarm.views.status import read_run
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.listing import read_status
 from tpuswarm.watch.page.metrics import metrics_text
 from tpuswarm.watch.state import State
 
@@ -50,7 +50,7 @@ def test_metrics_equal_status(run, typed, monkeypatch):
 
 
 def test_unknown_values_are_left_out(finished_run):
-    found = samples(State("r", status(finished_run.run), None, 1.0))
+    found = samples(State("r", read_status(finished_run.run), None, 1.0))
     assert found["tpuswarm_run_state", ("state", "finished")] == 1 and ("tpuswarm_goodput_ratio",) not in found
     assert found["tpuswarm_steps_total",] == 60 and ("tpuswarm_remaining_seconds",) not in found
     bare = samples(State("gs://b/r", None, None, 1.0))

@@ -173,7 +173,7 @@ def test_member_that_is_joining_is_waited_for(tmp_path, monkeypatch, member):
         return 1
 
     with monkeypatch.context() as patch:
-        patch.setattr("tpuswarm.cli.train.profile.holder", holder)
+        patch.setattr("tpuswarm.cli.train.profile.holder_pid", holder)
         assert wait_for_member(tmp_path, member) == "m2"
     write_status(tmp_path, composed(members=(M2,)))
     with pytest.raises(RunFailed, match=f"ended before {member or 'a member'} trained"):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.run import checkpoint
-from tpuswarm.train.run.checkpoint import MANIFEST, Checkpoints, newest, restore, set_aside
+from tpuswarm.train.run.checkpoint import MANIFEST, Checkpoints, newest_intact, restore, set_aside
 
 
 def state(value=1.0, count=8):
@@ -72,14 +72,14 @@ def test_only_large_arrays_are_saved_in_slices(tmp_path, monkeypatch, smallest, 
     checkpoints.save(1, expected, {})
     jax.monitoring.unregister_event_duration_listener(listen)
     checkpoints.close()
-    saved, _ = newest(tmp_path)
+    saved, _ = newest_intact(tmp_path)
     np.testing.assert_array_equal(restore(saved, abstract(expected))["whole"], expected["whole"])
     assert sum("slice" in name for name in compiled) == cut
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_state_comes_back_on_any_number_of_devices(saved_steps, count):
-    saved, passed = newest(saved_steps)
+    saved, passed = newest_intact(saved_steps)
     assert saved is not None and (saved.step, saved.about, passed) == (3, {"wall_s": 3.0}, [])
     expected = state(3, count)
     for got, want in zip(jax.tree.leaves(restore(saved, abstract(expected))), jax.tree.leaves(expected), strict=True):
@@ -98,7 +98,7 @@ def test_another_model_is_refused(saved_steps):
         ({"rbg": like["key"]}, r"rbg \(uint32 \(4,\) there, uint32 \(2,\) here\)"),
     ):
         with pytest.raises(RunFailed, match=f"a different model.*1 arrays differ, the first {difference}"):
-            restore(newest(saved_steps)[0], {**like, **change})
+            restore(newest_intact(saved_steps)[0], {**like, **change})
 
 
 def test_last_ones_stay_and_unfinished_ones_go(tmp_path):
@@ -149,7 +149,7 @@ def test_one_flipped_bit_in_any_file_makes_the_one_before_be_used(folder):
         data, bit = bytearray(good), int(random.integers(len(good) * 8))
         data[bit // 8] ^= 1 << (bit % 8)
         file.write_bytes(data)
-        saved, passed = newest(folder)
+        saved, passed = newest_intact(folder)
         file.write_bytes(good)
         if file.name == MANIFEST and saved is not None and saved.step == 3:
             continue  # a flip in white space or in the wall time leaves every digest right
@@ -169,30 +169,30 @@ def test_one_flipped_bit_in_any_file_makes_the_one_before_be_used(folder):
 )
 def test_damaged_checkpoint_is_named_and_written_anew(folder, damage, words):
     damage(folder / "00000003")
-    saved, passed = newest(folder)
+    saved, passed = newest_intact(folder)
     assert saved is not None and saved.step == 2 and len(passed) == 1 and words in passed[0]
     save_steps(folder, [3])
-    saved, passed = newest(folder)
+    saved, passed = newest_intact(folder)
     assert saved is not None and saved.step == 3 and not passed
 
 
 def test_damaged_ones_newer_than_the_restored_one_make_room_for_new_ones(folder):
     (folder / "00000003" / "state" / "_METADATA").write_text("{}")
     (folder / "00000004").mkdir()  # never finished
-    saved, _ = newest(folder)
+    saved, _ = newest_intact(folder)
     assert saved is not None and saved.step == 2
     set_aside(folder, saved)
     assert sorted(path.name for path in folder.iterdir()) == ["00000001", "00000002", "00000003.damaged"]
     save_steps(folder, [3], keep=1)
-    saved, passed = newest(folder)
+    saved, passed = newest_intact(folder)
     assert saved is not None and (saved.step, passed) == (3, [])
 
 
 def test_nothing_starts_over_when_all_are_damaged(folder, tmp_path):
-    assert newest(tmp_path / "none") == (None, [])
+    assert newest_intact(tmp_path / "none") == (None, [])
     for path in folder.glob("*/state/_METADATA"):
         path.write_text("{}")
-    saved, passed = newest(folder)
+    saved, passed = newest_intact(folder)
     assert saved is None and len(passed) == 3
     with pytest.raises(RunFailed, match=r"every checkpoint in .* is damaged \(00000003, 00000002, 00000001\).*--run"):
         set_aside(folder, saved)
@@ -210,4 +210,4 @@ def test_save_without_room_fails_and_leaves_the_one_before(tmp_path, monkeypatch
     with pytest.raises(RunFailed, match=r"00000002 could not be written: it needs 0\.0 MiB, only 0\.0 MiB free"):
         checkpoints.save(2, copies, {})
     checkpoints.close()
-    assert newest(tmp_path)[0].step == 1 and [path.name for path in tmp_path.iterdir()] == ["00000001"]
+    assert newest_intact(tmp_path)[0].step == 1 and [path.name for path in tmp_path.iterdir()] == ["00000001"]

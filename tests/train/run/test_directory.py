@@ -20,12 +20,12 @@ from tpuswarm.train.run.directory import (
     METRICS,
     Run,
     append_event,
-    holder,
-    new_folder,
+    create_run_folder,
+    holder_pid,
     read_rows,
     read_rows_back,
 )
-from tpuswarm.train.run.listing import find_run, list_runs, newest_steps, status
+from tpuswarm.train.run.listing import find_run, list_runs, read_newest_updates, read_status
 
 SETTINGS = {
     "recipe": {"name": "toy", "target": "", "options": {}},
@@ -110,10 +110,10 @@ def test_run_in_use_is_refused_with_the_pid(tmp_path):
         assert other.stdout.readline()
         with pytest.raises(InputError, match=f"in use by process {other.pid}"):
             Run(tmp_path / "run")
-        seen = status(tmp_path / "run")
+        seen = read_status(tmp_path / "run")
         assert (seen.pid, seen.state) == (other.pid, "running")
         other.kill()
-    assert status(tmp_path / "run").state == "killed"
+    assert read_status(tmp_path / "run").state == "killed"
     Run(tmp_path / "run").close()
 
 
@@ -128,9 +128,9 @@ def test_folders_that_are_no_runs_are_refused_and_left_alone(tmp_path):
         (Run, "papers", "is not empty"),
         (Run, "papers/thesis.tex", "is a file"),
         (Run, "papers/thesis.tex/run", "cannot be a run directory"),
-        (status, "none", "does not exist"),
-        (status, "empty", "is not a run"),
-        (status, "tool", "belongs to something else"),
+        (read_status, "none", "does not exist"),
+        (read_status, "empty", "is not a run"),
+        (read_status, "tool", "belongs to something else"),
     ):
         with pytest.raises(InputError, match=words):
             read(tmp_path / name)
@@ -138,7 +138,7 @@ def test_folders_that_are_no_runs_are_refused_and_left_alone(tmp_path):
     assert [folder.name for folder in list_runs(tmp_path)] == ["ours"]
     (tmp_path / "ours" / CONFIG).write_text("[recipe\n")
     with pytest.raises(InputError, match=r"config.toml is not valid TOML: .* line 1.*restore a copy"):
-        status(tmp_path / "ours")
+        read_status(tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
@@ -175,21 +175,21 @@ def test_status_of_a_live_and_of_an_ended_run(tmp_path, event):
     run = make_run(tmp_path, [*steps, {"step": 4, "tokens": 256, "eval_loss": 2.5}])
     run.write_event("started", message="")
     run.write_event(event, message="because")
-    live = status(tmp_path)
+    live = read_status(tmp_path)
     assert (live.state, live.pid, live.tokens_per_s) == ("running", os.getpid(), 10.0)
     assert (live.elapsed, live.left) == (3.5, 3.0)  # six of ten steps, half a second each
     run.close()
-    ended = status(tmp_path)
+    ended = read_status(tmp_path)
     assert (ended.state, ended.step, ended.loss, ended.eval_loss, ended.message) == (event, 4, 2.0, 2.5, "because")
-    assert holder(tmp_path) is ended.tokens_per_s is ended.left is None and ended.unit == "rows"
+    assert holder_pid(tmp_path) is ended.tokens_per_s is ended.left is None and ended.unit == "rows"
 
 
 def test_status_reads_only_the_end_of_long_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpuswarm.train.run.listing.NEWEST", 5)
+    monkeypatch.setattr("tpuswarm.train.run.listing.MAX_RECENT_UPDATES", 5)
     steps = ({"step": step, "tokens": step, "loss": 1 / step} for step in range(1, 50))
     make_run(tmp_path, [{"step": 1, "eval_loss": 4.0}, *steps]).close()
-    seen = status(tmp_path)
-    assert (seen.step, seen.eval_loss, seen.eval_step) == (49, 4.0, 1) and 1 < len(newest_steps(tmp_path)) < 10
+    seen = read_status(tmp_path)
+    assert (seen.step, seen.eval_loss, seen.eval_step) == (49, 4.0, 1) and 1 < len(read_newest_updates(tmp_path)) < 10
 
 
 def test_run_that_has_to_end_at_once_leaves_its_reason_or_nothing(tmp_path):
@@ -197,7 +197,7 @@ def test_run_that_has_to_end_at_once_leaves_its_reason_or_nothing(tmp_path):
     for run in (begun, new):
         run.fail("host 1 is gone")
         run.abandon()  # as another thread may do at the same time
-    assert (status(begun.folder).state, status(begun.folder).message) == ("failed", "host 1 is gone")
+    assert (read_status(begun.folder).state, read_status(begun.folder).message) == ("failed", "host 1 is gone")
     assert not new.folder.exists()
 
 
@@ -223,7 +223,7 @@ def test_last_means_the_run_used_last(tmp_path):
         assert [folder.name for folder in list_runs(tmp_path)] == [name, *{"a", "b"} - {name}]
         os.utime(tmp_path / name / newest, (1e9, 1e9))
     assert find_run("b", tmp_path) == tmp_path / "b"
-    assert new_folder("a", tmp_path).name == "a-1"
+    assert create_run_folder("a", tmp_path).name == "a-1"
     for name in ("a", "b"):
         for path in (tmp_path / name).iterdir():
             os.utime(path, (1e9, 1e9))

@@ -256,7 +256,7 @@ def product_in(world: World) -> Iterator[None]:
         patch.object(copy, "ThreadPoolExecutor", Serial),
         patch.object(record, "boot_time", lambda: world.now),
         patch.object(record, "time", SimpleNamespace(sleep=world.sleep)),
-        patch.object(record, "alive", lambda computer, pid: None),
+        patch.object(record, "is_process_alive", lambda computer, pid: None),
     ):
         yield
 

@@ -18,11 +18,11 @@ from tpuswarm.cli.train import profile as cli
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.look.profile import request, take_request, traces
-from tpuswarm.train.run.best import Best, kept_best, write_best
-from tpuswarm.train.run.checkpoint import Checkpoints, newest, restore
+from tpuswarm.train.run.best import Best, best_checkpoint, write_best
+from tpuswarm.train.run.checkpoint import Checkpoints, newest_intact, restore
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.life import read_life
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.train.storage.folders import ROWS, folder_of, is_url
@@ -96,8 +96,8 @@ def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
     run.close()
     use_disk("two")
     folder = bring(URL, whole=True)
-    saved, damaged = newest(folder / "checkpoints")
-    assert saved and saved.step == 3 and not damaged and kept_best(folder).step == 1
+    saved, damaged = newest_intact(folder / "checkpoints")
+    assert saved and saved.step == 3 and not damaged and best_checkpoint(folder).step == 1
     assert restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [3.0, 3.0, 3.0]
     again = Run(folder)
     again.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
@@ -131,7 +131,7 @@ def test_best_checkpoint_is_named_only_once_it_is_uploaded(use_disk, monkeypatch
         run._sync.upload()
     checkpoints.close()
     use_disk("two")
-    found = kept_best(bring(URL, whole=True)).step
+    found = best_checkpoint(bring(URL, whole=True)).step
     run.close()
     assert found == 1
 
@@ -151,7 +151,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     run._sync.upload()
     use_disk("two")
     folder = bring(URL)
-    seen = status(folder)
+    seen = read_status(folder)
     assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
     asked = request(folder, 3, "m1")
     assert until(lambda: take_request(run.folder)) == (3, "m1", asked) and take_request(folder) is None
@@ -263,7 +263,7 @@ def test_run_that_lost_its_bucket_fails_and_resumes_once_it_is_back(
     run = start_run()
     denied = "me@example.com does not have storage.objects.create access to the bucket"
     server.gone, server.denied = fault == "deleted", denied if fault == "denied" else ""
-    run.send_soon()
+    run.upload_soon()
     for thread in run._sync._threads:
         thread.join()
     why = "there is no such bucket; create it" if fault == "deleted" else f".*{denied}"

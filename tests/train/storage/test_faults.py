@@ -229,7 +229,7 @@ def test_process_that_lost_its_run_does_not_wait_for_its_upload(server, use_disk
 
     monkeypatch.setattr(Bucket, "put_file", wait)
     (run.folder / "status.json").write_text("large")
-    run.send_soon()
+    run.upload_soon()
     assert blocked.wait(60)
     found = read_record(Bucket(URL)).record
     other = replace(found, epoch=found.epoch + 1, owner=replace(found.owner, id="other"))

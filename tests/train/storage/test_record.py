@@ -109,7 +109,7 @@ def test_run_is_renewed_while_an_upload_blocks(use_disk, frequent_renewals, monk
 
     monkeypatch.setattr(Bucket, "put_file", wait)
     (folder_of(URL) / "status.json").write_text("more")
-    run.send_soon()
+    run.upload_soon()
 
     def renewals():
         return read_record(Bucket(URL)).record.owner.renewals

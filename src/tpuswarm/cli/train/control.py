@@ -22,7 +22,7 @@ from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.train.process.computer import computer_id, is_process_alive
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.run.directory import holder, read_config
+from tpuswarm.train.run.directory import holder_pid, read_config
 from tpuswarm.train.run.life import read_life, removed_sentence, stopped_sentence
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.storage.copy import refresh
@@ -93,7 +93,7 @@ class RunProcess:
 
     def may_print(self) -> bool:
         """Return whether it holds the run, or released it moments ago and still lives."""
-        if (pid := holder(self._folder)) is not None:
+        if (pid := holder_pid(self._folder)) is not None:
             self._pid, self._seen_at = 0 if owner_elsewhere(self._folder) else pid, time.monotonic()
             return True
         is_alive = bool(self._pid and is_process_alive(computer_id(), self._pid))
@@ -160,7 +160,7 @@ def stop(
         stop_job(*job)
         return
     folder = _find_folder(run)
-    pid, url = holder(folder), origin(folder)
+    pid, url = holder_pid(folder), origin(folder)
     is_here = bool(pid) and owner_elsewhere(folder) is None
     fleet_jobs = find_open_jobs(url) if url and not is_here else None
     if not pid and fleet_jobs and fleet_jobs[1]:
@@ -205,7 +205,7 @@ def _request_stop(folder: Path, pid: int, is_here: bool) -> None:
 def _wait_until_stopped(folder: Path, pid: int, is_here: bool, run_logs: Logs) -> None:
     requested_at, is_warned = time.monotonic(), False
     with waiting("waiting until it has stopped"):
-        while holder(folder) is not None:
+        while holder_pid(folder) is not None:
             time.sleep(DISK_POLL_INTERVAL_S if is_here else BUCKET_POLL_INTERVAL_S)
             if not is_here:
                 refresh(folder)

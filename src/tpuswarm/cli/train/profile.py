@@ -14,7 +14,7 @@ from tpuswarm.swarm.views.status import read_status
 from tpuswarm.train.look import profile as profiling
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.run.directory import EVENTS, holder, read_config, read_rows
+from tpuswarm.train.run.directory import EVENTS, holder_pid, read_config, read_rows
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.storage.copy import refresh
 from tpuswarm.train.storage.folders import origin, shown
@@ -39,7 +39,7 @@ def profile(
         raise InputError(f"{shown(folder)} is not a swarm: leave --member out")
     if steps is not None:
         check_number(steps, "--steps", least=1)
-    pid = holder(folder)
+    pid = holder_pid(folder)
     if pid is None:
         _print_traces(folder, steps, member)
         return
@@ -60,7 +60,7 @@ def profile(
     try:
         with waiting("waiting for the trace"):
             while len(read_messages(request)) == old_count:
-                if holder(folder) is None and len(read_messages(request)) == old_count:
+                if holder_pid(folder) is None and len(read_messages(request)) == old_count:
                     raise RunFailed(f"{shown(folder)} ended before the trace. See `tpuswarm status {shown(folder)}`.")
                 time.sleep(_poll_interval_s(folder))
                 refresh(folder)
@@ -83,7 +83,7 @@ def _wait_for_trace_in_bucket(folder: Path, member: str | None, old_traces: Coll
     """Wait until a new trace is in the bucket, where its event may arrive first."""
     refresh(folder, profiling.BOARD)
     while set(profiling.traces(folder, member)) <= set(old_traces):
-        if holder(folder) is None:  # released after its last upload, so nothing more comes
+        if holder_pid(folder) is None:  # released after its last upload, so nothing more comes
             raise RunFailed(f"{shown(folder)} ended before the trace was in its bucket")
         time.sleep(BUCKET_POLL_INTERVAL_S)
         refresh(folder, profiling.BOARD)
@@ -104,7 +104,7 @@ def wait_for_member(folder: Path, member: str | None) -> str:
             candidates = [found] if found else [] if training and member else members
             if members and all(known.state not in STATES_BEFORE_TRAINING for known in candidates):
                 break
-            if holder(folder) is None:
+            if holder_pid(folder) is None:
                 raise RunFailed(f"{shown(folder)} ended before {member or 'a member'} trained")
             time.sleep(_poll_interval_s(folder))
             refresh(folder)

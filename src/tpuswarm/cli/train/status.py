@@ -14,8 +14,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
-from tpuswarm.train.run.listing import Status, find_run, folder_called, list_runs, used
-from tpuswarm.train.run.listing import status as plain_status
+from tpuswarm.train.run.listing import Status, find_run, folder_from_name, last_used_at, list_runs
+from tpuswarm.train.run.listing import read_status as plain_status
 from tpuswarm.watch.state import State
 
 SILENT_S = 10.0
@@ -115,7 +115,7 @@ def _draw(found: list[Any], run: str | None, width: int, height: int | None = No
 
 
 def _age_of(run: Any) -> str:
-    return format_age(time.time() - used(folder_called(run.run)))
+    return format_age(time.time() - last_used_at(folder_from_name(run.run)))
 
 
 def _draw_plain(run: Status, width: int, height: int | None) -> Any:

@@ -17,9 +17,9 @@ from tpuswarm.config.train_table import LENGTH_KEYS
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.run.directory import has_begun, read_config, require_free
+from tpuswarm.train.run.directory import has_begun, read_config, require_not_in_use
 from tpuswarm.train.run.life import stopped_sentence
-from tpuswarm.train.run.listing import status
+from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.storage.folders import shown
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def train(
         start_detached(options, hosts, as_json)
         return
     if options.folder and hosts is None:  # with several hosts, host 0 uses the folder
-        require_free(options.folder)
+        require_not_in_use(options.folder)
     signal = _train_swarm(options, as_json) if options.swarm is not None else _train_here(options, context.params)
     if signal is not None:
         raise typer.Exit(128 + signal)
@@ -268,5 +268,5 @@ def describe_dry_run(options: TrainOptions) -> dict[str, str]:
 def _run_state(folder: Path, config: Mapping[str, Any]) -> str:
     from tpuswarm.swarm.views.status import read_run
 
-    run: Any = read_run(folder) if "swarm" in config else status(folder)
+    run: Any = read_run(folder) if "swarm" in config else read_status(folder)
     return f"{run.state} at step {run.step:,} of {run.steps:,}"

@@ -18,8 +18,8 @@ from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
 from tpuswarm.train.look.live import Pace
 from tpuswarm.train.look.pictures import PICTURES, TEXTS, write_picture
-from tpuswarm.train.run.directory import METRICS, SAMPLE, Run, append_rows
-from tpuswarm.train.run.listing import newest_evaluation
+from tpuswarm.train.run.directory import METRICS, SAMPLE_EVENT, Run, append_rows
+from tpuswarm.train.run.listing import read_newest_evaluation
 
 STATUS_INTERVAL_S = 1.0
 NUMBER = re.compile(r"(?<!\w)[\d.,]+")
@@ -34,7 +34,7 @@ class RunReporter:
         self._run, self._plan, self._screen, self._address = run, plan, screen, address
         self.status: SwarmStatus | None = None
         """The status that was written last."""
-        self.evaluation: Mapping[str, Any] = newest_evaluation(run.folder)
+        self.evaluation: Mapping[str, Any] = read_newest_evaluation(run.folder)
         """Row of the newest evaluation."""
         self.last_progress = math.inf
         """Time of the last commit, or of the first step: before it nothing can be committed."""
@@ -67,7 +67,7 @@ class RunReporter:
                         "version": row["version"],
                         "message": f"a hook at commit {row['version']}",
                     }
-                    self._run.write_event(SAMPLE, **about, text=text)
+                    self._run.write_event(SAMPLE_EVENT, **about, text=text)
                     self._screen.note(f"commit {row['version']}: {text}")
         append_rows(self._run.folder / "members" / member / METRICS, rows)
         append_rows(self._run.folder / METRICS, rows)
@@ -135,5 +135,5 @@ class RunReporter:
         write_status(self._run.folder, self.status)
         if not self._sent_address:
             self._sent_address = True
-            self._run.send_soon()
+            self._run.upload_soon()
         self._screen.status(self.status)

@@ -46,7 +46,7 @@ from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import (
     CONFIG,
     METRICS,
-    SAMPLE,
+    SAMPLE_EVENT,
     Run,
     command_line,
     read_rows,
@@ -263,7 +263,7 @@ def _sample(run: Run) -> None:
         loaded = load_swarm(run.folder, jax.devices()[:1])
         text = sampled(loaded.recipe, loaded.state)
     if text is not None:
-        run.write_event(SAMPLE, step=loaded.step, text=text)
+        run.write_event(SAMPLE_EVENT, step=loaded.step, text=text)
 
 
 def _report(run: Run) -> None:

@@ -33,7 +33,7 @@ from tpuswarm.train.look.report import (
 )
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
-from tpuswarm.train.run.life import LAST
+from tpuswarm.train.run.life import END_EVENTS
 
 MAX_EVENTS = 200
 """Newest events in the table."""
@@ -167,7 +167,7 @@ def incarnation_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], 
         if running and kind != "started":  # nothing ran between a kill of everything and the next start
             now += max(0.0, event["time"] - before)
         before = event["time"]
-        if kind == "started" or kind in LAST:
+        if kind == "started" or kind in END_EVENTS:
             for member in list(alive):
                 close(member)
             running = kind == "started"

@@ -15,7 +15,7 @@ from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import read_config, reading, writing
 from tpuswarm.train.run.life import read_life
-from tpuswarm.train.run.schema import Stamp
+from tpuswarm.train.run.schema import UnixTime
 from tpuswarm.train.storage.folders import shown
 
 FILE = "status.json"
@@ -51,9 +51,9 @@ class MemberStatus:
 class SwarmStatus:
     """The whole swarm."""
 
-    time: Stamp
+    time: UnixTime
     """Seconds since 1970."""
-    began: Stamp
+    began: UnixTime
     """When its command was started, in seconds since 1970."""
     version: int | None
     epoch: int | None

@@ -15,7 +15,7 @@ from tpuswarm.train.look.display import Display
 from tpuswarm.train.look.pictures import write_picture
 from tpuswarm.train.optional import HasLoggers
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run.directory import SAMPLE, Run
+from tpuswarm.train.run.directory import SAMPLE_EVENT, Run
 from tpuswarm.train.user_code import blame, require_call
 
 
@@ -116,7 +116,7 @@ class Outputs:
         if not self._run.writes:
             return
         if isinstance(found, str):
-            self.event(step, SAMPLE, f"a hook at step {step}", text=found)
+            self.event(step, SAMPLE_EVENT, f"a hook at step {step}", text=found)
             self._display.note(f"step {step}: {found}")
         elif len(getattr(found, "shape", ())) == 3:
             self._keep(step, f"hook {index}", f"{step:08d}-{index}.png", np.asarray(found))

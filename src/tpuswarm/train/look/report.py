@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter
 from tpuswarm.config.formatting import format_figure, token_unit
 from tpuswarm.train.diagnose.phases import summary_rows
 from tpuswarm.train.look.pictures import made
-from tpuswarm.train.run.directory import EVENTS, METRICS, SAMPLE, read_config, read_rows
+from tpuswarm.train.run.directory import EVENTS, METRICS, SAMPLE_EVENT, read_config, read_rows
 
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
@@ -146,7 +146,7 @@ def samples(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     found = "".join(
         f"<h3>step {event['step']:,}</h3><pre>{html.escape(str(event['text']).strip())}</pre>"
         for event in events
-        if event["event"] == SAMPLE
+        if event["event"] == SAMPLE_EVENT
     )
     return [("What it writes", found)] if found else []
 

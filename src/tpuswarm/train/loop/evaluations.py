@@ -126,6 +126,6 @@ class Evaluations:
         progress.last_row |= eval_metrics(row)
         if self._best and self._best.better(row):
             self._saver.save(wait=False)
-            progress.event(best.EVENT, str(self._best))
+            progress.event(best.BEST_EVENT, str(self._best))
             write = partial(best.write_best, self._session.run.folder, self._best.row)
             self._saver.checkpoints.pin(progress.step, write)

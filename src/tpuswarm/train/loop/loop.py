@@ -32,7 +32,7 @@ from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, 
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.recipe import Metrics
-from tpuswarm.train.run.directory import SAMPLE, command_line, writing
+from tpuswarm.train.run.directory import SAMPLE_EVENT, command_line, writing
 from tpuswarm.train.run.life import stopped_sentence
 from tpuswarm.train.storage.folders import shown
 
@@ -223,7 +223,7 @@ class Loop:
         if session.run.writes:
             self._write_summary()
             if (text := self._sample()) is not None:
-                session.run.write_event(SAMPLE, step=progress.step, text=text)
+                session.run.write_event(SAMPLE_EVENT, step=progress.step, text=text)
             with writing(session.run.folder / "report.html"), waiting("writing the report"):
                 from tpuswarm.train.look.report import write_report  # matplotlib takes half a second
 

@@ -11,7 +11,7 @@ from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.directory import writing
 from tpuswarm.train.storage.folders import BEST, MANIFEST, best_of, shown
 
-EVENT = "best"
+BEST_EVENT = "best"
 HIGHEST = ":max"
 """Ends the name of a figure of which the highest is best."""
 
@@ -27,7 +27,7 @@ class Best:
         """Of the best evaluation."""
         self.instead_of = ""
         """Another figure by which the run has kept its best checkpoint until now."""
-        if run is not None and kept_step(run) is not None:
+        if run is not None and best_step(run) is not None:
             row = json.loads((run / BEST).read_text(encoding="utf-8"))
             self.better(row)
             self.instead_of = "" if self._name in row else next((name for name in row if name != "step"), "")
@@ -67,13 +67,13 @@ def write_best(run: Path, row: Mapping[str, Any]) -> None:
         write_atomically(run / BEST, json.dumps(row))
 
 
-def kept_step(run: Path) -> int | None:
+def best_step(run: Path) -> int | None:
     """The step of the best checkpoint, where one is kept."""
     step = best_of(run)
     return int(step) if step and (run / "checkpoints" / step / MANIFEST).exists() else None
 
 
-def kept_best(run: Path) -> checkpoint.Saved:
+def best_checkpoint(run: Path) -> checkpoint.Saved:
     """The checkpoint of the best evaluation of a run that keeps it; InputError where there is none."""
     step = best_of(run)
     found = checkpoint.inspect(run / "checkpoints" / step) if step else "train with keep_best, --keep-best eval_loss"

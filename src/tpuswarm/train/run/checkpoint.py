@@ -80,10 +80,10 @@ class Checkpoints:
         """leads: of several hosts, the one that makes and proves the folders."""
         self._folder, self._keep, self._leads = folder, keep, leads
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise in words
-        arrays = ocp.type_handlers.ArrayHandler(
+        read_arrays = ocp.type_handlers.ArrayHandler(
             min_slice_bytes_for_replica_parallel=SMALLEST_SLICE, array_metadata_store=Store()
         )
-        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, read_arrays))
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=handlers))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -190,7 +190,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     return sorted((path for path in found if path.name.isdigit()), key=lambda path: -int(path.name))
 
 
-def newest(folder: Path) -> tuple[Saved | None, list[str]]:
+def newest_intact(folder: Path) -> tuple[Saved | None, list[str]]:
     """The newest whole checkpoint of a run's `checkpoints/`, and a sentence for each damaged one passed over."""
     passed: list[str] = []
     for candidate in checkpoint_folders(folder):
@@ -201,9 +201,9 @@ def newest(folder: Path) -> tuple[Saved | None, list[str]]:
     return None, passed
 
 
-def intact(folder: Path) -> tuple[Saved, list[str]]:
+def require_intact(folder: Path) -> tuple[Saved, list[str]]:
     """As `newest`, of a run's folder; InputError where there is none."""
-    saved, notes = newest(folder / "checkpoints")
+    saved, notes = newest_intact(folder / "checkpoints")
     if saved is None:
         raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
     return saved, notes
@@ -268,7 +268,7 @@ def restore(saved: Saved, abstract: Any) -> Any:
         return orbax.restore(place, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
 
 
-def arrays(saved: Saved) -> dict[str, np.ndarray]:
+def read_arrays(saved: Saved) -> dict[str, np.ndarray]:
     """Every array of a checkpoint on the host, by its path; the program that made it is not needed."""
     place = (saved.folder / "state").absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:

@@ -30,7 +30,7 @@ CONFIG, METRICS, EVENTS = "config.toml", schema.METRICS, schema.EVENTS
 CHECKPOINTS, COMMITS = "checkpoints", "commits"
 RUNS = Path("runs")
 """Where runs are that nobody named a place for."""
-SAMPLE = "sample"
+SAMPLE_EVENT = "sample"
 """The event of a text that the model made."""
 
 
@@ -49,7 +49,7 @@ class Run:
         place = folder or RUNS
         try:
             self._made = [each for each in (place, *place.parents) if not each.exists()]
-            folder = folder or new_folder(name)
+            folder = folder or create_run_folder(name)
             require_usable(folder)
             self.folder = folder
             folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Run:
                 f"{place} cannot be a run directory: {where}{error.strerror}; use another --run"
             ) from error
         if not self._take():
-            raise _in_use(folder, holder(folder))
+            raise _in_use(folder, holder_pid(folder))
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
@@ -123,7 +123,7 @@ class Run:
         """Whether each look at its record is a request."""
         return self._sync is not None
 
-    def send_soon(self) -> None:
+    def upload_soon(self) -> None:
         """To a bucket, where the run is in one: somebody waits for what is new."""
         if self._sync:
             self._sync.upload_soon()
@@ -244,9 +244,9 @@ def _left_something(folder: Path) -> bool:
     return any((folder / name).exists() for name in (METRICS, EVENTS))
 
 
-def require_free(folder: Path) -> None:
+def require_not_in_use(folder: Path) -> None:
     """Raise InputError for a run that a living process of this machine has: said before there is a wait."""
-    if origin(folder) is None and (pid := holder(folder)) is not None:
+    if origin(folder) is None and (pid := holder_pid(folder)) is not None:
         raise _in_use(folder, pid)
 
 
@@ -345,7 +345,7 @@ def _has(text: bytes, marks: Sequence[bytes]) -> bool:
     return not marks or any(mark in text for mark in marks)
 
 
-def holder(folder: Path) -> int | None:
+def holder_pid(folder: Path) -> int | None:
     """The pid of the living process that holds a run, 0 where it has not said it yet; None where there is none.
 
     Of a run in a bucket the process may be one of another machine: see `owner_elsewhere`.
@@ -358,7 +358,7 @@ def holder(folder: Path) -> int | None:
     return far.pid if far else None
 
 
-def new_folder(name: str, runs: Path = RUNS) -> Path:
+def create_run_folder(name: str, runs: Path = RUNS) -> Path:
     """A new folder in ./runs with a name that was free: gpt2-tiny-1, gpt2-tiny-2, …; InputError where none can be."""
     try:
         runs.mkdir(exist_ok=True)

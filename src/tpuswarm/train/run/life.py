@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpuswarm.train.run.directory import EVENTS, holder, read_rows_back
+from tpuswarm.train.run.directory import EVENTS, holder_pid, read_rows_back
 from tpuswarm.train.storage.folders import shown
 
-LAST = ("finished", "stopped", "failed")
+END_EVENTS = ("finished", "stopped", "failed")
 """Events that end a process's work on a run; without one of them it was killed."""
 
-_ENDS = tuple(f'"event": "{each}"'.encode() for each in ("started", *LAST))
+_ENDS = tuple(f'"event": "{each}"'.encode() for each in ("started", *END_EVENTS))
 
 
 class Life(NamedTuple):
@@ -36,7 +36,7 @@ def removed_sentence(folder: Path) -> str:
 
 def read_life(folder: Path) -> Life:
     """Whether a run lives, by its lock and its events."""
-    pid = holder(folder)
+    pid = holder_pid(folder)
     if pid is not None:
         return Life("running", pid, "")
     last = last_event(folder)
@@ -45,6 +45,6 @@ def read_life(folder: Path) -> Life:
 
 def last_event(folder: Path) -> dict[str, Any]:
     """How the last process of a run ended, as its events say; empty where it was killed, or lives."""
-    ends = (row for row in read_rows_back(folder / EVENTS, *_ENDS) if row["event"] in ("started", *LAST))
+    ends = (row for row in read_rows_back(folder / EVENTS, *_ENDS) if row["event"] in ("started", *END_EVENTS))
     last = next(ends, {"event": "started"})
-    return last if last["event"] in LAST else {}
+    return last if last["event"] in END_EVENTS else {}

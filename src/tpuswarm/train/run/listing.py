@@ -14,7 +14,7 @@ from tpuswarm.train.run.directory import (
     EVENTS,
     METRICS,
     has_begun,
-    holder,
+    holder_pid,
     read_config,
     read_rows_back,
     reading,
@@ -23,7 +23,7 @@ from tpuswarm.train.run.life import read_life
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.train.storage.folders import folder_of, is_url, shown
 
-NEWEST = 300
+MAX_RECENT_UPDATES = 300
 """Updates at the end of the metrics by which it is told how a run stands."""
 
 
@@ -49,15 +49,15 @@ def find_run(name: str, runs: Path = Path("runs")) -> Path:
     return listed if not here.exists() and listed.is_dir() else here
 
 
-def folder_called(run: str) -> Path:
+def folder_from_name(run: str) -> Path:
     """The folder of a run by what it is called in a status."""
     return folder_of(run) if is_url(run) else Path(run)
 
 
-def used(folder: Path) -> float:
+def last_used_at(folder: Path) -> float:
     """When a run was used last, in seconds since 1970: now, where a living process holds it."""
     with suppress(InputError):  # what is wrong with its lock is said where it is shown
-        if holder(folder) is not None:
+        if holder_pid(folder) is not None:
             return time.time()
     files = [folder / name for name in (CONFIG, EVENTS, METRICS)]
     return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
@@ -66,7 +66,8 @@ def used(folder: Path) -> float:
 def list_runs(runs: Path = Path("runs")) -> list[Path]:
     """The runs in a folder, damaged ones too, the one used last first."""
     with reading(runs):
-        return sorted((folder for folder in sorted(runs.glob("*")) if has_begun(folder)), key=used, reverse=True)
+        folders = (folder for folder in sorted(runs.glob("*")) if has_begun(folder))
+        return sorted(folders, key=last_used_at, reverse=True)
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,11 @@ class Status:
     """Why it stopped or failed, where it did."""
 
 
-def status(folder: Path) -> Status:
+def read_status(folder: Path) -> Status:
     """The status of a run; InputError if the folder is none."""
     config = read_config(folder)
     chosen = config.get("chosen", {})
-    newest, evaluation = newest_steps(folder), newest_evaluation(folder)
+    newest, evaluation = read_newest_updates(folder), read_newest_evaluation(folder)
     train: dict[str, Any] = newest[-1] if newest else {}
     life = read_life(folder)
     left = None
@@ -129,13 +130,13 @@ def status(folder: Path) -> Status:
     )
 
 
-def newest_steps(folder: Path) -> list[dict[str, Any]]:
+def read_newest_updates(folder: Path) -> list[dict[str, Any]]:
     """Rows of the last updates in a run's metrics, a few hundred; the others are not parsed."""
     rows = (row for row in read_rows_back(folder / METRICS, b'"loss"') if "loss" in row)
-    return list(islice(rows, NEWEST))[::-1]
+    return list(islice(rows, MAX_RECENT_UPDATES))[::-1]
 
 
-def newest_evaluation(folder: Path) -> dict[str, Any]:
+def read_newest_evaluation(folder: Path) -> dict[str, Any]:
     """The last row with an evaluation in a run's metrics, the others not parsed; empty where there is none."""
     rows = read_rows_back(folder / METRICS, b'"eval_loss"')
     return next((row for row in rows if row.get("eval_loss") is not None), {})

@@ -15,9 +15,9 @@ from tpuswarm.train.program.compiled import Placed, place
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Recipe, State
 from tpuswarm.train.run import checkpoint
-from tpuswarm.train.run.best import kept_best
+from tpuswarm.train.run.best import best_checkpoint
 from tpuswarm.train.run.directory import read_config
-from tpuswarm.train.run.parent import no_run, parent_folder
+from tpuswarm.train.run.parent import not_a_run, parent_folder
 from tpuswarm.train.run.trees import swarm_arrays
 from tpuswarm.train.settings import differences
 from tpuswarm.train.storage.folders import shown
@@ -64,7 +64,7 @@ def load_run(
             f"{folder} was trained by a Python program; to use it here, put its recipe into a file and train "
             "file.py:Recipe"
         )
-    saved, notes = (kept_best(folder), list[str]()) if best else checkpoint.intact(folder)
+    saved, notes = (best_checkpoint(folder), list[str]()) if best else checkpoint.require_intact(folder)
     agree(lambda: _begun_with(folder, saved.digest))
     if recipe is None:
         recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
@@ -88,7 +88,7 @@ def initial_parameters(
     theirs: Mapping[str, Any]
     if folder is None:
         if not isinstance(recipe, ReadsPublished):
-            raise no_run(parent, recipe.name)
+            raise not_a_run(parent, recipe.name)
         agree(lambda: _begun_with(parent, _published_digest(recipe, parent)))
         theirs = by_path(recipe.load_shared(parent, onto.program.exchange().get(onto.state)))
     else:
@@ -143,8 +143,8 @@ def _published_digest(recipe: Recipe, parent: str) -> str:
 def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
     """The shared parameters of a run whose recipe was built in a program: by their paths in the state of this one."""
     _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
-    saved, _ = checkpoint.intact(folder)
-    arrays = checkpoint.arrays(saved)
+    saved, _ = checkpoint.require_intact(folder)
+    arrays = checkpoint.read_arrays(saved)
     agree(lambda: _begun_with(folder, saved.digest))
     shared = onto.program.exchange().get(onto.state)
     names = {id(leaf): name for name, leaf in by_path(onto.state).items()}

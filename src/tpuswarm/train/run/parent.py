@@ -44,12 +44,12 @@ def parent_options(parent: str, maker: Any) -> dict[str, Any]:
     folder = parent_folder(parent)
     if folder is None:
         if isinstance(maker, type) and not issubclass(maker, ReadsPublished):
-            raise no_run(parent, getattr(maker, "name", maker.__name__))
+            raise not_a_run(parent, getattr(maker, "name", maker.__name__))
         return maker.options_at(parent) if isinstance(maker, DescribesPublished) else {}
     options = read_config(folder)["recipe"]["options"]
     return {name: value for name, value in options.items() if name in identity_of(maker)}
 
 
-def no_run(parent: str, name: str) -> InputError:
+def not_a_run(parent: str, name: str) -> InputError:
     """What is wrong with a parent that is no run, for a recipe that can only start from one."""
     return InputError(f"{parent} is not a tpuswarm run (it has no config.toml), and {name} can only start from one")

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
-Stamp = Annotated[float, Field(ge=0, lt=253_402_300_800)]
+UnixTime = Annotated[float, Field(ge=0, lt=253_402_300_800)]
 """Seconds since 1970, before the year 10,000."""
 
 
@@ -111,7 +111,7 @@ class _MetricsRow(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class _EventRow(TypedDict, total=False):
-    time: Required[Stamp]
+    time: Required[UnixTime]
     event: Required[str]
     message: str
     member: str

@@ -17,7 +17,7 @@ from tpuswarm.train.paths import by_path, leaf_paths, other_model
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.run import checkpoint
-from tpuswarm.train.run.best import kept_best
+from tpuswarm.train.run.best import best_checkpoint
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.storage.copy import bring
@@ -81,7 +81,7 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
         configure_jax()  # checkpoints ask JAX for its devices
         name = str(place)
         folder = bring(name, whole=True) if is_url(name) else find_run(name)
-        arrays = checkpoint.arrays(kept_best(folder)) if best else _of_run(folder)
+        arrays = checkpoint.read_arrays(best_checkpoint(folder)) if best else _of_run(folder)
         if isinstance(like, Mapping):
             arrays = {path: array for path, array in arrays.items() if path.partition("/")[0] in like}
     if like is not None:
@@ -104,7 +104,7 @@ def _of_run(folder: Path) -> dict[str, np.ndarray]:
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} is no run: it has no {CONFIG}")
     if "swarm" not in read_config(folder):
-        return checkpoint.arrays(checkpoint.intact(folder)[0])
+        return checkpoint.read_arrays(checkpoint.require_intact(folder)[0])
     shared, average, _ = swarm_arrays(folder)
     if {path.partition("/")[0] for path in shared} == {"params", "extra"}:  # with mutable state it says which is which
         named = {path.removeprefix("params/"): array for path, array in average.items() if path.startswith("params/")}

@@ -12,7 +12,7 @@ from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.look.pictures import FOLDER, MADE
 from tpuswarm.train.run.directory import CONFIG, read_config
-from tpuswarm.train.run.listing import Status, status
+from tpuswarm.train.run.listing import Status, read_status
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.train.storage.folders import folder_of, is_url
 from tpuswarm.watch.page.history import History
@@ -228,7 +228,7 @@ class LivePage:
         assert folder is not None
         self._read_at = time.time()
         swarm = "swarm" in read_config(folder)
-        self._run = read_run(folder) if swarm else status(folder)
+        self._run = read_run(folder) if swarm else read_status(folder)
         status_of_config = (folder / CONFIG).stat()
         before, self._config_identity = self._config_identity, (status_of_config.st_ino, status_of_config.st_mtime_ns)
         if self._history is None:

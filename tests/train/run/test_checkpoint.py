@@ -58,7 +58,7 @@ def folder(saved_steps, tmp_path):
     return shutil.copytree(saved_steps, tmp_path / "checkpoints")
 
 
-@pytest.mark.parametrize(("smallest", "cut"), [(checkpoint.SMALLEST_SLICE, 0), (32, 8)])
+@pytest.mark.parametrize(("smallest", "cut"), [(checkpoint.MIN_SLICE_BYTES, 0), (32, 8)])
 def test_only_large_arrays_are_saved_in_slices(tmp_path, monkeypatch, smallest, cut):
     """Each slice of each array takes a program of its own: for minutes, a first save on TPUs would compile them."""
     compiled = []
@@ -66,7 +66,7 @@ def test_only_large_arrays_are_saved_in_slices(tmp_path, monkeypatch, smallest, 
     def listen(event, seconds, **facts):
         compiled.extend([facts["fun_name"]] if event.endswith("backend_compile_duration") else [])
 
-    monkeypatch.setattr(checkpoint, "SMALLEST_SLICE", smallest)
+    monkeypatch.setattr(checkpoint, "MIN_SLICE_BYTES", smallest)
     checkpoints, expected = Checkpoints(tmp_path, 1), state()
     jax.monitoring.register_event_duration_secs_listener(listen)
     checkpoints.save(1, expected, {})

@@ -88,7 +88,7 @@ def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
     checkpoints, best = Checkpoints(run.checkpoints, keep=1), Best("eval_loss")
     for step in (1, 2, 3):
         save(checkpoints, step)
-        if best.better({"step": step, "eval_loss": abs(step - 1.5)}):
+        if best.update({"step": step, "eval_loss": abs(step - 1.5)}):
             checkpoints.pin(step, partial(write_best, run.folder, best.row))
         checkpoints.wait()
         run._sync.upload()

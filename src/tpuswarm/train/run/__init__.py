@@ -1,1 +1,1 @@
-"""The run directory: what is in it, who has it, how it stands, and how a run is read back."""
+"""The run directory: files, owner, status, and loading a run's parameters."""

@@ -1,7 +1,7 @@
-"""Checkpoints: written beside the training, proved by digests, the damaged ones passed over.
+"""Save checkpoints in the background, verify them by digests, and skip damaged ones.
 
 A checkpoint is a folder named by its step: `state/` by Orbax, and `manifest.json`, written last, with the SHA-256 of
-every file. What has no matching manifest is no checkpoint: Orbax restores most single-bit errors silently.
+every file. Orbax alone restores most single-bit errors silently.
 """
 
 import errno
@@ -32,35 +32,34 @@ from tpuswarm.train.run.directory import writing
 
 MANIFEST = "manifest.json"
 POSITION = "position.json"
-"""Where the run's data goes on, for data that has positions."""
-SMALLEST_SLICE = 64 * 2**20
-"""In bytes. Orbax saves an array that several devices hold in slices, one from each of them. Every slice takes a
-program of its own, 0.06 s to compile for TPUs, and a state would have hundreds of small ones."""
-WAY_OUT = "make room and start the same command again"
+"""Position of the data after the saved step."""
+MIN_SLICE_BYTES = 64 * 2**20
+"""Orbax saves a replicated array in slices, one from each device. Each slice needs a program (0.06 s to compile for
+TPUs), so small arrays are not sliced."""
+ADVICE = "make room and start the same command again"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint: its step, folder, and what the trainer kept beside the state."""
+    """An intact checkpoint."""
 
     step: int
     folder: Path
     about: dict[str, float]
+    """Values that the trainer saved beside the state."""
     seconds: float
-    """What saving it took."""
+    """Duration of the save."""
     digest: str
-    """SHA-256 of its manifest, and so of all its files."""
+    """SHA-256 of the manifest, and so of all files."""
 
     @property
     def position(self) -> Any:
-        """Of the run's data, as it was saved; None where it has none."""
+        """The saved position of the data; None without one."""
         file = self.folder / POSITION
         return json.loads(file.read_bytes()) if file.exists() else None
 
 
 class _Manifest(TypedDict):
-    """manifest.json."""
-
     step: int
     about: dict[str, float]
     seconds: float
@@ -71,33 +70,29 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 
 class Checkpoints:
-    """The checkpoints of one run; one save at a time is under way.
-
-    Several hosts save together, each its part of the state, all of them at the same steps.
-    """
+    """The checkpoints of a run; saves one at a time. Several hosts save their shards together, at the same steps."""
 
     def __init__(self, folder: Path, keep: int, seconds: float | None = None, leads: bool = True):
-        """leads: of several hosts, the one that makes and proves the folders."""
+        """keep: number of checkpoints. seconds: duration of the last save. leads: True on one of several hosts."""
         self._folder, self._keep, self._leads = folder, keep, leads
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise in words
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise
         read_arrays = ocp.type_handlers.ArrayHandler(
-            min_slice_bytes_for_replica_parallel=SMALLEST_SLICE, array_metadata_store=Store()
+            min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES, array_metadata_store=Store()
         )
         handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, read_arrays))
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=handlers))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.pinned: int | None = None
-        """The step of one that is kept however old it is."""
-        self._next: tuple[int, Callable[[], None]] | None = None
-        """The one to pin in its place, and whom to tell, once the save under way is whole."""
+        """The step of a checkpoint that is never pruned."""
+        self._next_pin: tuple[int, Callable[[], None]] | None = None
         self.seconds = seconds
-        """What the last save took, from its start to its manifest; at first, that of the process before."""
+        """Duration of the last save."""
 
     def save(self, step: int, state: Any, about: dict[str, float], position: Any = None) -> None:
-        """Begin to save; returns when the state is copied off the devices. Raises what the save before it raised.
+        """Begin to save; return once the state is copied off the devices. Raises the error of the previous save.
 
-        position: of the run's data, plain values; None where it has none.
+        position: of the data, as JSON values; None without one.
         """
         self.wait()
         start = time.monotonic()
@@ -113,55 +108,54 @@ class Checkpoints:
         except RunFailed:
             shutil.rmtree(folder)
             raise
-        except Exception as error:  # Orbax raises many types; all mean that nothing was saved
+        except Exception as error:  # Orbax raises many types
             raise _save_failed(folder, error) from error
         self._thread = threading.Thread(target=self._finish, args=(step, folder, about, start), name="checkpoint")
         self._thread.start()
 
-    def pin(self, step: int, whole: Callable[[], None]) -> None:
-        """Keep the newest, that of `step`, however old it gets, and the one pinned before no more.
+    def pin(self, step: int, on_complete: Callable[[], None]) -> None:
+        """Never prune the newest checkpoint, and unpin the previous one.
 
-        This happens when it is whole: now, or in a later `check`, `wait` or `close`. First `whole` is called, so that
-        a process that is killed meanwhile leaves both; of several hosts on the one that leads.
+        Takes effect when the save is complete: now, or in a later `check`, `wait` or `close`. Calls `on_complete` on
+        the leading host before it unpins, so that a killed process leaves both.
         """
-        self._next = step, whole
+        self._next_pin = step, on_complete
         self.check()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what a finished save in the background raised."""
+        """Raise the error of a finished save."""
         if not self.busy:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way; raises RunFailed if it failed."""
+        """Wait for the current save; RunFailed if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error, self._next = self._error, None, None
+            error, self._error, self._next_pin = self._error, None, None
             raise error
-        if self._next is not None:
-            (step, whole), self._next = self._next, None
+        if self._next_pin is not None:
+            (step, on_complete), self._next_pin = self._next_pin, None
             if self._leads:
-                whole()
+                on_complete()
                 self.pinned = step
                 with writing(self._folder):
                     self._prune()
 
     def close(self) -> None:
-        """Wait without raising, and end Orbax's threads."""
+        """Wait without raising, and stop Orbax's threads."""
         with suppress(RunFailed):
             self.wait()
         self._orbax.close()
 
     def _finish(self, step: int, folder: Path, about: dict[str, float], start: float) -> None:
         try:
-            self._orbax.wait_until_finished()  # of all hosts
+            self._orbax.wait_until_finished()  # on all hosts
             if not self._leads:
                 return
             files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -172,37 +166,36 @@ class Checkpoints:
             manifest = {"step": step, "about": about, "seconds": self.seconds, "files": digests}
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
             self._prune()
-        except Exception as error:  # noqa: BLE001  # raised by the training thread at its next look
+        except Exception as error:  # noqa: BLE001  # the training thread raises it
             self._error = _save_failed(folder, error)
 
     def _prune(self) -> None:
         folders = checkpoint_folders(self._folder)
-        whole = [folder for folder in folders if (folder / MANIFEST).exists()]
-        unfinished = [folder for folder in folders if folder not in whole]
-        for folder in unfinished + whole[self._keep :]:
+        complete = [folder for folder in folders if (folder / MANIFEST).exists()]
+        unfinished = [folder for folder in folders if folder not in complete]
+        for folder in unfinished + complete[self._keep :]:
             if int(folder.name) != self.pinned or folder in unfinished:
                 shutil.rmtree(folder)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """All folders named by a step, whole or not, newest first."""
-    found = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((path for path in found if path.name.isdigit()), key=lambda path: -int(path.name))
+    """Return all folders named by a step, complete or not, newest first."""
+    return sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: -int(path.name))
 
 
 def newest_intact(folder: Path) -> tuple[Saved | None, list[str]]:
-    """The newest whole checkpoint of a run's `checkpoints/`, and a sentence for each damaged one passed over."""
-    passed: list[str] = []
+    """Return the newest intact checkpoint of a `checkpoints/`, and a sentence for each damaged one that it skips."""
+    notes: list[str] = []
     for candidate in checkpoint_folders(folder):
         found = inspect(candidate)
         if isinstance(found, Saved):
-            return found, passed
-        passed.append(f"checkpoint {candidate.name} is damaged ({found}); skipping it")
-    return None, passed
+            return found, notes
+        notes.append(f"checkpoint {candidate.name} is damaged ({found}); skipping it")
+    return None, notes
 
 
 def require_intact(folder: Path) -> tuple[Saved, list[str]]:
-    """As `newest`, of a run's folder; InputError where there is none."""
+    """Return the newest intact checkpoint of a run's folder, and notes; InputError without one."""
     saved, notes = newest_intact(folder / "checkpoints")
     if saved is None:
         raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
@@ -210,21 +203,19 @@ def require_intact(folder: Path) -> tuple[Saved, list[str]]:
 
 
 def set_aside(folder: Path, restored: Saved | None) -> None:
-    """Put what is newer than the checkpoint gone on from out of the way of new ones.
+    """Rename damaged checkpoints that are newer than the restored one to STEP.damaged, and remove unfinished ones.
 
-    Damaged checkpoints are renamed to STEP.damaged, unfinished ones removed, but for the very first: it shows that the
-    run has begun, and is written anew. Raises RunFailed if nothing could be
-    restored although checkpoints were once finished, which the first one is before another is begun: to begin again
-    from nothing is the user's decision.
+    Without a restored one keep an unfinished first checkpoint, which shows that the run has begun. Raises RunFailed if
+    nothing could be restored although a checkpoint was once complete: the user decides whether to start over.
     """
-    passed = [path for path in checkpoint_folders(folder) if restored is None or int(path.name) > restored.step]
-    damaged = [path for path in passed if (path / MANIFEST).exists()]
-    if restored is None and (damaged or any(int(path.name) > 0 for path in passed)):
+    skipped = [path for path in checkpoint_folders(folder) if restored is None or int(path.name) > restored.step]
+    damaged = [path for path in skipped if (path / MANIFEST).exists()]
+    if restored is None and (damaged or any(int(path.name) > 0 for path in skipped)):
         raise RunFailed(
-            f"every checkpoint in {folder} is damaged ({', '.join(path.name for path in passed)}); restore a copy, "
+            f"every checkpoint in {folder} is damaged ({', '.join(path.name for path in skipped)}); restore a copy, "
             "or use another --run to start over"
         )
-    for path in passed if restored else ():
+    for path in skipped if restored else ():
         if path in damaged:
             shutil.rmtree(path.with_suffix(".damaged"), ignore_errors=True)
             path.rename(path.with_suffix(".damaged"))
@@ -233,7 +224,7 @@ def set_aside(folder: Path, restored: Saved | None) -> None:
 
 
 def inspect(folder: Path) -> Saved | str:
-    """The checkpoint in a folder, or what is wrong with it in words."""
+    """Return the checkpoint in a folder, or why it is damaged."""
     try:
         written = (folder / MANIFEST).read_bytes()
         manifest = _MANIFEST.validate_json(written)
@@ -255,36 +246,36 @@ def inspect(folder: Path) -> Saved | str:
 
 
 def restore(saved: Saved, abstract: Any) -> Any:
-    """The state of a checkpoint in the shapes, dtypes and shardings of `abstract`.
+    """Return the state of a checkpoint in the shapes, dtypes and shardings of `abstract`, on any devices.
 
-    The devices may be others than those that saved. Raises RunFailed where the checkpoint holds another state.
+    Raises RunFailed if the checkpoint holds a different model.
     """
-    place = (saved.folder / "state").absolute()
+    path = (saved.folder / "state").absolute()
     args = ocp.checkpoint_utils.construct_restore_args(abstract)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        there, here = _shapes(orbax.metadata(place).item_metadata.tree), _shapes(abstract)
+        there, here = _shapes(orbax.metadata(path).item_metadata.tree), _shapes(abstract)
         if different := other_model(there, here):
             raise RunFailed(f"checkpoint {saved.folder} holds a different model: {different}")
-        return orbax.restore(place, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
+        return orbax.restore(path, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
 
 
 def read_arrays(saved: Saved) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint on the host, by its path; the program that made it is not needed."""
-    place = (saved.folder / "state").absolute()
+    """Return every array of a checkpoint on the host, by its path; needs no recipe."""
+    path = (saved.folder / "state").absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        there = orbax.metadata(place).item_metadata.tree
+        there = orbax.metadata(path).item_metadata.tree
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
-        return by_path(orbax.restore(place, args=ocp.args.PyTreeRestore(restore_args=args)))
+        return by_path(orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
 
 
 def _shapes(tree: Any) -> dict[str, str]:
-    return {name: f"{_held(leaf).dtype} {tuple(_held(leaf).shape)}" for name, leaf in by_path(tree).items()}
+    return {name: _stored_type(leaf) for name, leaf in by_path(tree).items()}
 
 
-def _held(leaf: Any) -> Any:
-    """What Orbax says that a file holds of a leaf: of a typed PRNG key its data."""
-    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.eval_shape(jax.random.key_data, leaf) if key else leaf
+def _stored_type(leaf: Any) -> str:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # Orbax stores the data of a typed key
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return f"{leaf.dtype} {tuple(leaf.shape)}"
 
 
 def _digest(path: Path) -> str:
@@ -293,17 +284,16 @@ def _digest(path: Path) -> str:
 
 
 def _require_room(folder: Path, state: Any) -> None:
-    """Raise RunFailed before anything is written, if the disk cannot hold the state."""
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunFailed(
             f"checkpoint {folder} could not be written: it needs {needed / 2**20:.1f} MiB, only "
-            f"{free / 2**20:.1f} MiB free; {WAY_OUT}"
+            f"{free / 2**20:.1f} MiB free; {ADVICE}"
         )
 
 
 def _save_failed(folder: Path, error: BaseException) -> RunFailed:
     full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
     reason = "the disk is full" if full else " ".join(str(error).split())[:300]
-    return RunFailed(f"checkpoint {folder} could not be written: {reason}; {WAY_OUT}")
+    return RunFailed(f"checkpoint {folder} could not be written: {reason}; {ADVICE}")

@@ -1,4 +1,4 @@
-"""A run read back: its recipe rebuilt, its parameters on devices."""
+"""Load a run: rebuild its recipe and put its parameters on devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,17 +24,15 @@ from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import build_recipe
 
 Agree = Callable[[Callable[[], Mapping[str, str]]], None]
-"""Raises InputError unless all hosts of a program give the same facts, as `Agreement.agree` does."""
+"""Raises InputError unless all hosts have the same facts, like `Agreement.agree`."""
 
 
-def alone(facts: Callable[[], Mapping[str, str]]) -> None:
-    """Agree with nobody: there is one host."""
+def single_host(facts: Callable[[], Mapping[str, str]]) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run's newest whole checkpoint on devices."""
-
     folder: Path
     config: dict[str, Any]
     recipe: Recipe
@@ -42,21 +40,21 @@ class LoadedRun:
     state: State
     step: int
     notes: list[str]
-    """A sentence for each damaged checkpoint passed over."""
+    """A sentence for each damaged checkpoint that was skipped."""
 
 
 def load_run(
     folder: Path,
     devices: Sequence[Any],
     options: Mapping[str, Any] | None = None,
-    agree: Agree = alone,
+    agree: Agree = single_host,
     best: bool = False,
     recipe: Recipe | None = None,
 ) -> LoadedRun:
-    """The recipe (with `options` in place of its own) and newest state of the run in `folder`.
+    """Return the newest state of a run.
 
-    best: that of its best evaluation, where it keeps one; recipe: the run's, where it is there already. Raises
-    InputError where it is no run, cannot be rebuilt, or has no whole checkpoint.
+    options: override those of its recipe. best: read the best checkpoint. recipe: use it instead of rebuilding it.
+    Raises InputError for a folder that is no run, has no intact checkpoint, or whose recipe cannot be rebuilt.
     """
     config = read_config(folder)
     if recipe is None and not config["recipe"]["target"]:
@@ -65,7 +63,7 @@ def load_run(
             "file.py:Recipe"
         )
     saved, notes = (best_checkpoint(folder), list[str]()) if best else checkpoint.require_intact(folder)
-    agree(lambda: _begun_with(folder, saved.digest))
+    agree(lambda: _digest_fact(folder, saved.digest))
     if recipe is None:
         recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
@@ -75,57 +73,55 @@ def load_run(
 
 
 def initial_parameters(
-    parent: str, only: str | None, recipe: Recipe, onto: Placed, key: jax.Array, agree: Agree = alone
+    parent: str, only: str | None, recipe: Recipe, onto: Placed, key: jax.Array, agree: Agree = single_host
 ) -> Any:
-    """The shared parameters to begin with: those of another run, or of a published model that the recipe reads.
+    """Return the shared parameters of another run or of a published model, in the shardings of `onto`.
 
-    only: a regular expression; what it matches is taken from there, all else is as init makes it with `key`. They are
-    in the shardings of `onto`. What one name means may differ from host to host (a disk of its own, an older cache):
-    they agree on what they read. Raises InputError where a leaf is missing, extra or of another shape, and where it
-    means something else (another tokenizer), naming the first.
+    only: a regular expression; parameters that it does not match come from init with `key`.
+    agree: compares digests, because a name may mean different files on different hosts.
+    Raises InputError for a missing or extra leaf, another shape, and another meaning (a different tokenizer).
     """
     folder = parent_folder(parent)
     theirs: Mapping[str, Any]
     if folder is None:
         if not isinstance(recipe, ReadsPublished):
             raise not_a_run(parent, recipe.name)
-        agree(lambda: _begun_with(parent, _published_digest(recipe, parent)))
+        agree(lambda: _digest_fact(parent, _published_digest(recipe, parent)))
         theirs = by_path(recipe.load_shared(parent, onto.program.exchange().get(onto.state)))
     else:
-        theirs = _arrays(folder, recipe, onto, agree)
+        theirs = _read_shared(folder, recipe, onto, agree)
     shared = onto.program.exchange().get(onto.state)
-    structure, every = jax.tree.structure(shared), by_path(shared)
+    structure, leaves = jax.tree.structure(shared), by_path(shared)
     names = [parameter.path for parameter in onto.program.parameters(onto.state)]
-    wanted = [True] * len(names)
-    if only is not None:  # statistics go with the parameters of their layer
-        either = matching([*names, *(name.removeprefix("extra/") for name in names)], only, "init-only")
-        wanted = [any(each) for each in zip(either[: len(names)], either[len(names) :], strict=True)]
-    ours = {path: leaf for (path, leaf), want in zip(every.items(), wanted, strict=True) if want}
+    is_wanted = [True] * len(names)
+    if only is not None:  # statistics are matched like the parameters of their layer
+        matches = matching([*names, *(name.removeprefix("extra/") for name in names)], only, "init-only")
+        is_wanted = [any(pair) for pair in zip(matches[: len(names)], matches[len(names) :], strict=True)]
+    ours = {path: leaf for (path, leaf), wanted in zip(leaves.items(), is_wanted, strict=True) if wanted}
     if folder is not None:
         found = theirs if only is None else {path: theirs[path] for path in ours if path in theirs}
-        _refuse_another(folder, found, ours)
+        _refuse_other_shapes(folder, found, ours)
     fresh = {} if only is None else by_path(onto.program.exchange().get(onto.init(key)))
 
     def placed(path: str, like: Any) -> jax.Array:
         if path not in ours:
             return fresh[path]
-        there = theirs[path]
-        return (
-            jax.device_put(there, like.sharding) if isinstance(there, jax.Array) else place_array(there, like.sharding)
-        )
+        array = theirs[path]
+        put = jax.device_put if isinstance(array, jax.Array) else place_array
+        return put(array, like.sharding)
 
-    return jax.tree.unflatten(structure, [placed(path, leaf) for path, leaf in every.items()])
+    return jax.tree.unflatten(structure, [placed(path, leaf) for path, leaf in leaves.items()])
 
 
-def _arrays(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
-    """What a run shares, by its paths in what `recipe` shares."""
+def _read_shared(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
+    """Return the shared arrays of a run by the paths in the shared parameters of `recipe`."""
     if "swarm" in read_config(folder):
         _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
         theirs, _, digest = swarm_arrays(folder)
-        agree(lambda: _begun_with(folder, digest))
+        agree(lambda: _digest_fact(folder, digest))
         return theirs
     if not read_config(folder)["recipe"]["target"]:
-        return _by_path(folder, recipe, onto, agree)
+        return _read_shared_by_path(folder, recipe, onto, agree)
     loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
     _refuse_other_meaning(folder, recipe, loaded.recipe.options())
     return by_path(loaded.placed.program.exchange().get(loaded.state))
@@ -140,12 +136,12 @@ def _published_digest(recipe: Recipe, parent: str) -> str:
     return recipe.shared_digest(parent)
 
 
-def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
-    """The shared parameters of a run whose recipe was built in a program: by their paths in the state of this one."""
+def _read_shared_by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
+    """Read a run whose recipe was built in a program, and find its shared arrays by their paths in our state."""
     _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
     saved, _ = checkpoint.require_intact(folder)
     arrays = checkpoint.read_arrays(saved)
-    agree(lambda: _begun_with(folder, saved.digest))
+    agree(lambda: _digest_fact(folder, saved.digest))
     shared = onto.program.exchange().get(onto.state)
     names = {id(leaf): name for name, leaf in by_path(onto.state).items()}
     if not all(id(leaf) in names for leaf in jax.tree.leaves(shared)):
@@ -160,19 +156,18 @@ def _by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mappin
 
 
 def _refuse_other_meaning(folder: Path, recipe: Recipe, theirs: Mapping[str, Any]) -> None:
-    """Raise InputError where another tokenizer, say, among the run's options gives its parameters another meaning."""
+    """Raise InputError if an option, the tokenizer for example, gives the run's parameters another meaning."""
     names = identity_of(recipe)
     there, here = ({name: options.get(name) for name in names} for options in (theirs, recipe.options()))
     if found := differences(there, here):
         raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")
 
 
-def _refuse_another(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise InputError unless both have arrays of the same paths and shapes, naming the first that differs."""
-    there, here = ({name: leaf.shape for name, leaf in each.items()} for each in (theirs, ours))
+def _refuse_other_shapes(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    there, here = ({name: leaf.shape for name, leaf in tree.items()} for tree in (theirs, ours))
     if different := other_model(there, here, "parameters"):
         raise InputError(f"{shown(folder)} holds a different model: {different}")
 
 
-def _begun_with(parent: str | Path, digest: str) -> dict[str, str]:
+def _digest_fact(parent: str | Path, digest: str) -> dict[str, str]:
     return {f"parameters at {shown(parent) if isinstance(parent, Path) else parent}": digest}

@@ -1,4 +1,4 @@
-"""What --init-from names: the run or published model whose parameters a new run begins with."""
+"""Resolve --init-from: the run or published model whose parameters a new run starts from."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from tpuswarm.train.storage.folders import is_url
 
 
 def find_parent(name: str | Path) -> str:
-    """What --init-from means: the absolute path or URL of a run; a published model, for the recipe to read, as written.
+    """Return the absolute path or URL of a run, or the name of a published model, for the recipe to read.
 
-    A folder within it (hf:DIR) is made absolute, and so is a path where there is no run any more.
+    Makes the folder in hf:DIR absolute, and also a path without a run.
     """
     if is_url(str(name)):
         return str(name)
@@ -24,22 +24,22 @@ def find_parent(name: str | Path) -> str:
     kind, colon, place = str(name).partition(":")
     if colon:
         return f"{kind}:{Path(place).expanduser().resolve()}" if Path(place).expanduser().is_dir() else str(name)
-    return str(Path(name).expanduser().resolve()) if "/" in str(name) else str(name)  # a run that has gone since
+    return str(Path(name).expanduser().resolve()) if "/" in str(name) else str(name)  # a removed run
 
 
 def parent_folder(parent: str) -> Path | None:
-    """The folder of the run at `parent` (of `find_parent`), of one in a bucket its copy; None where it is no run.
+    """Return the folder of the run at `parent` (of `find_parent`), or of its copy; None for a published model.
 
-    Raises InputError for a URL where there is no run.
+    Raises InputError for a URL without a run.
     """
     folder = bring(parent, whole=True) if is_url(parent) else Path(parent)
     return folder if (folder / CONFIG).exists() else None
 
 
 def parent_options(parent: str, maker: Any) -> dict[str, Any]:
-    """The options that give the parameters at `parent` (of `find_parent`) their meaning, for a recipe of `maker`.
+    """Return the options that give the parameters at `parent` (of `find_parent`) their meaning, for `maker`'s recipe.
 
-    Raises InputError where it is no run, and `maker` a class of recipes that start from nothing else.
+    Raises InputError for a published model if `maker` can only start from runs.
     """
     folder = parent_folder(parent)
     if folder is None:
@@ -51,5 +51,4 @@ def parent_options(parent: str, maker: Any) -> dict[str, Any]:
 
 
 def not_a_run(parent: str, name: str) -> InputError:
-    """What is wrong with a parent that is no run, for a recipe that can only start from one."""
     return InputError(f"{parent} is not a tpuswarm run (it has no config.toml), and {name} can only start from one")

@@ -1,4 +1,4 @@
-"""What stands in a run's files, checked as it is read: a disk, a kill or an editor may have changed it."""
+"""Validate config.toml, metrics.jsonl and events.jsonl, which a disk, a kill or an editor may have damaged."""
 
 from typing import Annotated, Any, Required
 
@@ -22,7 +22,7 @@ UnixTime = Annotated[float, Field(ge=0, lt=253_402_300_800)]
 
 
 class _Table(BaseModel):
-    """A table of config.toml; what else is in it is left as it is."""
+    """Part of config.toml; further keys are allowed."""
 
     model_config = ConfigDict(strict=True)
 
@@ -34,7 +34,7 @@ class _Recipe(_Table):
 
 
 class _Train(_Table):
-    """Names of train/settings.py; the program checks what its own settings may be."""
+    """Settings of train/settings.py, which checks their values."""
 
     steps: PositiveInt
     batch: PositiveInt
@@ -53,8 +53,6 @@ class _Train(_Table):
 
 
 class _MayChange(_Table):
-    """Names of train/settings.py, FREE."""
-
     eval_batch: PositiveInt | None = None
 
 
@@ -63,7 +61,7 @@ class _Chosen(_Table):
 
 
 class _Swarm(_Table):
-    """Names of swarm/processes/plan.py."""
+    """Settings of swarm/processes/plan.py."""
 
     members: NonNegativeInt
     expected: NonNegativeInt = 0
@@ -79,8 +77,6 @@ class _Swarm(_Table):
 
 
 class Config(_Table):
-    """config.toml."""
-
     recipe: _Recipe
     train: _Train
     may_change: _MayChange | None = None
@@ -93,7 +89,7 @@ class Config(_Table):
     @model_validator(mode="after")
     def _complete(self) -> "Config":
         if self.swarm and not self.chosen:
-            raise ValueError("chosen is missing, which a swarm's run has")
+            raise ValueError("chosen is missing; a swarm needs it")
         return self
 
 
@@ -123,7 +119,7 @@ _ROWS: dict[str, TypeAdapter[Any]] = {METRICS: TypeAdapter(_MetricsRow), EVENTS:
 
 
 def parse_row(name: str, line: bytes) -> dict[str, Any] | None:
-    """A line of metrics.jsonl or events.jsonl; None for one that a kill has torn, or that is damaged."""
+    """Parse a line of metrics.jsonl or events.jsonl; None if it is torn or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""A pytree to a file and back, and the arrays of a run without its recipe: `save` and `load`."""
+"""Save a pytree to a file; load one from a file, or from a run without its recipe."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,16 +25,16 @@ from tpuswarm.train.storage.folders import is_url
 from tpuswarm.train.user_code import find_maker
 
 SUFFIX = ".safetensors"
-SWARM = "tpuswarm.swarm.storage.load:shared_arrays"
-"""Reads the run of a swarm; found by its name, as recipes are: this room knows of no swarm."""
+SWARM_LOADER = "tpuswarm.swarm.storage.load:shared_arrays"
+"""Imported by name, because train/ may not import swarm/."""
 
 
 @entry_point
 def save(tree: Any, file: str | Path) -> None:
-    """Write a pytree of arrays to FILE.safetensors, each under its path; other libraries read it too.
+    """Write a pytree of arrays to FILE.safetensors, each under its path, atomically; other libraries can read it.
 
-    The file is there whole or not at all. Raises InputError for another suffix, for leaves that are no arrays of
-    numbers, for two leaves of one path, and where it cannot be written.
+    Raises InputError for another suffix, for leaves that are not numeric arrays, for two leaves with the same path,
+    and if the file cannot be written.
     """
     if is_url(str(file)):
         raise InputError(f"{file}: a pytree is saved on a disk; give a path, and copy the file from there")
@@ -45,8 +45,8 @@ def save(tree: Any, file: str | Path) -> None:
     names = leaf_paths(tree)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"two leaves have the path {twice[0]}: rename a key that has a slash in it")
-    if both := _both(names):
-        raise InputError(f"{both} is a leaf, and another's path begins with it: rename a key that has a slash in it")
+    if clash := _leaf_and_branch(names):
+        raise InputError(f"{clash} is a leaf, and another's path begins with it: rename a key that has a slash in it")
     for name, leaf in zip(names, leaves, strict=True):
         try:
             to_bytes({name: leaf.ravel()[:0]})
@@ -62,14 +62,15 @@ def save(tree: Any, file: str | Path) -> None:
 
 @entry_point
 def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
-    """The pytree in FILE.safetensors, or the state of a run's newest whole checkpoint, as NumPy arrays.
+    """Return the pytree in FILE.safetensors, or the state in a run's newest intact checkpoint, as NumPy arrays.
 
-    place: a file, or a run as commands name it: a folder, a name in ./runs, `last`, gs://…. The state of a recipe of
-    `supervised` has `params`, `opt`, `ema` and `extra`; of a swarm's run it is `params` (and `extra`), what its members
-    share, and `ema`, of the newest whole version. best: the checkpoint that `keep_best` kept, in place of the newest.
-    like: a tree whose structure the result gets, of arrays or shapes, or a dict of some of those keys, {"params": …};
-    None: dicts in dicts, a list by its indices.
-    Raises InputError for what is no such thing, for a checkpoint that is damaged, and for another path or shape than in
+    place: a file, or a run: a folder, a name in ./runs, `last`, gs://….
+    The state of a `supervised` recipe has `params`, `opt`, `ema` and `extra`. For a swarm it has the shared `params`
+    (and `extra`) and `ema` of the newest intact version.
+    like: a tree of arrays or shapes that gives the structure, or a dict of some of those keys, {"params": …}. Default:
+    nested dicts, with indices as keys of a list.
+    best: read the checkpoint that `keep_best` kept.
+    Raises InputError if `place` is neither, if the checkpoint is damaged, and for a path or shape that is not in
     `like`.
     """
     if str(place).endswith(SUFFIX):
@@ -78,7 +79,7 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
         except (OSError, SafetensorError) as error:
             raise InputError(f"{place} cannot be read: {error}") from error
     else:
-        configure_jax()  # checkpoints ask JAX for its devices
+        configure_jax()  # reading checkpoints starts JAX
         name = str(place)
         folder = bring(name, whole=True) if is_url(name) else find_run(name)
         arrays = checkpoint.read_arrays(best_checkpoint(folder)) if best else _of_run(folder)
@@ -86,18 +87,18 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
             arrays = {path: array for path, array in arrays.items() if path.partition("/")[0] in like}
     if like is not None:
         return _like(arrays, like, str(place))
-    if both := _both(arrays):
-        raise InputError(f"{place} has an array {both}, and others whose path begins with it: say which with like=")
-    return _nested(arrays)
+    if clash := _leaf_and_branch(arrays):
+        raise InputError(f"{place} has an array {clash}, and others whose path begins with it: say which with like=")
+    return _to_nested_dicts(arrays)
 
 
 def swarm_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], str]:
-    """What the members of the swarm in `folder` share by path, its moving average (or nothing), and its digest.
+    """Return a swarm's shared arrays by path, their moving average (may be empty), and a digest.
 
-    InputError where there is no version.
+    Raises InputError before the first version.
     """
-    found: tuple[dict[str, np.ndarray], dict[str, np.ndarray], str] = find_maker(SWARM)(folder)
-    return found
+    arrays: tuple[dict[str, np.ndarray], dict[str, np.ndarray], str] = find_maker(SWARM_LOADER)(folder)
+    return arrays
 
 
 def _of_run(folder: Path) -> dict[str, np.ndarray]:
@@ -106,35 +107,35 @@ def _of_run(folder: Path) -> dict[str, np.ndarray]:
     if "swarm" not in read_config(folder):
         return checkpoint.read_arrays(checkpoint.require_intact(folder)[0])
     shared, average, _ = swarm_arrays(folder)
-    if {path.partition("/")[0] for path in shared} == {"params", "extra"}:  # with mutable state it says which is which
-        named = {path.removeprefix("params/"): array for path, array in average.items() if path.startswith("params/")}
+    if {path.partition("/")[0] for path in shared} == {"params", "extra"}:  # the recipe has mutable state
+        ema = {path.removeprefix("params/"): array for path, array in average.items() if path.startswith("params/")}
     else:
-        shared, named = {f"params/{path}": array for path, array in shared.items()}, average
-    return shared | {f"ema/{path}": array for path, array in named.items()}
+        shared, ema = {f"params/{path}": array for path, array in shared.items()}, average
+    return shared | {f"ema/{path}": array for path, array in ema.items()}
 
 
-def _both(names: Iterable[str]) -> str | None:
-    """What would be an array and a dict of others in one tree, if anything."""
-    names = set(names)
-    folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
-    return min(folders & names, default=None)
+def _leaf_and_branch(paths: Iterable[str]) -> str | None:
+    """Return a path that is both an array and the start of another path."""
+    paths = set(paths)
+    branches = {path[:index] for path in paths for index, letter in enumerate(path) if letter == "/"}
+    return min(branches & paths, default=None)
 
 
-def _nested(arrays: Mapping[str, np.ndarray]) -> Any:
+def _to_nested_dicts(arrays: Mapping[str, np.ndarray]) -> Any:
     if arrays.keys() == {""}:  # the tree was one leaf
         return arrays[""]
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, name = path.split("/")
         node = tree
-        for each in parents:
-            node = node.setdefault(each, {})
+        for parent in parents:
+            node = node.setdefault(parent, {})
         node[name] = array
     return tree
 
 
 def _like(arrays: Mapping[str, np.ndarray], like: Any, place: str) -> Any:
-    there, here = ({path: np.shape(leaf) for path, leaf in each.items()} for each in (arrays, by_path(like)))
+    there, here = ({path: np.shape(leaf) for path, leaf in tree.items()} for tree in (arrays, by_path(like)))
     if different := other_model(there, here):
         raise InputError(f"{place} holds another tree: {different}")
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in here])

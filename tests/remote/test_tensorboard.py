@@ -18,7 +18,7 @@ from tests.processes import finish
 from tests.remote.conftest import ONE
 from tests.watch.fake_run import FakeRun
 from tpuswarm.cli.look.tensorboard import unique_name
-from tpuswarm.train.look.board import Board
+from tpuswarm.train.look.tensorboard_log import TensorBoardLog
 from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
 from tpuswarm.watch.boards import MachineBoards, SwarmRunBoards, boards_of_run
 from tpuswarm.watch.page import json_lines
@@ -77,7 +77,7 @@ def test_curves_and_traces_are_found_without_following_links_to_folders(tmp_path
     for board in (plain / "tensorboard", swarm.folder / "tensorboard" / "m1"):
         (board / "plugins" / "profile" / "now").mkdir(parents=True)
         (board / "plugins" / "profile" / "now" / "vm.xplane.pb").touch()
-    board = Board(plain / "tensorboard", 0)
+    board = TensorBoardLog(plain / "tensorboard", 0)
     board.write({"step": 1, "loss": 2.0})
     board.close()
     shown = tmp_path / "shown"
@@ -127,7 +127,7 @@ def test_machine_names_no_file_outside_its_copy(tmp_path, monkeypatch):
 def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage(browser, fleet):
     fleet.exec(ONE, "mkdir -p runs")
     far = fleet.user_home(f"{ONE}-0") / "runs" / "far"
-    board = Board(far / "tensorboard", 0)
+    board = TensorBoardLog(far / "tensorboard", 0)
     board.write({"step": 1, "tokens": 8, "loss": 3.0})
     board.flush()
     near = FakeRun(fleet.folder / "runs" / "near", 2, 1000)

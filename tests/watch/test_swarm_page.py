@@ -67,9 +67,9 @@ def is_traced(swarm: Swarm, folder) -> str:
         "requested a trace of 3 steps from m1" in err
         and "trace of 3 steps of m1 in run/tensorboard/m1; to open it" in out
     )
-    [trace] = profile.traces(swarm.run)
+    [trace] = profile.trace_folders(swarm.run)
     assert trace.is_relative_to(swarm.run / "tensorboard/m1/plugins/profile")
-    assert profile.traces(swarm.run, "m1") == [trace] and profile.traces(swarm.run, "m0") == []
+    assert profile.trace_folders(swarm.run, "m1") == [trace] and profile.trace_folders(swarm.run, "m0") == []
     assert len(steps_in(trace)) == 3
     assert "trace of 5 steps of m0" in finish(start(["profile", "run"], folder))[0]
     _, err = finish(start(["profile", "run", "--member", "m7"], folder), 2)

@@ -99,7 +99,7 @@ def grant_uses(desired: Desired, listing: Listing, now: float) -> list[GrantUse]
 
 
 def machines_table(rows: Sequence[MachineRow], width: int) -> "Table":
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     columns = [
         Column("machine"), Column("type", rank=1), Column("zone", rank=2), Column("state", wraps=9),
@@ -115,7 +115,7 @@ def machines_table(rows: Sequence[MachineRow], width: int) -> "Table":
         for row in rows
     ]  # fmt: skip
     colors = ["red" if row.healthy is False else STATE_COLORS.get(row.state, "yellow") for row in rows]
-    return table(columns, lines, width, colors)
+    return make_table(columns, lines, width, colors)
 
 
 def activities_table(
@@ -143,7 +143,7 @@ def _activity_rows(
     from rich.text import Text
 
     from tpuswarm.fleet.activity import count_activities
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     columns = [
         Column("machine"), Column("pool", rank=1), Column("state", width=len("not ready")),
@@ -158,7 +158,7 @@ def _activity_rows(
         base = "" if member is None or member.base is None else f"{member.base}"
         lines.append((activity.machine or "–", activity.pool, activity.kind, speed, loss, base, activity.why))
     colors = [ACTIVITY_COLORS.get(activity.kind, "") for activity in activities[:count]]
-    parts: list[RenderableType] = [table(columns, lines, width, colors)]
+    parts: list[RenderableType] = [make_table(columns, lines, width, colors)]
     if rest := activities[count:]:
         parts.append(Text(f"and {len(rest):,} more: {count_activities(rest)}", style="dim"))
     return parts

@@ -13,8 +13,8 @@ from typing import Protocol
 from tpuswarm.errors import InputError
 from tpuswarm.remote.connect import Connections, ask
 from tpuswarm.remote.host import Host, NoWay
-from tpuswarm.train.look.board import Board
-from tpuswarm.train.look.profile import BOARD
+from tpuswarm.train.look.profile import TENSORBOARD_FOLDER
+from tpuswarm.train.look.tensorboard_log import TensorBoardLog
 from tpuswarm.train.run.directory import METRICS
 from tpuswarm.train.storage.copy import bring
 from tpuswarm.train.storage.folders import folder_of
@@ -37,7 +37,7 @@ class PlainRunBoards:
     """A plain run on this disk, or the copy of one in a bucket."""
 
     def __init__(self, run: Path, to: Path, url: str = ""):
-        self._board, self._to, self._url = run / BOARD, to, url
+        self._board, self._to, self._url = run / TENSORBOARD_FOLDER, to, url
 
     async def update(self) -> None:
         """Link the new files, after fetching a bucket's."""
@@ -56,8 +56,8 @@ class SwarmRunBoards:
 
     def __init__(self, run: Path, to: Path, url: str = ""):
         self._lines, self._to, self._url = JsonLines(run / METRICS), to, url
-        self._traces = run / BOARD
-        self._boards: dict[str, Board] = {}
+        self._traces = run / TENSORBOARD_FOLDER
+        self._boards: dict[str, TensorBoardLog] = {}
 
     async def update(self) -> None:
         """Write the new rows."""
@@ -83,7 +83,7 @@ class SwarmRunBoards:
             row = line.row
             with suppress(KeyError, TypeError, ValueError):  # a damaged row
                 member = "held out" if "eval_loss" in row else str(row["member"])
-                board = self._boards.get(member) or Board(self._to / member, 0)
+                board = self._boards.get(member) or TensorBoardLog(self._to / member, 0)
                 self._boards[member] = board
                 board.write({name: value for name, value in row.items() if not isinstance(value, str)})
 

@@ -123,7 +123,7 @@ def draw_hosts(found: Sequence[Row], width: int, height: int | None = None, devi
     from rich.console import Group
     from rich.text import Text
 
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     parts = [Text(_summary(found))]
     libraries = sorted({_library(owner) for row in found for owner in row.owners} - {""})
@@ -147,7 +147,7 @@ def draw_hosts(found: Sequence[Row], width: int, height: int | None = None, devi
     columns = [columns[number] for number in used]
     cells = [tuple(row_cells[number] for number in used) for _, row_cells in shown]
     colors = [COLORS[state] for state, _ in shown]
-    made: list[RenderableType] = [table(columns, cells, width, colors)]
+    made: list[RenderableType] = [make_table(columns, cells, width, colors)]
     if len(shown) < len(lines):
         made.append(Text(f"and {len(lines) - len(shown):,} more", style="dim"))
     return Group(*made, *parts)

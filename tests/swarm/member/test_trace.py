@@ -29,8 +29,8 @@ def profiler(monkeypatch):
             return self.stop_problem
 
     fake = Profiler()
-    monkeypatch.setattr(profile, "start", fake.start)
-    monkeypatch.setattr(profile, "stop", fake.stop)
+    monkeypatch.setattr(profile, "start_trace", fake.start)
+    monkeypatch.setattr(profile, "stop_trace", fake.stop)
     return fake
 
 

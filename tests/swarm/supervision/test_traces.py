@@ -9,7 +9,7 @@ from tpuswarm.swarm.member.trace import TracePart
 from tpuswarm.swarm.supervision import traces as module
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
 from tpuswarm.swarm.supervision.traces import TraceCollector
-from tpuswarm.train.look.profile import BOARD, TRACE, request
+from tpuswarm.train.look.profile import TENSORBOARD_FOLDER, TRACE_EVENT, request_trace
 from tpuswarm.train.run.directory import append_event, read_rows
 
 XPLANE = "plugins/profile/now/host.xplane.pb"
@@ -29,7 +29,7 @@ class Swarm:
         self.traces = TraceCollector(folder, lambda event, **facts: append_event(folder, event, **facts))
 
     def request(self, steps):
-        made = request(self.folder, steps, "m1")
+        made = request_trace(self.folder, steps, "m1")
         self.update()
         return made
 
@@ -46,13 +46,13 @@ class Swarm:
         return self.messages()[-1]
 
     def messages(self):
-        return [row["message"] for row in read_rows(self.folder / "events.jsonl") if row["event"] == TRACE]
+        return [row["message"] for row in read_rows(self.folder / "events.jsonl") if row["event"] == TRACE_EVENT]
 
 
 @pytest.fixture
 def swarm(tmp_path, monkeypatch):
     """Its run's folder is a relative path with `..`."""
-    monkeypatch.setattr(module, "LOOK", 0.0)
+    monkeypatch.setattr(module, "REQUEST_POLL_INTERVAL_S", 0.0)
     (tmp_path / "runs").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -64,7 +64,7 @@ def test_trace_is_written_to_the_boards_folder_and_nowhere_else(swarm, tmp_path)
     swarm.request(3)
     assert swarm.send({XPLANE: b"trace", **outside}) == "trace of 3 steps of m1"
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "events.jsonl"]
-    assert files == [tmp_path / "runs" / BOARD / "m1" / XPLANE] and files[0].read_bytes() == b"trace"
+    assert files == [tmp_path / "runs" / TENSORBOARD_FOLDER / "m1" / XPLANE] and files[0].read_bytes() == b"trace"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_full_disk_leaves_nothing_of_a_trace(swarm, monkeypatch):
     swarm.request(3)
     message = swarm.send({"plugins/profile/now/host.trace.json.gz": b"1", XPLANE: b"trace"})
     assert message == "the trace of m1 could not be written: No space left on device; training continues without it"
-    assert not [path for path in (swarm.folder / BOARD).rglob("*") if path.is_file()]
+    assert not [path for path in (swarm.folder / TENSORBOARD_FOLDER).rglob("*") if path.is_file()]
 
 
 def test_request_during_a_trace_is_refused(swarm):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import tomli_w
 
-from tests.train.look.test_live import drawn
+from tests.train.look.test_widgets import drawn
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.views.drawing import About, draw

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.train.look.test_live import drawn
+from tests.train.look.test_widgets import drawn
 from tpuswarm.train.look.describe import ParameterRow
-from tpuswarm.train.look.display import LiveDisplay, Opening, Picture, draw, parameter_table
+from tpuswarm.train.look.display import LiveDisplay, RunHeader, ViewState, draw_run, parameter_table
 
-PICTURE = Picture(
+PICTURE = ViewState(
     "gpt2-tiny on 8 x cpu", "runs/demo", 840, 2_000, 768, "tokens", 27.4, 2.71731, 2.6204, 800, (3.0, 2.0)
 )
 
 
 def lines_of(width=80, elapsed=31.0, height=16, **changes):
-    return drawn(draw(replace(PICTURE, **changes), elapsed, width, height), width)
+    return drawn(draw_run(replace(PICTURE, **changes), elapsed, width, height), width)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -32,13 +32,13 @@ def test_everything_is_shown(width):
     name = "a-run-with-a-name-that-is-longer-than-any-terminal-" * 4
     assert name in "".join(lines_of(width, run=name))
     assert "21,043 rows/s" in "\n".join(lines_of(width, unit="rows"))
-    ended = "\n".join(lines_of(width, per_second=None, ended=True))
+    ended = "\n".join(lines_of(width, steps_per_s=None, ended=True))
     assert "0:00:31 elapsed" in ended and not any(words in ended for words in (" left", "steps/s", "tokens/s"))
 
 
 def test_nothing_jumps_from_frame_to_frame():
     frames = [
-        lines_of(elapsed=elapsed, step=step, per_second=speed, loss=loss)
+        lines_of(elapsed=elapsed, step=step, steps_per_s=speed, loss=loss)
         for step, speed, loss, elapsed in ((1, None, 11.5, 2), (99, 0.5, 0.01234, 60), (1_999, 1_234.5, 2.0, 3_599))
     ]
     for words in (" of 2,000 steps", " elapsed", " left", " tokens/s", "held-out loss"):
@@ -66,7 +66,7 @@ def test_pictures_need_colours(colours):
     console = Console(width=80, height=24, force_terminal=True, color_system="256", no_color=not colours)
     console.file = io.StringIO()
     live = LiveDisplay(console)
-    live.open(Opening("a", "cpu", "runs/a", 0, 2, 1, "rows", (), ()))
+    live.open(RunHeader("a", "cpu", "runs/a", 0, 2, 1, "rows", (), ()))
     live.picture(np.full((8, 8, 3), 200, np.uint8))
     live.row({"step": 1, "loss": 1.0})
     live.close()
@@ -80,9 +80,9 @@ def test_picture_is_shown_as_far_as_there_is_room():
     def blocks(**changes):
         return [line.rstrip() for line in lines_of(**changes) if line.startswith("▀")]
 
-    assert [len(line) for line in blocks(made=made)] == [80] * 10
+    assert [len(line) for line in blocks(generated=made)] == [80] * 10
     console = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
-    console.print(draw(replace(PICTURE, made=made), 31.0, 80, 16))
+    console.print(draw_run(replace(PICTURE, generated=made), 31.0, 80, 16))
     assert "38;2;255;0;0" in console.file.getvalue()
-    assert blocks(made=made, height=6) == []
-    assert [len(line) for line in blocks(made=made[:8, :8])] == [8] * 4
+    assert blocks(generated=made, height=6) == []
+    assert [len(line) for line in blocks(generated=made[:8, :8])] == [8] * 4

@@ -34,13 +34,13 @@ def steps_in(folder):
 
 
 def trace_messages(folder):
-    return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profile.TRACE]
+    return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == profile.TRACE_EVENT]
 
 
 @pytest.mark.parametrize(("steps", "traced"), [(20, [11, 12, 13, 14, 15]), (3, [1, 2, 3])])
 def test_profiled_run_leaves_a_trace_of_its_middle(tmp_path, steps, traced):
     Trainer(devices=1, profile=True).fit(toy.recipe(), steps=steps, batch=8, run=tmp_path)
-    [folder] = profile.traces(tmp_path)
+    [folder] = profile.trace_folders(tmp_path)
     assert folder.is_relative_to(tmp_path / "tensorboard/plugins/profile")  # where TensorBoard looks
     assert steps_in(folder) == traced
     [message] = trace_messages(tmp_path)
@@ -50,7 +50,7 @@ def test_profiled_run_leaves_a_trace_of_its_middle(tmp_path, steps, traced):
 def test_loop_left_during_a_trace_leaves_the_steps_so_far(tmp_path):
     with closing(Trainer(devices=1, profile=True).steps(toy.recipe(), steps=30, batch=8, run=tmp_path / "run")) as loop:
         list(islice(loop, 12))
-    [folder] = profile.traces(tmp_path / "run")
+    [folder] = profile.trace_folders(tmp_path / "run")
     assert steps_in(folder) == [11, 12, 13]
     with jax.profiler.trace(tmp_path / "mine"):  # no trace is under way
         pass
@@ -73,7 +73,7 @@ import jax
 from tests.train import toy
 from tests.waiting import until
 from tpuswarm import Trainer
-from tpuswarm.train.look.profile import traces
+from tpuswarm.train.look.profile import trace_folders
 from tpuswarm.train.run.directory import EVENTS, read_rows
 disk = Path(sys.argv[1])
 run, filler = disk / "run", disk / "filler"
@@ -83,9 +83,9 @@ until((run / "checkpoints/00000000/manifest.json").exists)  # the first save nee
 filler.write_bytes(bytes(shutil.disk_usage(disk).free - 4 * 4096))  # all but four pages, for the rows
 list(islice(loop, 10))
 print(next(row["message"] for row in read_rows(run / EVENTS) if row["event"] == "profile"))
-print(traces(run))
+print(trace_folders(run))
 filler.unlink()
-print(sum(1 for _ in loop), traces(run))
+print(sum(1 for _ in loop), trace_folders(run))
 jax.profiler.start_trace(disk / "again")
 jax.profiler.stop_trace()
 """
@@ -98,7 +98,7 @@ def test_full_disk_costs_the_trace_and_not_the_run(on_small_disk):
 
 
 def test_running_run_is_traced_on_request(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(profile, "LOOK", 0.0)
+    monkeypatch.setattr(profile, "REQUEST_POLL_INTERVAL_S", 0.0)
     run = tmp_path / "run"
     loop = Trainer(devices=1).steps(toy.recipe(), steps=10**6, batch=8, run=run)
     next(loop)
@@ -109,7 +109,7 @@ def test_running_run_is_traced_on_request(tmp_path, monkeypatch, capsys):
                 break
         asked.result()
     loop.close()
-    [trace] = profile.traces(run)
+    [trace] = profile.trace_folders(run)
     traced = steps_in(trace)
     out, err = capsys.readouterr()
     assert len(traced) == 3 and f"steps {traced[0]} to {traced[-1]}" in out
@@ -124,7 +124,7 @@ def test_running_run_is_traced_on_request(tmp_path, monkeypatch, capsys):
 def test_run_without_a_trace_says_what_to_do(tmp_path):
     run = tmp_path / "run"
     Trainer(devices=1).fit(toy.recipe(), steps=2, batch=8, run=run)
-    assert profile.traces(run) == trace_messages(run) == []
+    assert profile.trace_folders(run) == trace_messages(run) == []
     for options, words in (
         ({}, "no trace. Train with --profile"),
         ({"steps": 0}, "--steps must be at least 1, not 0"),
@@ -147,7 +147,7 @@ def test_run_without_a_trace_says_what_to_do(tmp_path):
 def test_invalid_request_is_removed(tmp_path, text):
     (tmp_path / profile.TRACE_REQUEST).write_text(text)
     assert profile.take_request(tmp_path) is None and not (tmp_path / profile.TRACE_REQUEST).exists()
-    request = profile.request(tmp_path, 2)
+    request = profile.request_trace(tmp_path, 2)
     assert profile.take_request(tmp_path) == (2, None, request)
 
 

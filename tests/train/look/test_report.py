@@ -6,19 +6,19 @@ import re
 import numpy as np
 import pytest
 
-from tpuswarm.train.look.report import PARTS, facts_table, history, samples, smoothed, table
+from tpuswarm.train.look.report import SMOOTHING_PARTS, facts_table, history_facts, html_table, samples_section, smooth
 
 
 def test_smoothed_curve_keeps_level_slope_and_length():
-    rows = 40 * PARTS
+    rows = 40 * SMOOTHING_PARTS
     line, noise = 3 - 2 * np.arange(rows) / rows, np.random.default_rng(1).normal(0, 0.5, rows)
-    made = smoothed(list(line + noise))
+    made = smooth(list(line + noise))
     assert made.shape == (rows,)
     assert np.abs(made - line)[40:-40].max() < 0.45 < np.abs(noise).max()
-    np.testing.assert_allclose(smoothed([2.0] * rows), 2.0)
-    np.testing.assert_array_equal(smoothed([1.0, 2.0, None, 4.0]), [1.0, 2.0, math.nan, 4.0])  # too few to smooth
-    np.testing.assert_allclose(smoothed([1.0] * 500 + [None] * 3 + [1.0] * 500), 1.0)
-    assert smoothed([]).shape == (0,)
+    np.testing.assert_allclose(smooth([2.0] * rows), 2.0)
+    np.testing.assert_array_equal(smooth([1.0, 2.0, None, 4.0]), [1.0, 2.0, math.nan, 4.0])  # too few to smooth
+    np.testing.assert_allclose(smooth([1.0] * 500 + [None] * 3 + [1.0] * 500), 1.0)
+    assert smooth([]).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -29,18 +29,18 @@ def test_smoothed_curve_keeps_level_slope_and_length():
     ],
 )  # fmt: skip
 def test_columns_of_numbers_are_aligned_to_the_right(cells, right):
-    page = table(("name", "count"), [("a", cell) for cell in cells])
+    page = html_table(("name", "count"), [("a", cell) for cell in cells])
     assert ('<th class="n">count</th>' in page) == right and '<th class="n">name' not in page
     assert len(re.findall('<td class="n">', page)) == right * len(cells)
     assert ('class="n"' in facts_table([("x", cell) for cell in cells])) == right
 
 
 def test_empty_columns_are_left_out_and_samples_are_escaped():
-    page = table(("name", "empty"), [("a", "")])
+    page = html_table(("name", "empty"), [("a", "")])
     assert page == '<table><tr><th class="w">name</th></tr><tr><td class="w">a</td></tr></table>'
-    [(name, part)] = samples([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n1"}])
+    [(name, part)] = samples_section([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n1"}])
     assert name == "What it writes" and "step 1,200" in part and "<pre>&lt;b&gt;\n1</pre>" in part
-    assert samples([{"event": "note"}]) == []
+    assert samples_section([{"event": "note"}]) == []
 
 
 def test_history_has_the_last_command_and_all_times():
@@ -50,7 +50,9 @@ def test_history_has_the_last_command_and_all_times():
         {"time": 86_400.0, "event": "started", "command": "tpuswarm train gpt2-tiny --keep 5"},
         {"time": 90_000.0, "event": "finished"},
     ]
-    facts = dict(history(events))
+    facts = dict(history_facts(events))
     assert facts["command"] == "tpuswarm train gpt2-tiny --keep 5"
     assert re.fullmatch(r"19(69-12-31|70-01-01) .* to 1970-01-0[12] .*", facts["when"])
-    assert history([]) == [] and dict(history([*events[1:2], {"time": 1.0, "event": "started"}])).keys() == {"when"}
+    assert history_facts([]) == [] and dict(
+        history_facts([*events[1:2], {"time": 1.0, "event": "started"}])
+    ).keys() == {"when"}

@@ -12,12 +12,12 @@ from tpuswarm.train.process.waiting import waiting
 HEAD = """
 import signal, sys, time
 from rich.text import Text
-from tpuswarm.train.look.live import region
+from tpuswarm.train.look.widgets import start_live_region
 from tpuswarm.train.process.stop import InterruptHandler
 from tpuswarm.train.process.waiting import stderr_console, waiting
 
 def show_view():
-    return region(stderr_console(), lambda width, height: Text("the view"))
+    return start_live_region(stderr_console(), lambda width, height: Text("the view"))
 """
 WAITS = f"""{HEAD}
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})

@@ -17,7 +17,7 @@ from tpuswarm import Trainer, supervised
 from tpuswarm.cli.train import profile as cli
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
-from tpuswarm.train.look.profile import request, take_request, traces
+from tpuswarm.train.look.profile import request_trace, take_request, trace_folders
 from tpuswarm.train.run.best import Best, best_checkpoint, write_best
 from tpuswarm.train.run.checkpoint import Checkpoints, newest_intact, restore
 from tpuswarm.train.run.directory import Run, read_rows
@@ -153,7 +153,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     folder = bring(URL)
     seen = read_status(folder)
     assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
-    asked = request(folder, 3, "m1")
+    asked = request_trace(folder, 3, "m1")
     assert until(lambda: take_request(run.folder)) == (3, "m1", asked) and take_request(folder) is None
     signals = []
     monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
@@ -187,7 +187,7 @@ def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, m
     trains = threading.Thread(target=train)
     trains.start()
     cli.profile(URL, 3)
-    assert traces(copy) == [(copy / xplane).parent] and (copy / xplane).stat().st_size == 2**12 + 1
+    assert trace_folders(copy) == [(copy / xplane).parent] and (copy / xplane).stat().st_size == 2**12 + 1
     assert f"trace of steps 4 to 6 in {copy}/tensorboard" in capsys.readouterr().out
     trains.join()
     run.close()

@@ -44,7 +44,7 @@ def show(
     fleet: FleetOption = None,
 ) -> None:
     """Show all flags that are set, or those that apply on a machine: value, scope and who set it."""
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     if known:
         _print_known_flags(as_json)
@@ -74,7 +74,7 @@ def show(
     )  # fmt: skip
     console = make_console()
     cells = [(flag.name, flag.value, flag.text, by, flag.variable) for flag, by in rows]
-    console.print(table(columns, sorted(cells), console.width))
+    console.print(make_table(columns, sorted(cells), console.width))
 
 
 @app.command("set", context_settings={"ignore_unknown_options": True})  # allows --KEY=VALUE

@@ -47,7 +47,7 @@ RESTART_HINT = "Start a keeper: `tpuswarm keep`, or `tpuswarm up --keep` in the 
 
 def jobs(target: Target = None, as_json: Json = False) -> None:
     """List the jobs of all machines: where and how long each runs, how often it failed or was lost, and why."""
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     fleet, _ = find_fleet(target)
     document = refresh_jobs(fleet)
@@ -74,7 +74,7 @@ def jobs(target: Target = None, as_json: Json = False) -> None:
             job_age = format_age(time.time() - job.at)
             rows.append((job.name, where, state, *counts, job_age, assignment.why))
     console = make_console()
-    console.print(table(columns, rows, console.width))
+    console.print(make_table(columns, rows, console.width))
     if not has_keeper(document) and any(not job.is_over for job in document.jobs):
         echo(f"no keeper runs, so no job is restarted. {RESTART_HINT}")
 

@@ -118,7 +118,7 @@ def _open_zones(generation: Generation) -> list[str]:
 
 
 def _types_table(chosen: list[Accelerator], zone: str | None, width: int) -> "Table":
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     columns = [
         Column("type"), Column("topology", rank=1), Column("chips", right=True), Column("cores", right=True, rank=3),
@@ -133,7 +133,7 @@ def _types_table(chosen: list[Accelerator], zone: str | None, width: int) -> "Ta
         if price:
             cost = (_format_dollars(price.on_demand), _format_dollars(price.spot), price.region)
         rows.append((tpu.name, format_topology(tpu.topology), *(f"{size:,.0f}" for size in sizes), *cost))
-    return table(columns, rows, width)
+    return make_table(columns, rows, width)
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> "Table":

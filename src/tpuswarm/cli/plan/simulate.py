@@ -100,12 +100,12 @@ def _facts_table(simulated: result.Result) -> "Table":
 
 
 def _groups_table(simulated: result.Result, width: int) -> "Table":
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     names = ("members", "tokens/s", "trains", "stall", "gone", "share", "sends", "receives")
     groups = (*simulated.groups, simulated.members) if len(simulated.groups) > 1 else simulated.groups
     columns = [Column(""), *(Column(name, right=True) for name in names)]
-    drawn = table(columns, [_group_row(group) for group in groups], width)
+    drawn = make_table(columns, [_group_row(group) for group in groups], width)
     drawn.caption = "averages per member; share: of all applied tokens; sends, receives: Mbit/s"
     drawn.caption_justify = "left"
     return drawn

@@ -34,7 +34,7 @@ def show(
     if as_json:
         print(json.dumps({"run": run, "commits": [asdict(commit) for commit in commits]}))
         return
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     columns = (
         Column("commit", right=True), Column("time", rank=2), Column("epoch", right=True, rank=3),
@@ -42,7 +42,7 @@ def show(
         Column("total", right=True), Column("rule"),
     )  # fmt: skip
     console = make_console()
-    console.print(table(columns, [commit_row(commit) for commit in commits], console.width))
+    console.print(make_table(columns, [commit_row(commit) for commit in commits], console.width))
 
 
 @app.command()

@@ -45,16 +45,16 @@ def profile(
         return
     if is_swarm:
         member = wait_for_member(folder, member)
-    step_count, owner = steps or profiling.STEPS, owner_elsewhere(folder)
+    step_count, owner = steps or profiling.TRACE_STEPS, owner_elsewhere(folder)
 
     def read_messages(request: str = "") -> list[str]:
-        rows = (row for row in read_rows(folder / EVENTS) if row["event"] == profiling.TRACE)
+        rows = (row for row in read_rows(folder / EVENTS) if row["event"] == profiling.TRACE_EVENT)
         rows = (row for row in rows if row.get("member") == member and row.get("request", request) == request)
         return [row["message"] for row in rows]
 
-    refresh(folder, profiling.BOARD)
-    old_count, old_traces = len(read_messages()), profiling.traces(folder, member)
-    request = profiling.request(folder, step_count, member)
+    refresh(folder, profiling.TENSORBOARD_FOLDER)
+    old_count, old_traces = len(read_messages()), profiling.trace_folders(folder, member)
+    request = profiling.request_trace(folder, step_count, member)
     who = member or f"process {pid}{f' on {owner.host}' if owner else ''}"
     echo(f"requested a trace of {step_count} steps from {who}; Ctrl-C stops waiting", err=True)
     try:
@@ -70,9 +70,9 @@ def profile(
             if origin(folder):
                 _wait_for_trace_in_bucket(folder, member, old_traces)
     finally:
-        profiling.withdraw(folder)
+        profiling.withdraw_request(folder)
     traced = message.removeprefix("trace of ").partition(" in ")[0]
-    echo(profiling.taken_sentence(traced, folder / profiling.BOARD / (member or "")))
+    echo(profiling.trace_sentence(traced, folder / profiling.TENSORBOARD_FOLDER / (member or "")))
 
 
 def _poll_interval_s(folder: Path) -> float:
@@ -81,12 +81,12 @@ def _poll_interval_s(folder: Path) -> float:
 
 def _wait_for_trace_in_bucket(folder: Path, member: str | None, old_traces: Collection[Path]) -> None:
     """Wait until a new trace is in the bucket, where its event may arrive first."""
-    refresh(folder, profiling.BOARD)
-    while set(profiling.traces(folder, member)) <= set(old_traces):
+    refresh(folder, profiling.TENSORBOARD_FOLDER)
+    while set(profiling.trace_folders(folder, member)) <= set(old_traces):
         if holder_pid(folder) is None:  # released after its last upload, so nothing more comes
             raise RunFailed(f"{shown(folder)} ended before the trace was in its bucket")
         time.sleep(BUCKET_POLL_INTERVAL_S)
-        refresh(folder, profiling.BOARD)
+        refresh(folder, profiling.TENSORBOARD_FOLDER)
 
 
 def wait_for_member(folder: Path, member: str | None) -> str:
@@ -123,8 +123,8 @@ def wait_for_member(folder: Path, member: str | None) -> str:
 def _print_traces(folder: Path, steps: int | None, member: str | None) -> None:
     if steps is not None:
         raise InputError(f"{shown(folder)} is not running. To list its traces, leave --steps out.")
-    refresh(folder, profiling.BOARD)
-    traces = profiling.traces(folder, member)
+    refresh(folder, profiling.TENSORBOARD_FOLDER)
+    traces = profiling.trace_folders(folder, member)
     if not traces:
         raise InputError(
             f"{shown(folder)} is not running and has no trace{f' of {member}' if member else ''}. Train with "
@@ -132,4 +132,4 @@ def _print_traces(folder: Path, steps: int | None, member: str | None) -> None:
         )
     for trace in traces:
         print(trace)
-    echo(f"to open them: {profiling.HOW_TO_OPEN.format(folder=folder / profiling.BOARD)}")
+    echo(f"to open them: {profiling.HOW_TO_OPEN.format(folder=folder / profiling.TENSORBOARD_FOLDER)}")

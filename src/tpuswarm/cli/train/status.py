@@ -97,7 +97,7 @@ def _draw(found: list[Any], run: str | None, width: int, height: int | None = No
     from rich.console import Group
     from rich.text import Text
 
-    from tpuswarm.train.look.live import STATES
+    from tpuswarm.train.look.widgets import STATE_COLORS
 
     if not run:
         rows = found if height is None else found[: height - 2]
@@ -105,7 +105,7 @@ def _draw(found: list[Any], run: str | None, width: int, height: int | None = No
         return Group(_table(rows, width), *more)
     [one] = found
     state = f"running, pid {one.pid}" if one.pid else f"{one.state} {_age_of(one)} ago"
-    lines = [Text(f"{state}{': ' if one.message else ''}{one.message}", STATES.get(one.state, ""))]
+    lines = [Text(f"{state}{': ' if one.message else ''}{one.message}", STATE_COLORS.get(one.state, ""))]
     if not isinstance(one, RunView):
         return Group(_draw_plain(one, width, height), *lines)
     silent_s = time.time() - one.status.time
@@ -119,22 +119,22 @@ def _age_of(run: Any) -> str:
 
 
 def _draw_plain(run: Status, width: int, height: int | None) -> Any:
-    from tpuswarm.train.look.display import Picture, draw
+    from tpuswarm.train.look.display import ViewState, draw_run
 
-    picture = Picture(
+    picture = ViewState(
         title=f"{run.recipe} on {run.devices}" if run.devices else run.recipe,
         run=run.run,
         step=run.step,
         steps=run.steps,
         tokens_per_step=run.tokens // max(run.step, 1),
         unit=run.unit,
-        per_second=(run.steps - run.step) / run.left if run.left else None,
+        steps_per_s=(run.steps - run.step) / run.left if run.left else None,
         loss=run.loss,
         eval_loss=run.eval_loss,
         eval_step=run.eval_step,
         ended=run.state != "running",
     )
-    return draw(picture, run.elapsed, width, height or 0)
+    return draw_run(picture, run.elapsed, width, height or 0)
 
 
 def _draw_swarm(run: RunView, width: int, height: int | None) -> Any:
@@ -145,7 +145,7 @@ def _draw_swarm(run: RunView, width: int, height: int | None) -> Any:
 
 
 def _table(runs: list[Any], width: int) -> Any:
-    from tpuswarm.train.look.live import Column, table
+    from tpuswarm.train.look.widgets import Column, make_table
 
     columns = [
         Column("run"), Column("recipe", rank=5), Column("state"), Column("pid", right=True, rank=4),
@@ -168,4 +168,4 @@ def _table(runs: list[Any], width: int) -> Any:
         )
         for run in runs
     ]
-    return table(columns, rows, width)
+    return make_table(columns, rows, width)

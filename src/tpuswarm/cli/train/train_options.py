@@ -16,7 +16,7 @@ from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.engines.ports import parse_ports
 from tpuswarm.train.hosts.host_group import parse_host_group
-from tpuswarm.train.look.wandb_log import require
+from tpuswarm.train.look.wandb_log import require_wandb
 from tpuswarm.train.optional import LooksForData, identity_of
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
@@ -64,7 +64,7 @@ def read_options(context: typer.Context) -> TrainOptions:
     if params["hosts"] is not None and table.run and "://" in table.run:
         raise InputError(f"--hosts needs a run on a disk that all hosts share, and {table.run} is a bucket")
     if table.wandb is not None:
-        require()
+        require_wandb()
     parent = find_parent(table.init_from) if table.init_from else None
     given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
     options = dict(table.options)

@@ -50,7 +50,7 @@ class Tracer:
             self._left -= 1
             if not self._left:
                 jax.block_until_ready(metrics)
-                why = profile.stop(Path(self._folder.name))
+                why = profile.stop_trace(Path(self._folder.name))
                 self._stop(self._folder, f"could not be written: {why}" if why else "")
         elif self._requested:
             jax.block_until_ready(metrics)
@@ -61,7 +61,7 @@ class Tracer:
             except OSError as error:
                 self._parts.append(TracePart(0, f"could not start: {error.strerror}"))
                 return
-            if why := profile.start(Path(self._folder.name)):
+            if why := profile.start_trace(Path(self._folder.name)):
                 self._stop(self._folder, f"could not start: {why}")
 
     def _stop(self, folder: tempfile.TemporaryDirectory[str], problem: str) -> None:

@@ -16,8 +16,8 @@ from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
 from tpuswarm.swarm.views.events import sentence
 from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
-from tpuswarm.train.look.live import Pace
 from tpuswarm.train.look.pictures import PICTURES, TEXTS, write_picture
+from tpuswarm.train.look.widgets import Pace
 from tpuswarm.train.run.directory import METRICS, SAMPLE_EVENT, Run, append_rows
 from tpuswarm.train.run.listing import read_newest_evaluation
 

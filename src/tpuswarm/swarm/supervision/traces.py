@@ -9,7 +9,13 @@ from pathlib import Path, PurePosixPath
 from tpuswarm.swarm.engines.ray import ActorHandle
 from tpuswarm.swarm.member.trace import TracePart
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
-from tpuswarm.train.look.profile import BOARD, LOOK, TRACE, Request, take_request
+from tpuswarm.train.look.profile import (
+    REQUEST_POLL_INTERVAL_S,
+    TENSORBOARD_FOLDER,
+    TRACE_EVENT,
+    TraceRequest,
+    take_request,
+)
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,13 @@ class TraceCollector:
             if processes[name].left or processes[name].actor is not pending.actor:
                 self._finish(name, f"{name} ended before its trace was taken; ask again once it trains")
         now = time.monotonic()
-        if now - self._last_poll < LOOK:
+        if now - self._last_poll < REQUEST_POLL_INTERVAL_S:
             return
         self._last_poll = now
         if request := take_request(self._run):
             self._start(processes.get(request.member or ""), request)
 
-    def _start(self, member: SupervisedProcess | None, request: Request) -> None:
+    def _start(self, member: SupervisedProcess | None, request: TraceRequest) -> None:
         if member is None or not member.is_member or member.actor is None or member.incarnation is None:
             message = f"{request.member} does not train; `tpuswarm status {self._run}` shows who does"
             self._answer(request.member, request.id, message)
@@ -68,11 +74,11 @@ class TraceCollector:
         self._answer(name, self._pending.pop(name).request, message)
 
     def _answer(self, name: str | None, request: str, message: str) -> None:
-        self._event(TRACE, member=name, request=request, message=message)
+        self._event(TRACE_EVENT, member=name, request=request, message=message)
 
     def _write(self, name: str, steps: int, problem: str, files: Mapping[str, bytearray]) -> str:
         """Write a trace to TensorBoard's folder; return the message about it."""
-        folder, written = self._run / BOARD / name, []
+        folder, written = self._run / TENSORBOARD_FOLDER / name, []
         try:
             for file_name, data in files.items():
                 relative = PurePosixPath(file_name)

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
 from tpuswarm.swarm.views.status import FINISHED, MemberStatus, SwarmStatus
-from tpuswarm.train.look.display import speed_text
-from tpuswarm.train.look.live import Column, bar, sparkline, table
+from tpuswarm.train.look.display import format_speed
+from tpuswarm.train.look.widgets import Column, draw_bar, make_table, sparkline
 
 MAX_LAG = 2
 """A member may be this many commits behind while its push is in flight."""
@@ -61,7 +61,7 @@ def draw(
         room = max(1, height - HEAD_ROW_COUNT - sum(_row_count(alarm, width) for alarm in alarms))
     return Group(
         Text(f"{about.title}, {count} member{'' if count == 1 else 's'}: {about.run}", overflow="fold"),
-        bar(min(status.tokens.applied, status.horizon), status.horizon, f"{about.unit} counted", width),
+        draw_bar(min(status.tokens.applied, status.horizon), status.horizon, f"{about.unit} counted", width),
         *facts(about, status),
         *([Text(sparkline(losses, width), style="cyan")] if losses else []),
         *(instead(room) if instead else members(status, about.unit, width, room)),
@@ -78,7 +78,7 @@ def facts(about: About, status: SwarmStatus) -> list[Text]:
         held_out += f" (commit {status.eval_version})"
     goodput = "–" if status.goodput is None else f"{status.goodput:.1%}"
     speed = status.tokens_per_s
-    steps, rows = format_step_rate(speed / about.tokens_per_step), speed_text(speed, about.unit)
+    steps, rows = format_step_rate(speed / about.tokens_per_step), format_speed(speed, about.unit)
     ended = about.ended or status.phase == FINISHED
     now = f"   {format_duration(status.left)} left   {steps:>15}   {rows:>18}"
     return [
@@ -134,7 +134,7 @@ def members_table(
         )
         for number, member in enumerate(shown)
     ]
-    return table(columns, rows, width)
+    return make_table(columns, rows, width)
 
 
 def find_urgent_members(status: SwarmStatus) -> list[tuple[MemberStatus, str]]:

@@ -19,17 +19,17 @@ from tpuswarm.swarm.views.overview import MemberTotals, Overview, overview
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, Commit, commit_row
 from tpuswarm.train.look.report import (
-    configuration,
+    configuration_section,
     draw_losses,
     facts_table,
-    history,
-    image,
-    page,
-    pictures,
-    png,
-    samples,
+    history_facts,
+    html_image,
+    html_page,
+    html_table,
+    pictures_section,
+    samples_section,
     show_thousands,
-    table,
+    to_png,
 )
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
@@ -71,21 +71,27 @@ def write_report(folder: Path) -> Path:
     config = read_config(folder)
     spans, marks, seconds = incarnation_spans(events)
     sections = [
-        ("", facts_table(history(events) + _facts(config, run, commits, seconds))),
+        ("", facts_table(history_facts(events) + _facts(config, run, commits, seconds))),
         (
             "Loss",
-            image("training loss of each member against its tokens, held-out loss against all", picture),
+            html_image("training loss of each member against its tokens, held-out loss against all", picture),
         ),
-        *pictures(folder, "commit"),
-        *samples(events),
-        ("Members", image("which members were alive when, and what was lost", members_picture(spans, marks, seconds))),
-        ("Commits", image("weight of each member in each commit", commits_picture(commits)) + _commits(commits.newest)),
+        *pictures_section(folder, "commit"),
+        *samples_section(events),
+        (
+            "Members",
+            html_image("which members were alive when, and what was lost", members_picture(spans, marks, seconds)),
+        ),
+        (
+            "Commits",
+            html_image("weight of each member in each commit", commits_picture(commits)) + _commits(commits.newest),
+        ),
         (run.unit.capitalize(), facts_table(_tokens(run)) + _totals(commits.totals)),
         ("What happened", _events(events)),
-        configuration(config),
+        configuration_section(config),
     ]
     path = folder / "report.html"
-    write_atomically(path, page(f"{run.recipe} · {folder.name}", sections))
+    write_atomically(path, html_page(f"{run.recipe} · {folder.name}", sections))
     return path
 
 
@@ -147,7 +153,7 @@ def loss_picture(rows: Iterable[Mapping[str, Any]], unit: str) -> bytes:
         right.plot(*zip(*sorted(evaluations), strict=True), "o-", color="black", ms=4)
         right.set(xlabel=f"{unit} counted", title="held-out loss of the model", xlim=(0, None))
         show_thousands(right)
-    return png(figure)
+    return to_png(figure)
 
 
 def incarnation_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Mark], float]:
@@ -201,7 +207,7 @@ def members_picture(spans: Sequence[Span], marks: Sequence[Mark], seconds: float
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="seconds of the run", xlim=(0, max(seconds, 1e-9)), ylim=(-0.6, max(len(names), 1) - 0.4))
     axes.grid(axis="x", alpha=0.3)
-    return png(figure)
+    return to_png(figure)
 
 
 def commits_picture(commits: Overview) -> bytes:
@@ -222,7 +228,7 @@ def commits_picture(commits: Overview) -> bytes:
         axes.legend(loc="upper left", fontsize=TEXT_SIZE)
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="commit")
-    return png(figure)
+    return to_png(figure)
 
 
 def _facts(config: Mapping[str, Any], run: RunView, commits: Overview, seconds: float) -> list[tuple[str, str]]:
@@ -265,17 +271,17 @@ def _tokens(run: RunView) -> list[tuple[str, str]]:
 
 def _totals(totals: Sequence[MemberTotals]) -> str:
     counts = ("contributions", "applied", "returned", "dropped", "void")
-    return table(
+    return html_table(
         ("member", "pushes", *counts[1:]),
         ([str(total.member), *(f"{getattr(total, name):,}" for name in counts)] for total in totals),
     )
 
 
 def _commits(newest: Sequence[Commit]) -> str:
-    return table(COMMIT_COLUMNS, map(commit_row, reversed(newest)))
+    return html_table(COMMIT_COLUMNS, map(commit_row, reversed(newest)))
 
 
 def _events(events: Iterable[Mapping[str, Any]]) -> str:
     newest = [event for event in events if event["event"] != "commit"][-MAX_EVENTS:]
     times = (time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])) for event in newest)
-    return table(("time", "what"), zip(times, map(sentence, newest), strict=True))
+    return html_table(("time", "what"), zip(times, map(sentence, newest), strict=True))

@@ -11,8 +11,8 @@ from rich.text import Text
 from tpuswarm.config.formatting import format_duration, format_figure
 from tpuswarm.swarm.views.drawing import About, draw
 from tpuswarm.swarm.views.status import SwarmStatus
-from tpuswarm.train.look.display import PLAIN_WIDTH, speed_text
-from tpuswarm.train.look.live import Curve, can_draw, region
+from tpuswarm.train.look.display import PLAIN_WIDTH, format_speed
+from tpuswarm.train.look.widgets import Curve, can_draw, start_live_region
 from tpuswarm.train.process.terminal import echo_on_console
 from tpuswarm.train.process.timestamps import writes_timestamped_log
 from tpuswarm.train.process.waiting import stderr_console
@@ -80,7 +80,7 @@ class LiveScreen(Screen):
         """Print what will be trained, then draw the view."""
         super().open(about, sentences)
         self._picture = Picture(about)
-        self._live = region(self.console, self._draw)
+        self._live = start_live_region(self.console, self._draw)
 
     def loss(self, value: float) -> None:
         self._curve.add(value)
@@ -127,6 +127,6 @@ def status_sentence(about: About, status: SwarmStatus) -> str:
     share = status.tokens.applied / max(status.horizon, 1)
     return (
         f"commit {status.version}, {share:.0%} of the {about.unit} counted, "
-        f"training loss {format_figure(status.loss)}, {speed_text(status.tokens_per_s, about.unit)}, "
+        f"training loss {format_figure(status.loss)}, {format_speed(status.tokens_per_s, about.unit)}, "
         f"{alive} of {len(status.members)} members alive, {format_duration(status.left)} left"
     )

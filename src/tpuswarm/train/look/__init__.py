@@ -1,1 +1,1 @@
-"""What a person sees of a run: live views, outputs, reports, pictures, profiles."""
+"""Output of a run: live views, logs for TensorBoard and W&B, reports, pictures, profiles."""

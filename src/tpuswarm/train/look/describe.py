@@ -1,4 +1,4 @@
-"""What a run is made of, in one table: every parameter group and the memory of one device."""
+"""Describe a compiled run: its parameters, and the memory of one device."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +11,6 @@ from tpuswarm.train.program.mesh import bytes_per_device
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter leaf as the table shows it."""
-
     path: str
     shape: tuple[int, ...]
     dtype: str
@@ -25,19 +23,17 @@ class ParameterRow:
 
     @property
     def count(self) -> int:
-        """Numbers in it."""
         return math.prod(self.shape)
 
 
 def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
-    """One row for each leaf that the program names."""
     leaves = jax.tree.leaves(compiled.program.exchange().get(compiled.state))
     return [
         ParameterRow(
             path=parameter.path,
             shape=leaf.shape,
             dtype=leaf.dtype.name,
-            sharding=_axes(leaf),
+            sharding=_describe_sharding(leaf),
             frozen=parameter.frozen,
             decayed=parameter.decayed,
             tied=parameter.tied,
@@ -48,21 +44,23 @@ def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
     ]
 
 
-def _axes(leaf: jax.ShapeDtypeStruct) -> str:
-    parts = [whole // part for whole, part in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True)]
-    split = [f"axis {axis} / {count}" for axis, count in enumerate(parts) if count > 1]
+def _describe_sharding(leaf: jax.ShapeDtypeStruct) -> str:
+    shard_counts = [
+        size // shard for size, shard in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True)
+    ]
+    split = [f"axis {axis} / {count}" for axis, count in enumerate(shard_counts) if count > 1]
     return ", ".join(split) or "replicated"
 
 
 def memory_sentence(compiled: Compiled) -> str:
-    """Memory of one device in words, the compiler's figures beside the state's."""
+    """State the memory of one device, with the compiler's temporaries."""
     state = bytes_per_device(compiled.state)
     rows = parameter_rows(compiled)
     parameters = sum(row.bytes_per_device for row in rows if not row.statistic)
-    observed = sum(row.count for row in rows if row.statistic)
+    statistic_count = sum(row.count for row in rows if row.statistic)
     count = sum(row.count for row in rows if not row.statistic)
-    statistics = f" and {observed:,} running statistics" if observed else ""
-    rest = "optimizer, average and statistics" if observed else "optimizer and average"
+    statistics = f" and {statistic_count:,} running statistics" if statistic_count else ""
+    rest = "optimizer, average and statistics" if statistic_count else "optimizer and average"
     decayed = sum(row.count for row in rows if row.decayed)
     decay = f", {decayed:,} of them in the decay mask" if decayed else ""
     mib = 2**20

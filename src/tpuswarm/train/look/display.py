@@ -1,4 +1,4 @@
-"""Progress for a person: a live view on a terminal or in a notebook, a few lines elsewhere. All of it on stderr."""
+"""Show progress on stderr: a live view on a terminal or in a notebook, otherwise a few lines."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,89 +12,93 @@ from rich.text import Text
 
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
 from tpuswarm.train.diagnose.phases import summary_rows
-from tpuswarm.train.look.describe import ParameterRow
-from tpuswarm.train.look.live import Column, Curve, Pace, bar, can_draw, region, sparkline, table
+from tpuswarm.train.look.widgets import (
+    MAX_BAR_WIDTH,
+    Column,
+    Curve,
+    Pace,
+    can_draw,
+    draw_bar,
+    make_table,
+    sparkline,
+    start_live_region,
+)
 from tpuswarm.train.process.terminal import echo_on_console
 from tpuswarm.train.process.timestamps import writes_timestamped_log
 from tpuswarm.train.process.waiting import stderr_console
 
-if TYPE_CHECKING:  # a tenth of a second that no command waits for
+if TYPE_CHECKING:  # slow imports
     import numpy as np
+
+    from tpuswarm.train.look.describe import ParameterRow
 
 PLAIN_WIDTH = 120
 """Columns of a log file or pipe."""
-LINES = 6
-"""Of the view of a run without what its model makes."""
-LOOK = 0.25
-"""Seconds between two pictures that are made of the rows."""
+FIXED_ROWS = 6
+"""Rows of the view without the generated picture."""
+REDRAW_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What is known when training starts."""
-
+class RunHeader:
     title: str
     devices: str
     run: str
     step: int
-    """Done before."""
+    """Of the resumed checkpoint."""
     steps: int
     tokens_per_step: int
     unit: str
-    """What these tokens are: tokens, or rows where a row counts for one."""
-    parameters: Sequence[ParameterRow]
+    """tokens, or rows if a row counts as one."""
+    parameters: "Sequence[ParameterRow]"
     sentences: Sequence[str]
     seconds: float = 0.0
-    """Of this process, before."""
+    """Since the start of the process."""
 
 
 class Display:
-    """Lines on stderr: the opening, notes, evaluations, and every tenth of the way."""
+    """Print the header, notes, evaluations, and every tenth of the steps."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(stderr=True, highlight=False, width=PLAIN_WIDTH, force_jupyter=False)
-        self._opening: Opening | None = None
-        self._tenth = 0
+        self._header: RunHeader | None = None
+        self._printed_tenths = 0
 
-    def open(self, opening: Opening) -> None:
-        """Say what is about to be trained."""
-        self._opening = opening
-        echo_on_console(
-            self.console, f"{opening.title} on {opening.devices}, {opening.steps:,} steps, in {opening.run}"
-        )
+    def open(self, header: RunHeader) -> None:
+        self._header = header
+        echo_on_console(self.console, f"{header.title} on {header.devices}, {header.steps:,} steps, in {header.run}")
         if not writes_timestamped_log():
-            self.console.print(parameter_table(opening.parameters, self.console.width))
-        for sentence in opening.sentences:
+            self.console.print(parameter_table(header.parameters, self.console.width))
+        for sentence in header.sentences:
             self.note(sentence)
 
     def note(self, text: str) -> None:
-        """Say one sentence."""
         echo_on_console(self.console, text)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl."""
-        assert self._opening is not None
-        tenth = row["step"] * 10 // self._opening.steps
-        if "eval_loss" in row or ("loss" in row and tenth > self._tenth):
-            self._tenth = max(tenth, self._tenth)
-            self.note(row_sentence(row, self._opening))
+        """Receive a row of metrics.jsonl."""
+        assert self._header is not None
+        tenths = row["step"] * 10 // self._header.steps
+        if "eval_loss" in row or ("loss" in row and tenths > self._printed_tenths):
+            self._printed_tenths = max(tenths, self._printed_tenths)
+            self.note(row_sentence(row, self._header))
 
     def picture(self, picture: "np.ndarray") -> None:
-        """Take in what the model makes, uint8 (height, width, 3); lines do without."""
+        """Receive a generated picture, uint8 (height, width, 3)."""
 
     def summary(self, facts: Mapping[str, Any]) -> None:
-        """Say where the time went; facts: of diagnose/phases.py."""
+        """Print where the time went; facts: of diagnose/phases.py."""
         self.close()
         columns = Column("where the time went"), Column("", right=True), Column("share", right=True)
-        self.console.print(table(columns, summary_rows(facts), self.console.width))
+        self.console.print(make_table(columns, summary_rows(facts), self.console.width))
 
     def close(self) -> None:
-        """Leave the screen; may be called twice."""
+        """Stop drawing; may be called twice."""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """What the live view draws."""
+class ViewState:
+    """The content of the live view."""
 
     title: str
     run: str
@@ -102,47 +106,44 @@ class Picture:
     steps: int
     tokens_per_step: int
     unit: str
-    per_second: float | None = None
-    """Steps."""
+    steps_per_s: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
     eval_step: int | None = None
     losses: Sequence[float] = ()
-    """Of all steps that this process saw."""
-    made: "np.ndarray | None" = None
-    """By the model, uint8 (height, width, 3)."""
+    """Of the steps of this process."""
+    generated: "np.ndarray | None" = None
+    """The newest picture of the model, uint8 (height, width, 3)."""
     ended: bool = False
-    """Nothing goes on, so there is no speed and no time left."""
+    """Show no speed and no remaining time."""
 
 
 class LiveDisplay(Display):
-    """A view that is drawn anew twice a second, under what is said."""
+    """Redraw a view below the printed lines."""
 
     def __init__(self, console: Console | None = None):
         super().__init__(console)
         self._live: Live | None = None
-        self._picture: Picture | None = None
+        self._state: ViewState | None = None
         self._pace, self._curve = Pace(), Curve()
         self._newest: tuple[int, float | None] | None = None
-        """Step and loss of the newest row."""
-        self._began = self._drawn_at = 0.0
+        """Step and loss."""
+        self._started_at = self._updated_at = 0.0
 
-    def open(self, opening: Opening) -> None:
-        """Say what is about to be trained, then draw the view."""
-        super().open(opening)
-        self._picture = Picture(
-            f"{opening.title} on {opening.devices}", opening.run, opening.step, opening.steps,
-            opening.tokens_per_step, opening.unit,
+    def open(self, header: RunHeader) -> None:
+        super().open(header)
+        self._state = ViewState(
+            f"{header.title} on {header.devices}", header.run, header.step, header.steps,
+            header.tokens_per_step, header.unit,
         )  # fmt: skip
-        self._began = time.monotonic() - opening.seconds
-        if opening.step < opening.steps:
-            self._live = region(self.console, self._draw)
+        self._started_at = time.monotonic() - header.seconds
+        if header.step < header.steps:
+            self._live = start_live_region(self.console, self._draw)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl."""
-        assert self._picture is not None
+        assert self._state is not None
         if "eval_loss" in row:
-            self._picture = replace(self._picture, eval_loss=row["eval_loss"], eval_step=row["step"])
+            self._state = replace(self._state, eval_loss=row["eval_loss"], eval_step=row["step"])
         if "loss" not in row:
             return
         now = time.monotonic()
@@ -150,83 +151,92 @@ class LiveDisplay(Display):
         self._pace.add(now, row["step"])
         if row["loss"] is not None:
             self._curve.add(row["loss"])
-        if now - self._drawn_at >= LOOK or row["step"] == self._picture.steps:
-            self._drawn_at = now
-            self._draw_newest()
+        if now - self._updated_at >= REDRAW_INTERVAL_S or row["step"] == self._state.steps:
+            self._updated_at = now
+            self._update()
 
-    def _draw_newest(self) -> None:
-        if self._picture is not None and self._newest is not None:
+    def _update(self) -> None:
+        if self._state is not None and self._newest is not None:
             step, loss = self._newest
-            self._picture = replace(
-                self._picture, step=step, per_second=self._pace.per_second, loss=loss, losses=self._curve.means
+            self._state = replace(
+                self._state, step=step, steps_per_s=self._pace.per_second, loss=loss, losses=self._curve.means
             )
 
     def picture(self, picture: "np.ndarray") -> None:
-        """Show the newest of what the model makes, where there are colours to show it in."""
-        assert self._picture is not None
+        assert self._state is not None
         if self.console.color_system and not self.console.no_color:
-            self._picture = replace(self._picture, made=picture)
+            self._state = replace(self._state, generated=picture)
 
     def close(self) -> None:
-        """Draw once more and leave the view on the screen."""
+        """Draw a last time and leave the view on the screen."""
         if self._live is not None:
-            self._draw_newest()
+            self._update()
             self._live.stop()
             self._live = None
 
     def _draw(self, width: int, height: int) -> RenderableType:
-        assert self._picture is not None
-        return draw(self._picture, time.monotonic() - self._began, width, height)
+        assert self._state is not None
+        return draw_run(self._state, time.monotonic() - self._started_at, width, height)
 
 
-def draw(picture: Picture, elapsed: float, width: int, height: int) -> RenderableType:
-    """The view of a run, after so many seconds."""
-    speed = picture.per_second
-    left = None if speed is None else (picture.steps - picture.step) / speed
-    at = "" if picture.eval_step is None else f" at step {picture.eval_step:,}"
-    now = (
+def draw_run(state: ViewState, elapsed_s: float, width: int, height: int) -> RenderableType:
+    speed = state.steps_per_s
+    left = None if speed is None else (state.steps - state.step) / speed
+    eval_step = "" if state.eval_step is None else f" at step {state.eval_step:,}"
+    pace = (
         f"   {format_duration(left)} left   {format_step_rate(speed):>15}   "
-        f"{speed_text((speed or 0.0) * picture.tokens_per_step, picture.unit):>18}"
+        f"{format_speed((speed or 0.0) * state.tokens_per_step, state.unit):>18}"
     )
-    return Group(
-        Text(f"{picture.title}: {picture.run}", overflow="fold"),
-        bar(picture.step, picture.steps, "steps", width),
-        Text(f"{format_duration(elapsed)} elapsed{'' if picture.ended else now}"),
-        Text(f"loss {format_figure(picture.loss):9}   held-out loss {format_figure(picture.eval_loss)}{at}"),
-        *([Text(sparkline(picture.losses, width), style="cyan")] if picture.losses else []),
-        *_made(picture, width, height - LINES),
-    )
+    parts = [
+        Text(f"{state.title}: {state.run}", overflow="fold"),
+        draw_bar(state.step, state.steps, "steps", width),
+        Text(f"{format_duration(elapsed_s)} elapsed{'' if state.ended else pace}"),
+        Text(f"loss {format_figure(state.loss):9}   held-out loss {format_figure(state.eval_loss)}{eval_step}"),
+    ]
+    if state.losses:
+        parts.append(Text(sparkline(state.losses, width), style="cyan"))
+    if state.generated is not None and height > FIXED_ROWS:
+        parts.append(draw_picture(state.generated, width, height - FIXED_ROWS))
+    return Group(*parts)
 
 
-def _made(picture: Picture, width: int, height: int) -> list[RenderableType]:
-    if picture.made is None or height < 1:
-        return []
-    from tpuswarm.train.look.mosaic import mosaic
+def draw_picture(picture: "np.ndarray", width: int, height: int) -> Text:
+    """Draw the upper part of a picture, uint8 (height, width, 3); each character shows two pixels."""
+    import numpy as np
+    from rich.color import Color
+    from rich.style import Style
 
-    return [mosaic(picture.made, width, height)]
+    step = max(1.0, picture.shape[1] / min(width, MAX_BAR_WIDTH))
+    columns = (np.arange(int(picture.shape[1] / step)) * step + step / 2).astype(int)
+    rows = (np.arange(min(int(picture.shape[0] / step), 2 * height)) * step + step / 2).astype(int)
+    pixels = picture[rows[: len(rows) // 2 * 2]][:, columns]
+    text = Text(no_wrap=True)
+    for upper_row, lower_row in zip(pixels[::2], pixels[1::2], strict=True):
+        for upper, lower in zip(upper_row, lower_row, strict=True):
+            text.append("▀", Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower)))
+        text.append("\n")
+    text.right_crop()
+    return text
 
 
 def auto_display(quiet: bool = False) -> Display:
-    """The live view on a terminal or in a notebook, else lines; or nothing, at a host that another one speaks for."""
+    """Return a live view on a terminal or in a notebook, otherwise lines; nothing if `quiet`."""
     if quiet:
         return Display(Console(quiet=True))
     console = stderr_console()
     return LiveDisplay(console) if can_draw(console) else Display()
 
 
-def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
-    """Every parameter with shape, dtype, sharding, frozen, decayed, tied, whether it is a statistic, and memory.
-
-    A column in which nothing stands is left out; what is the same of all parameters is said once, under the table.
-    """
-    same = [word for word in ("dtype", "sharding") if len({getattr(row, word) for row in rows}) == 1]
+def parameter_table(rows: "Sequence[ParameterRow]", width: int) -> Table:
+    """Show a row for each parameter; a dtype or sharding that all share moves below the table."""
+    common = [word for word in ("dtype", "sharding") if len({getattr(row, word) for row in rows}) == 1]
     names = ("parameter", "shape", "dtype", "sharding", "frozen", "decayed", "tied", "statistic", "KiB/device")
     cells = [
         (
             row.path,
             "x".join(map(str, row.shape)) or "scalar",
-            "" if "dtype" in same else row.dtype,
-            "" if "sharding" in same else row.sharding,
+            "" if "dtype" in common else row.dtype,
+            "" if "sharding" in common else row.sharding,
             "yes" if row.frozen else "",
             "yes" if row.decayed else "",
             row.tied,
@@ -235,22 +245,20 @@ def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
         )
         for row in rows
     ]
-    made = table([Column(name, right=name == "KiB/device") for name in names], cells, width)
-    if same:
-        made.caption = f"all {', '.join(getattr(rows[0], word) for word in same)}"
-        made.caption_justify = "left"
-    return made
+    table = make_table([Column(name, right=name == "KiB/device") for name in names], cells, width)
+    if common:
+        table.caption = f"all {', '.join(getattr(rows[0], word) for word in common)}"
+        table.caption_justify = "left"
+    return table
 
 
-def row_sentence(row: Mapping[str, Any], opening: Opening) -> str:
-    """A metrics row in words."""
-    where = f"step {row['step']:,} of {opening.steps:,}"
+def row_sentence(row: Mapping[str, Any], header: RunHeader) -> str:
+    step = f"step {row['step']:,} of {header.steps:,}"
     if "eval_loss" in row:
-        there = f" of {row['eval_rows_total']:,}" if "eval_rows_total" in row else ""
-        return f"{where}: held-out loss {format_figure(row['eval_loss'])} over {row['eval_rows']:,}{there} rows"
-    return f"{where}: loss {format_figure(row['loss'])}, {speed_text(row['tokens_per_s'], opening.unit)}"
+        total = f" of {row['eval_rows_total']:,}" if "eval_rows_total" in row else ""
+        return f"{step}: held-out loss {format_figure(row['eval_loss'])} over {row['eval_rows']:,}{total} rows"
+    return f"{step}: loss {format_figure(row['loss'])}, {format_speed(row['tokens_per_s'], header.unit)}"
 
 
-def speed_text(per_second: float, unit: str) -> str:
-    """How fast it goes, in words."""
+def format_speed(per_second: float, unit: str) -> str:
     return f"{per_second:,.0f} {unit}/s"

@@ -1,4 +1,4 @@
-"""What one process says of its run: to the run directory, to TensorBoard and W&B, and to the person who watches."""
+"""Send a process's rows and events to the run directory, to TensorBoard, W&B and loggers, and to the display."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -9,10 +9,9 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.phases import summary_sentence
-from tpuswarm.train.look import wandb_log
-from tpuswarm.train.look.board import Board
+from tpuswarm.train.look import pictures, wandb_log
 from tpuswarm.train.look.display import Display
-from tpuswarm.train.look.pictures import write_picture
+from tpuswarm.train.look.tensorboard_log import TensorBoardLog
 from tpuswarm.train.optional import HasLoggers
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import SAMPLE_EVENT, Run
@@ -21,29 +20,29 @@ from tpuswarm.train.user_code import blame, require_call
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a run's rows go to, besides its directory: `Trainer(loggers=[…])`."""
+    """Receives the rows of a run: `Trainer(loggers=[…])`."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl; one of an update has `loss`, one of an evaluation `eval_loss`.
+        """Receive a row of metrics.jsonl: an update has `loss`, an evaluation `eval_loss`, a hook's numbers neither.
 
-        One of numbers that a hook returned has neither. What is not finite is None.
+        A number that is not finite is None.
         """
         ...
 
     def close(self) -> None:
-        """The run ends in this process, however it ends."""
+        """The run ends in this process, also by an error."""
         ...
 
 
-def check_loggers(loggers: Iterable[Any]) -> None:
-    """Raise InputError for what is no logger."""
-    for each in loggers:
-        if not isinstance(each, Logger):
-            raise InputError(f"a logger needs write(row) and close(); got a {type(each).__name__}")
+def require_loggers(loggers: Iterable[Any]) -> None:
+    """Raise InputError unless all are loggers."""
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            raise InputError(f"a logger needs write(row) and close(); got a {type(logger).__name__}")
 
 
 def all_loggers(recipe: Recipe, loggers: Iterable[Logger] = ()) -> list[Logger]:
-    """Those that were given and those that the recipe brings; InputError for what is no logger."""
+    """Return the given loggers and those of the recipe; InputError unless all are loggers."""
     found: list[Any] = list(loggers)
     if isinstance(recipe, HasLoggers):
         require_call(recipe.loggers, "loggers")
@@ -52,99 +51,94 @@ def all_loggers(recipe: Recipe, loggers: Iterable[Logger] = ()) -> list[Logger]:
         if not isinstance(theirs, list | tuple):
             raise InputError(f"loggers of {recipe.name} returns a {type(theirs).__name__}, not a list of loggers")
         found += theirs
-    check_loggers(found)
+    require_loggers(found)
     return found
 
 
-class Blamed:
-    """A logger of the user's, whose faults are told with their line."""
+class UserLogger:
+    """A logger whose errors name the user's line."""
 
     def __init__(self, logger: Logger):
         self._logger = logger
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take in a row."""
         with blame(f"a logger failed at step {row['step']}"):
             self._logger.write(dict(row))
 
     def close(self) -> None:
-        """The run ends."""
         with blame("a logger failed at the end"):
             self._logger.close()
 
 
 class Outputs:
-    """Rows and events, each to everyone whom it concerns; of several hosts only the one that writes is heard."""
+    """Of several hosts, only the one that writes the run has loggers."""
 
     def __init__(self, run: Run, display: Display, first_step: int):
         self._run, self._display, self._first_step = run, display, first_step
-        self._board: Board | None = None
+        self._tensorboard: TensorBoardLog | None = None
         self._loggers: list[Logger] = []
 
     def open(self, loggers: Callable[[], Iterable[Logger]] = list) -> None:
-        """Begin to write, to the user's loggers too, which are made only where they are written to."""
+        """loggers: makes the user's loggers; called only on the host that writes."""
         if self._run.writes:
-            self._board = Board(self._run.folder / "tensorboard", self._first_step)
-            self._loggers += [self._board, *map(Blamed, loggers())]
+            self._tensorboard = TensorBoardLog(self._run.folder / "tensorboard", self._first_step)
+            self._loggers += [self._tensorboard, *map(UserLogger, loggers())]
 
     def open_wandb(self, step: int, project: str) -> None:
-        """Send the rows to a project of W&B as well; InputError where it refuses."""
+        """Send rows to a project of W&B; InputError if it refuses."""
         if self._run.writes:
             log = wandb_log.WandbLog(self._run.folder, project)
             self._loggers.append(log)
-            self.tell(step, wandb_log.EVENT, f"W&B: {log.where}", id=log.id)
+            self.announce(step, wandb_log.WANDB_EVENT, f"W&B: {log.where}", id=log.id)
 
-    def row(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics.jsonl."""
+    def write_row(self, row: Mapping[str, Any]) -> None:
         self._run.write_metrics(row)
         for logger in self._loggers:
             logger.write(row)
         self._display.row(row)
 
-    def event(self, step: int, event: str, message: str, **facts: Any) -> None:
-        """Something that happened, for events.jsonl alone."""
+    def write_event(self, step: int, event: str, message: str, **facts: Any) -> None:
         self._run.write_event(event, step=step, message=message, **facts)
 
-    def tell(self, step: int, event: str, message: str | None, **facts: Any) -> None:
-        """Something that happened, for the person as well; None is nothing to tell."""
+    def announce(self, step: int, event: str, message: str | None, **facts: Any) -> None:
+        """Write an event and display it; nothing for None."""
         if message is not None:
-            self.event(step, event, message, **facts)
+            self.write_event(step, event, message, **facts)
             self._display.note(message)
 
-    def returned(self, step: int, index: int, found: Any) -> None:
-        """What the hook `index` returned: a text, a picture, or nothing that counts."""
+    def write_hook_result(self, step: int, hook: int, result: Any) -> None:
+        """Write a text or picture that a hook returned; ignore anything else."""
         if not self._run.writes:
             return
-        if isinstance(found, str):
-            self.event(step, SAMPLE_EVENT, f"a hook at step {step}", text=found)
-            self._display.note(f"step {step}: {found}")
-        elif len(getattr(found, "shape", ())) == 3:
-            self._keep(step, f"hook {index}", f"{step:08d}-{index}.png", np.asarray(found))
+        if isinstance(result, str):
+            self.write_event(step, SAMPLE_EVENT, f"a hook at step {step}", text=result)
+            self._display.note(f"step {step}: {result}")
+        elif len(getattr(result, "shape", ())) == 3:
+            self._write_picture(step, f"hook {hook}", f"{step:08d}-{hook}.png", np.asarray(result))
 
-    def made(self, step: int, picture: np.ndarray | None) -> None:
-        """What the model makes now, uint8 (height, width, 3); None: nothing."""
+    def write_picture(self, step: int, picture: np.ndarray | None) -> None:
+        """Write and display a generated picture, uint8 (height, width, 3); nothing for None."""
         if picture is not None and self._run.writes:
-            self._keep(step, "made", f"{step:08d}.png", picture)
+            self._write_picture(step, "made", f"{step:08d}.png", picture)
             self._display.picture(picture)
 
-    def _keep(self, step: int, name: str, file: str, picture: np.ndarray) -> None:
-        assert self._board is not None
-        self._board.picture(step, name, picture)
-        write_picture(self._run.folder, file, picture)
+    def _write_picture(self, step: int, name: str, file: str, picture: np.ndarray) -> None:
+        assert self._tensorboard is not None
+        self._tensorboard.write_picture(step, name, picture)
+        pictures.write_picture(self._run.folder, file, picture)
 
-    def findings(self, step: int, findings: Iterable[Finding]) -> None:
-        """What was diagnosed."""
+    def announce_findings(self, step: int, findings: Iterable[Finding]) -> None:
         for finding in findings:
-            self.tell(step, "diagnostic", finding.message, kind=finding.kind, **finding.numbers)
+            self.announce(step, "diagnostic", finding.message, kind=finding.kind, **finding.numbers)
 
-    def summary(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Where the time went: facts of diagnose/phases.py."""
-        self.event(step, "summary", summary_sentence(facts), **facts)
+    def announce_summary(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Write and display where the time went; facts: of diagnose/phases.py."""
+        self.write_event(step, "summary", summary_sentence(facts), **facts)
         self._display.summary(facts)
 
     def close(self) -> None:
-        """End everything but the run directory."""
-        with ExitStack() as ends:
+        """Close loggers and display, but not the run directory."""
+        with ExitStack() as closing:
             for logger in self._loggers:
-                ends.callback(logger.close)
-            ends.callback(self._display.close)
+                closing.callback(logger.close)
+            closing.callback(self._display.close)

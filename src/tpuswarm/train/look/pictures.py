@@ -1,4 +1,4 @@
-"""Pictures of a run: what its model makes as it learns, and what hooks return."""
+"""Pictures in a run's folder: those that its model generates while it learns, and those of hooks."""
 
 import sys
 from io import BytesIO
@@ -11,26 +11,24 @@ from tpuswarm.train.run.directory import writing
 
 FOLDER = "pictures"
 PICTURES, TEXTS = "pictures", "texts"
-"""Keys of an evaluation's row on its way to the process that writes it; they are in no file.
-
-Pictures by the end of their file's name, and the texts of hooks.
-"""
-MADE = "[0-9]" * 8 + ".png"
-"""Names of those that the model makes, by step, in a swarm by commit; those of hooks have the hook's number too."""
+"""Keys in an evaluation's row on its way to the process that writes files: pictures by the end of their file name, and
+texts of hooks."""
+GENERATED_PATTERN = "[0-9]" * 8 + ".png"
+"""Generated pictures by step, in a swarm by commit; those of hooks end in the hook's number."""
 
 
 def write_picture(folder: Path, name: str, picture: np.ndarray) -> None:
-    """Into the folder of a run; picture: uint8 (height, width, 3). Raises RunFailed."""
-    place = folder / FOLDER / name
-    with writing(place):
-        from matplotlib.image import imsave  # half a second that no start waits for
+    """Write a picture, uint8 (height, width, 3), into a run's folder; RunFailed if that fails."""
+    path = folder / FOLDER / name
+    with writing(path):
+        from matplotlib.image import imsave  # takes half a second
 
-        place.parent.mkdir(exist_ok=True)
-        imsave(place, picture)
+        path.parent.mkdir(exist_ok=True)
+        imsave(path, picture)
 
 
 def to_picture(figure: Any) -> np.ndarray:
-    """A matplotlib figure as a picture, uint8 (height, width, 3); one that pyplot holds is closed."""
+    """Convert a matplotlib figure to a picture, uint8 (height, width, 3), and close it in pyplot."""
     from PIL import Image
 
     file = BytesIO()
@@ -40,8 +38,8 @@ def to_picture(figure: Any) -> np.ndarray:
     return np.asarray(Image.open(file).convert("RGB"))
 
 
-def made(folder: Path, most: int) -> list[tuple[int, bytes]]:
-    """Step and PNG file of what the model of a run has made: the first, the last, and others as far apart."""
-    found = sorted((folder / FOLDER).glob(MADE))
-    chosen = dict.fromkeys(round(each) for each in np.linspace(0, len(found) - 1, min(most, len(found))))
-    return [(int(found[number].stem), found[number].read_bytes()) for number in chosen]
+def read_pictures(folder: Path, max_count: int) -> list[tuple[int, bytes]]:
+    """Return step and PNG file of generated pictures: the first, the last, and others at even distances."""
+    files = sorted((folder / FOLDER).glob(GENERATED_PATTERN))
+    indices = np.linspace(0, len(files) - 1, min(max_count, len(files))).round().astype(int)
+    return [(int(files[index].stem), files[index].read_bytes()) for index in dict.fromkeys(indices)]

@@ -119,7 +119,7 @@ class Evaluations:
         recipe = self._session.recipe
         if jax.process_count() == 1 and isinstance(recipe, ShowsPicture):
             with blame(f"{recipe.name}.pictured failed"):
-                self._progress.outputs.made(self._progress.step, recipe.pictured(self._progress.state))
+                self._progress.outputs.write_picture(self._progress.step, recipe.pictured(self._progress.state))
 
     def _count(self, row: Mapping[str, Any]) -> None:
         progress = self._progress

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.swarm.views.status import RunView, read_run
-from tpuswarm.train.look.pictures import FOLDER, MADE
+from tpuswarm.train.look.pictures import FOLDER, GENERATED_PATTERN
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import Status, read_status
 from tpuswarm.train.storage.copy import bring
@@ -245,7 +245,7 @@ class LivePage:
         folder = self.folder
         if folder is None:
             return []
-        return sorted(int(file.stem) for file in (folder / FOLDER).glob(MADE))[-MAX_PICTURES:]
+        return sorted(int(file.stem) for file in (folder / FOLDER).glob(GENERATED_PATTERN))[-MAX_PICTURES:]
 
     def _publish(self, kind: str, data: dict[str, Any]) -> None:
         message = kind, _to_json(data)

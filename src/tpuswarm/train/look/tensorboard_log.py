@@ -1,4 +1,4 @@
-"""TensorBoard's event files, without TensorFlow."""
+"""Write TensorBoard's event files, without TensorFlow."""
 
 import os
 import sys
@@ -12,75 +12,73 @@ import numpy as np
 
 from tpuswarm.train.run.directory import writing
 
-STORAGE = "google.cloud.storage"
+GOOGLE_STORAGE = "google.cloud.storage"
 
 
 @contextmanager
-def _without(name: str) -> Iterator[None]:
-    """As if a package were not there, for who would import it without need."""
-    there = sys.modules.get(name)
+def _hidden_package(name: str) -> Iterator[None]:
+    """Let imports of a package fail."""
+    module = sys.modules.get(name)
     sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules[name]
-        if there is not None:
-            sys.modules[name] = there
+        if module is not None:
+            sys.modules[name] = module
 
 
-with _without(STORAGE):  # a third of a second at each start, for gs:// files that are never written this way
+with _hidden_package(GOOGLE_STORAGE):  # tensorboardX would import it for 0.3 s, and we never write to gs://
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2, summary_pb2
 
-EVERY = 10
-"""The first of so many steps is written: an event costs time of the processor that trains."""
-FLUSH = 5.0
-"""Seconds between flushes; tensorboardX has each wait for the disk."""
-SKIPPED = ("step", "tokens", "eval_rows")
+UPDATE_INTERVAL_STEPS = 10
+"""Writing each update would cost time of the CPU that trains."""
+FLUSH_INTERVAL_S = 5.0
+"""Each flush waits for the disk."""
+UNPLOTTED_COLUMNS = ("step", "tokens", "eval_rows")
 
 
-class Board:
-    """Curves of a run; written in the caller's thread, so that an error is the caller's."""
+class TensorBoardLog:
+    """Writes in the caller's thread, so that errors reach the caller."""
 
     def __init__(self, folder: Path, first_step: int):
         self._folder = folder
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # In its name tensorboardX has the second; a process that resumes within it would replace the file.
+            # a process that resumes within the second in tensorboardX's file name would replace the file
             self._events = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.time_ns()}")
-            if first_step:  # TensorBoard then forgets what a process before this one wrote beyond its checkpoint
+            if first_step:  # TensorBoard then drops what a previous process wrote after its last checkpoint
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
             self._events.flush()
         self._flushed_at = time.monotonic()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl; of updates every tenth is written."""
-        if "loss" in row and row["step"] % EVERY != 1:
+        """Write a row of metrics.jsonl; of updates only every tenth."""
+        if "loss" in row and row["step"] % UPDATE_INTERVAL_STEPS != 1:
             return
-        shown = {name: value for name, value in row.items() if name not in SKIPPED and value is not None}
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+        plotted = {name: value for name, value in row.items() if name not in UNPLOTTED_COLUMNS and value is not None}
+        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in plotted.items()]
         event = event_pb2.Event(wall_time=time.time(), step=row["step"], summary=summary_pb2.Summary(value=values))
         with writing(self._folder):
             self._events.write_event(event)
-            if time.monotonic() - self._flushed_at > FLUSH:
+            if time.monotonic() - self._flushed_at > FLUSH_INTERVAL_S:
                 self._events.flush()
                 self._flushed_at = time.monotonic()
 
-    def picture(self, step: int, name: str, picture: np.ndarray) -> None:
-        """A picture, uint8 (height, width, 3)."""
+    def write_picture(self, step: int, name: str, picture: np.ndarray) -> None:
+        """picture: uint8 (height, width, 3)."""
         value = summary.image(name, picture, dataformats="HWC")
         with writing(self._folder):
             self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=value))
             self._events.flush()
 
     def flush(self) -> None:
-        """Let all that was written be read."""
         with writing(self._folder):
             self._events.flush()
 
     def close(self) -> None:
-        """Close the file."""
         with writing(self._folder):
             self._events.close()

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tpuswarm.train.look.live import BARS, POINTS, Column, Curve, Pace, bar, sparkline, table
+from tpuswarm.train.look.widgets import (
+    MAX_CURVE_POINTS,
+    SPARK_CHARACTERS,
+    Column,
+    Curve,
+    Pace,
+    draw_bar,
+    make_table,
+    sparkline,
+)
 
 
 def drawn(renderable, width=80) -> list[str]:
@@ -21,7 +30,7 @@ def test_curve_of_any_length_keeps_its_mean(values):
     for value in values:
         curve.add(value)
     means, size = curve.means, curve._size
-    assert len(means) <= POINTS and len(means) == -(-len(values) // size)
+    assert len(means) <= MAX_CURVE_POINTS and len(means) == -(-len(values) // size)
     for number, mean in enumerate(means):
         part = values[number * size : (number + 1) * size]
         assert mean == pytest.approx(sum(part) / len(part), abs=1e-3)
@@ -43,13 +52,13 @@ def test_pace_is_that_of_the_last_minutes_also_after_a_resume():
 
 
 def test_sparkline_goes_from_the_lowest_to_the_highest_and_does_not_jump():
-    assert sparkline([], 10) == "" and sparkline([1.0], 10) == BARS[0]
-    assert sparkline([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 8) == BARS[::-1]
+    assert sparkline([], 10) == "" and sparkline([1.0], 10) == SPARK_CHARACTERS[0]
+    assert sparkline([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 8) == SPARK_CHARACTERS[::-1]
     assert {len(sparkline(tuple(range(count)), 80)) for count in (80, 81, 119, 161, 1000)} == {80}
 
 
 def test_bar_does_not_move_while_its_figure_grows():
-    lines = [drawn(bar(done, 12_345, "steps", 60))[0] for done in (0, 7, 1_234, 12_345)]
+    lines = [drawn(draw_bar(done, 12_345, "steps", 60))[0] for done in (0, 7, 1_234, 12_345)]
     assert [line[:4] for line in lines] == ["  0%", "  0%", "  9%", "100%"]
     assert len({line.index(" of 12,345 steps") for line in lines}) == 1 and {len(line) for line in lines} == {60}
 
@@ -59,7 +68,7 @@ ROWS = [("runs/a", "gpt2-tiny", "1", "17 tokens/s"), ("runs/a-long-name", "toy",
 
 
 def test_table_drops_columns_by_rank_and_folds_names_where_there_is_no_room():
-    lines = {width: drawn(table(COLUMNS, ROWS, width), width) for width in (80, 40, 30, 20)}
+    lines = {width: drawn(make_table(COLUMNS, ROWS, width), width) for width in (80, 40, 30, 20)}
     heads = {width: lines[width][0].split() for width in lines}
     assert heads[80] == ["run", "recipe", "step", "speed"] and lines[80][1].split()[:2] == ["runs/a", "gpt2-tiny"]
     assert heads[40] == ["run", "step", "speed"] and heads[30] == heads[20] == ["run", "step"]
@@ -69,12 +78,12 @@ def test_table_drops_columns_by_rank_and_folds_names_where_there_is_no_room():
 def test_text_is_wrapped_before_a_column_is_dropped():
     columns = [Column("run"), Column("why", wraps=10), Column("step", right=True, rank=1)]
     rows = [("runs/a", "because it was interrupted by its owner", "12")]
-    lines = drawn(table(columns, rows, 36), 36)
+    lines = drawn(make_table(columns, rows, 36), 36)
     assert lines[0].split() == ["run", "why", "step"] and len(lines) == 4 and lines[1].rstrip().endswith("12")
-    assert drawn(table(columns, rows, 20), 20)[0].split() == ["run", "why"]
+    assert drawn(make_table(columns, rows, 20), 20)[0].split() == ["run", "why"]
 
 
 def test_column_keeps_its_place_while_figures_grow_and_markup_is_text():
-    heads = {drawn(table(COLUMNS, [("runs/a", "toy", step, "")], 80))[0] for step in ("1", "12,345")}
+    heads = {drawn(make_table(COLUMNS, [("runs/a", "toy", step, "")], 80))[0] for step in ("1", "12,345")}
     assert len(heads) == 1
-    assert "[red]x[/red]" in drawn(table([Column("run")], [("[red]x[/red]",)], 80))[1]
+    assert "[red]x[/red]" in drawn(make_table([Column("run")], [("[red]x[/red]",)], 80))[1]

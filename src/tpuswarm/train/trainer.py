@@ -16,7 +16,7 @@ from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.hosts.host_group import parse_host_group
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
-from tpuswarm.train.look.outputs import Logger, all_loggers, check_loggers
+from tpuswarm.train.look.outputs import Logger, all_loggers, require_loggers
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate_run, predict_run
 from tpuswarm.train.loop.hooks import Every, Hooks, Step, recipe_hooks
 from tpuswarm.train.loop.learning_rate import DEFAULT_STEPS, Rates, find_lr
@@ -260,9 +260,9 @@ class Trainer:
         if run is not None and not isinstance(run, (str, Path)):
             raise InputError(f"run is a {type(run).__name__}: give the path of a folder, or gs://BUCKET/FOLDER")
         hooks = Hooks(self.hooks, recipe_hooks(recipe))
-        check_loggers(self.loggers)
+        require_loggers(self.loggers)
         if self.wandb is not None:
-            wandb_log.require()
+            wandb_log.require_wandb()
         hosts = parse_host_group(self.hosts, self.host, self.hosts_at)
         with Diagnostics() as diagnostics, ExitStack() as ends:
             if self.fast_dev_run:

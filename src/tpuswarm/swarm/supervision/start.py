@@ -34,7 +34,7 @@ from tpuswarm.swarm.views.drawing import About
 from tpuswarm.swarm.views.screen import Screen, auto_screen
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, read_run, read_status, write_status
-from tpuswarm.train.look.outputs import Blamed, all_loggers
+from tpuswarm.train.look.outputs import UserLogger, all_loggers
 from tpuswarm.train.loop.resolve import Resolved, request
 from tpuswarm.train.loop.run_config import run_config
 from tpuswarm.train.optional import KeepsFiles, SharesData, sampled
@@ -291,7 +291,7 @@ def _logging(
     """Open the recipe's loggers and W&B; yield a function for metrics rows. Raise InputError if W&B refuses."""
     with ExitStack() as ends:
         writers: list[Callable[[dict[str, Any]], None]] = []
-        for logger in map(Blamed, all_loggers(recipe)):
+        for logger in map(UserLogger, all_loggers(recipe)):
             ends.callback(logger.close)
             writers.append(logger.write)
         if project is not None:
@@ -300,7 +300,7 @@ def _logging(
             with waiting("opening W&B"):
                 log = wandb_log.WandbLog(run.folder, project)
             ends.callback(log.close)
-            run.write_event(wandb_log.EVENT, id=log.id, message=f"W&B: {log.where}")
+            run.write_event(wandb_log.WANDB_EVENT, id=log.id, message=f"W&B: {log.where}")
             screen.note(f"W&B: {log.where}")
             writers.append(log.write_member)
 

@@ -36,10 +36,10 @@ class Evaluations:
         self._interval = Interval() if every is None else parse_every(every, "eval_every")
         self._last_time = time.monotonic()
         self._best = Best(goal, self._session.run.folder) if goal else None
-        if self._best and self._best.instead_of:
+        if self._best and self._best.previous_metric:
             self._session.notes.append(
-                f"the best checkpoint was kept by {self._best.instead_of}; from here on it is by {goal}, and the next "
-                "evaluation replaces it"
+                f"the best checkpoint was kept by {self._best.previous_metric}; from here on it is by {goal}, and the "
+                "next evaluation replaces it"
             )
 
     def require_names(self, hooks: Hooks, names: list[str]) -> None:
@@ -124,7 +124,7 @@ class Evaluations:
     def _count(self, row: Mapping[str, Any]) -> None:
         progress = self._progress
         progress.last_row |= eval_metrics(row)
-        if self._best and self._best.better(row):
+        if self._best and self._best.update(row):
             self._saver.save(wait=False)
             progress.event(best.BEST_EVENT, str(self._best))
             write = partial(best.write_best, self._session.run.folder, self._best.row)

@@ -53,7 +53,7 @@ class HookRunner:
                 if not self.hooks.counts_evaluations(index):
                     results[index] = self.hooks.call(index, row, progress.state)
                     merge_numbers(numbers, results[index], self._columns)
-                    progress.outputs.returned(progress.step, index, results[index])
+                    progress.outputs.write_hook_result(progress.step, index, results[index])
         if due:
             numbers = self._session.agreement.broadcast("writing the numbers of hooks", numbers)
         with self._stopwatch.during(phases.USER):
@@ -91,7 +91,7 @@ class HookRunner:
             self._session.lr_scale *= factor
             total = self._session.lr_scale
             message = f"the learning rate is multiplied by {factor:g}, in all by {total:g}"
-            self._progress.outputs.tell(self._progress.step, LR_SCALE, message, total=total)
+            self._progress.outputs.announce(self._progress.step, LR_SCALE, message, total=total)
 
     def _require_scale(self) -> None:
         if not self._session.compiled.scales_learning_rate:

@@ -91,7 +91,7 @@ class Patience:
         self._best.require(step.row)
         if not self._best.has(step.row):
             return False
-        is_better = self._best.better(step.row, self._least)
+        is_better = self._best.update(step.row, self._least)
         self._without_improvement = 0 if is_better else self._without_improvement + 1
         return self._without_improvement == self._patience
 

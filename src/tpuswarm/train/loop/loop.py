@@ -15,9 +15,9 @@ from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.look.describe import memory_sentence, parameter_rows
-from tpuswarm.train.look.display import Display, Opening
+from tpuswarm.train.look.display import Display, RunHeader
 from tpuswarm.train.look.outputs import Logger, Outputs
-from tpuswarm.train.look.profile import TRACE, Profiler
+from tpuswarm.train.look.profile import TRACE_EVENT, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES
 from tpuswarm.train.loop.evaluations import Evaluations
 from tpuswarm.train.loop.hook_runner import HookRunner
@@ -136,7 +136,7 @@ class Loop:
         session.write_config()
         self._outputs.open(self._loggers)
         self._display.open(
-            Opening(
+            RunHeader(
                 title=session.recipe.name,
                 devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
                 run=shown(session.run.folder),
@@ -149,10 +149,10 @@ class Loop:
                 seconds=self._diagnostics.stopwatch.seconds(*phases.PHASES),
             )
         )
-        self._outputs.event(step, "started", f"from step {step}", command=command_line())
+        self._outputs.write_event(step, "started", f"from step {step}", command=command_line())
         for note in session.notes:
             self._progress.event("note", note)
-        self._outputs.findings(step, self._diagnostics.at_start(compiled, session.settings["batch"]))
+        self._outputs.announce_findings(step, self._diagnostics.at_start(compiled, session.settings["batch"]))
         if self._wandb is not None:
             self._outputs.open_wandb(step, self._wandb)
         if step == 0:
@@ -178,7 +178,7 @@ class Loop:
                 batch, wait_s = item
                 progress.wait_s += wait_s
                 before, self._unread = self._unread, (progress.step + 1, self._dispatch(batch))
-                self._outputs.findings(progress.step, self._diagnostics.after_step(progress.step, wait_s))
+                self._outputs.announce_findings(progress.step, self._diagnostics.after_step(progress.step, wait_s))
                 if before:
                     yield self._write_update(*before)
                 self._saver.checkpoints.check()
@@ -192,7 +192,7 @@ class Loop:
                     row = self._evaluations.measure() if evaluate else None
                     yield from self._hook_runner.call(hooks.with_evaluation_hooks(due_hooks) if row else due_hooks, row)
             yield from self._flush()
-            self._outputs.tell(progress.step, TRACE, self._profiler.close())
+            self._outputs.announce(progress.step, TRACE_EVENT, self._profiler.close())
 
     def _is_ending(self) -> bool:
         return bool(self._hook_runner.stop_reason) or self._agreement.should_stop()
@@ -200,11 +200,11 @@ class Loop:
     def _dispatch(self, batch: Any) -> Metrics:
         """Start the next update on the devices; return its metrics, which do not exist yet."""
         progress, session = self._progress, self._session
-        self._outputs.tell(progress.step, TRACE, self._profiler.before(progress.step))
+        self._outputs.announce(progress.step, TRACE_EVENT, self._profiler.before(progress.step))
         with StepTraceAnnotation("train", step_num=progress.step + 1):
             progress.state, metrics = session.compiled.step(progress.state, batch, session.clock(progress.step))
         progress.step += 1
-        self._outputs.tell(progress.step, TRACE, self._profiler.after(progress.step, metrics))
+        self._outputs.announce(progress.step, TRACE_EVENT, self._profiler.after(progress.step, metrics))
         return metrics
 
     def _finish(self) -> Generator[Step, None, str]:
@@ -230,7 +230,7 @@ class Loop:
                 write_report(session.run.folder)
         if reason := self._hook_runner.stop_reason:  # the same command does not continue
             ended = f"ended at step {progress.step}: {reason}"
-            self._outputs.tell(progress.step, "finished", ended, of=session.steps)
+            self._outputs.announce(progress.step, "finished", ended, of=session.steps)
             return ended
         progress.event("finished", f"{progress.step} steps")
         return f"finished: {progress.step} steps"
@@ -297,7 +297,7 @@ class Loop:
     def _write_summary(self) -> None:
         """Write a summary as an event, for the report, and as a table on the display."""
         summary = self._diagnostics.summary(self._session.compiled, self._session.tokens_per_step)
-        self._outputs.summary(self._progress.step, summary)
+        self._outputs.announce_summary(self._progress.step, summary)
 
     def _result(self, ended: str, message: str, signal: int | None) -> Result:
         progress, session = self._progress, self._session

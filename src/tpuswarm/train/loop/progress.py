@@ -70,17 +70,17 @@ class Progress:
 
     def write(self, row: Mapping[str, Any]) -> Step:
         """Write a row of metrics.jsonl."""
-        self.outputs.row(row)
+        self.outputs.write_row(row)
         return Step(dict(row), self.state)
 
     def event(self, event: str, message: str) -> None:
-        self.outputs.event(self.step, event, message)
+        self.outputs.write_event(self.step, event, message)
 
     def note_once(self, kind: str, message: str) -> None:
         """Write and show a note, the first time only."""
         if kind not in self._noted:
             self._noted.add(kind)
-            self.outputs.tell(self.step, "note", message)
+            self.outputs.announce(self.step, "note", message)
 
     def note_missing(self, row: Mapping[str, Any]) -> None:
         """Report the metrics of a row that have no value, once for each metric."""
@@ -92,4 +92,4 @@ class Progress:
                 f"{', '.join(names)} {have} no value at step {row['step']}: NaN or infinity, or no row counts for it; "
                 "this is reported once"
             )
-            self.outputs.tell(self.step, "note", message)
+            self.outputs.announce(self.step, "note", message)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.train.recipe import State
-from tpuswarm.train.run.listing import newest_evaluation, newest_steps
+from tpuswarm.train.run.listing import read_newest_evaluation, read_newest_updates
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,4 @@ def eval_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def last_row(folder: Path) -> dict[str, Any]:
     """Return the newest row of an update in a run's metrics, with the metrics of the newest evaluation."""
-    return (newest_steps(folder) or [{}])[-1] | eval_metrics(newest_evaluation(folder))
+    return (read_newest_updates(folder) or [{}])[-1] | eval_metrics(read_newest_evaluation(folder))

@@ -9,7 +9,7 @@ from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.loop.finite import diverged, not_finite
 from tpuswarm.train.loop.progress import Progress
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.run.best import kept_step
+from tpuswarm.train.run.best import best_step
 from tpuswarm.train.run.checkpoint import Checkpoints
 
 
@@ -22,7 +22,7 @@ class Saver:
         self._interval = parse_every(session.settings["save_every"], "save_every")
         keep, writes = session.settings["keep"], session.run.writes
         self.checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_s, writes)
-        self.checkpoints.pinned = kept_step(session.run.folder)
+        self.checkpoints.pinned = best_step(session.run.folder)
         self._saved_step = session.first_step or None  # a new run has no checkpoint yet
         self._saved_at = time.monotonic()
 

@@ -244,7 +244,7 @@ def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None
     if not agreement.is_leader:
         fields = agreement.broadcast("choosing the checkpoint", dict[str, Any]())
         return (checkpoint.Saved(**fields | {"folder": run.checkpoints / fields["folder"]}) if fields else None), []
-    saved, damaged = checkpoint.newest(run.checkpoints)
+    saved, damaged = checkpoint.newest_intact(run.checkpoints)
     checkpoint.set_aside(run.checkpoints, saved)
     agreement.broadcast("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
     return saved, damaged

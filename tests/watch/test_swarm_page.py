@@ -9,7 +9,7 @@ from benchmarks.chaos import SMALL, Swarm
 
 from tests.processes import finish, start
 from tests.train.look.test_profile import steps_in
-from tests.train.look.test_wandb import files, logged
+from tests.train.look.test_wandb import files, logged_rows
 from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.watch.boards import SwarmRunBoards
@@ -52,7 +52,7 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
     finally:
         swarm.end()
     (sent,) = files(swarm.run)
-    rows = [row for row in logged(sent) if "m0/loss" in row]
+    rows = [row for row in logged_rows(sent) if "m0/loss" in row]
     written = [row for row in read_rows(swarm.run / METRICS) if row["member"] == "m0" and "loss" in row]
     assert [row["m0/loss"] for row in rows] == [row["loss"] for row in written] and rows
     shown = SwarmRunBoards(swarm.run, tmp_path / "shown")

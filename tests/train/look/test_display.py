@@ -1,4 +1,4 @@
-"""The view of a plain run."""
+"""The live view of a run without a swarm."""
 
 import io
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_pictures_need_colours(colours):
     assert ("▀" in console.file.getvalue()) == colours
 
 
-def test_picture_is_shown_as_far_as_there_is_room():
+def test_upper_part_of_a_picture_fills_the_free_rows():
     made = np.zeros((256, 256, 3), np.uint8)
     made[:32, :128] = (255, 0, 0)
 

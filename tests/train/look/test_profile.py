@@ -1,4 +1,4 @@
-"""Traces of steps, read back with JAX's own reader, and the command that asks for them."""
+"""Traces of steps, read with JAX's own reader, and the command that requests them."""
 
 import gzip
 import json
@@ -38,21 +38,21 @@ def trace_messages(folder):
 
 
 @pytest.mark.parametrize(("steps", "traced"), [(20, [11, 12, 13, 14, 15]), (3, [1, 2, 3])])
-def test_profiled_run_leaves_a_trace_of_its_middle(tmp_path, steps, traced):
+def test_profile_option_traces_steps_after_the_warm_up(tmp_path, steps, traced):
     Trainer(devices=1, profile=True).fit(toy.recipe(), steps=steps, batch=8, run=tmp_path)
     [folder] = profile.trace_folders(tmp_path)
-    assert folder.is_relative_to(tmp_path / "tensorboard/plugins/profile")  # where TensorBoard looks
+    assert folder.is_relative_to(tmp_path / "tensorboard/plugins/profile")  # TensorBoard finds it
     assert steps_in(folder) == traced
     [message] = trace_messages(tmp_path)
     assert f"trace of steps {traced[0]} to {traced[-1]}" in message and str(tmp_path / "tensorboard") in message
 
 
-def test_loop_left_during_a_trace_leaves_the_steps_so_far(tmp_path):
+def test_loop_left_during_a_trace_writes_the_steps_so_far(tmp_path):
     with closing(Trainer(devices=1, profile=True).steps(toy.recipe(), steps=30, batch=8, run=tmp_path / "run")) as loop:
         list(islice(loop, 12))
     [folder] = profile.trace_folders(tmp_path / "run")
     assert steps_in(folder) == [11, 12, 13]
-    with jax.profiler.trace(tmp_path / "mine"):  # no trace is under way
+    with jax.profiler.trace(tmp_path / "mine"):  # needs that no trace is running
         pass
 
 

@@ -1,4 +1,4 @@
-"""What W&B gets, read back from the file of its offline mode, and what happens without its package or key."""
+"""Rows in W&B's offline file, and errors without its package or key."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ def offline(tmp_path):
 
 
 def records(path):
-    data, place, parts = path.read_bytes(), HEADER, b""  # the file begins with a header of its own
+    data, place, parts = path.read_bytes(), HEADER, b""  # the file has its own header
     while place + HEADER <= len(data):
         left = BLOCK - place % BLOCK
         if left < HEADER:
@@ -52,7 +52,7 @@ def records_of_type(path, kind):
     return [getattr(record, kind) for record in records(path) if record.WhichOneof("record_type") == kind]
 
 
-def logged(path):
+def logged_rows(path):
     """Return the rows of a .wandb file, without the columns that W&B adds."""
     rows = []
     for record in records_of_type(path, "history"):
@@ -72,7 +72,7 @@ def test_all_rows_are_logged_and_a_resumed_run_stays_the_same_run(tmp_path):
         list(islice(loop, 12))
     trainer.fit(toy.recipe(), steps=30, batch=8, run=folder)
     first, second = files(folder)
-    assert logged(first) + logged(second) == list(read_rows(folder / METRICS))
+    assert logged_rows(first) + logged_rows(second) == list(read_rows(folder / METRICS))
     assert first.name == second.name  # W&B's id is in the name
     run = records_of_type(first, "run")[0]
     assert (run.project, run.display_name) == ("project", "mine")
@@ -92,7 +92,7 @@ def test_missing_key_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.py").write_text("from tests.train.toy import toy\n")
-    # A process of its own: W&B reads its mode once.
+    # in a new process, because W&B reads its mode once
     words = ["train", "mine.py:toy", "--steps", "2", "--batch", "8", "--wandb", "project"]
     _, err = finish(start(words, tmp_path), 2)
     assert "No API key" in err and "WANDB_MODE=offline" in err and "Traceback" not in err
@@ -110,7 +110,7 @@ def test_rows_of_a_swarm_are_drawn_by_member_and_evaluations_by_version(tmp_path
     log.write_member({"step": 1, "tokens": 16, "eval_loss": 2.75, "member": "m0", "version": 3})
     log.close()
     (file,) = files(tmp_path)
-    assert logged(file) == [
+    assert logged_rows(file) == [
         {"m0/step": 1, "m0/tokens": 8, "m0/loss": 2.5, "m0/version": 3},
         {"m1/step": 1, "m1/tokens": 8, "m1/loss": 3.5, "m1/version": 3},
         {"tokens": 16, "eval_loss": 2.75, "version": 3},

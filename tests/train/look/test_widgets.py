@@ -1,4 +1,4 @@
-"""The parts of live views: paces, curves, tables that fit and do not jump."""
+"""Paces, curves, bars, and tables that fit and do not jump."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def test_curve_of_any_length_keeps_its_mean(values):
         assert mean == pytest.approx(sum(part) / len(part), abs=1e-3)
 
 
-def test_pace_is_that_of_the_last_minutes_also_after_a_resume():
+def test_pace_covers_the_last_minutes_also_after_a_resume():
     pace, many, resumed = Pace(), Pace(), Pace()
     assert pace.per_second is None
     for second in range(1000):  # ten a second, later one

@@ -1,4 +1,4 @@
-"""A file or folder is there whole or not at all."""
+"""Files and folders are written atomically."""
 
 import os
 from pathlib import Path

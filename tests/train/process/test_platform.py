@@ -1,4 +1,4 @@
-"""What a process sets before JAX starts, on Linux."""
+"""Memory settings and priority of a training process on Linux."""
 
 import os
 import subprocess

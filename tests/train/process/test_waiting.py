@@ -1,4 +1,4 @@
-"""A terminal shows what is waited for, and not what is typed meanwhile; elsewhere nothing is written."""
+"""A terminal shows the current wait and hides typed text; other outputs show nothing."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Checkpoints come back as they were saved, on any devices; damaged ones are passed over."""
+"""Checkpoints are restored bit by bit on any devices; damaged ones are skipped."""
 
 import shutil
 import threading
@@ -60,7 +60,7 @@ def folder(saved_steps, tmp_path):
 
 @pytest.mark.parametrize(("smallest", "cut"), [(checkpoint.MIN_SLICE_BYTES, 0), (32, 8)])
 def test_only_large_arrays_are_saved_in_slices(tmp_path, monkeypatch, smallest, cut):
-    """Each slice of each array takes a program of its own: for minutes, a first save on TPUs would compile them."""
+    """Each slice needs its own program; a first save on TPUs would compile for minutes."""
     compiled = []
 
     def listen(event, seconds, **facts):

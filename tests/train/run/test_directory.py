@@ -1,4 +1,4 @@
-"""The run directory: what is written is read back, damage costs little, and one process has it at a time."""
+"""A run directory survives damage, and one process holds it at a time."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_run_in_use_is_refused_with_the_pid(tmp_path):
     Run(tmp_path / "run").close()
 
 
-def test_folders_that_are_no_runs_are_refused_and_left_alone(tmp_path):
+def test_other_folders_are_refused_and_left_alone(tmp_path):
     make_run(tmp_path / "ours").close()
     for folder, file, text in (("papers", "thesis.tex", "x"), ("tool", CONFIG, "[tool]\nname = 1\n")):
         (tmp_path / folder).mkdir()
@@ -154,7 +154,7 @@ def test_folders_that_are_no_runs_are_refused_and_left_alone(tmp_path):
     ],
 )
 def test_run_without_the_files_to_resume_from_is_left_alone(tmp_path, lost, words):
-    """What a kill leaves is resumed: config.toml is written first, and a checkpoint is begun before any row."""
+    """A killed run can resume: it writes config.toml first, and begins a checkpoint before any row."""
     make_run(tmp_path, ROWS).close()
     (tmp_path / "checkpoints" / "00000003").mkdir(parents=True)
     for name in lost:
@@ -196,7 +196,7 @@ def test_run_that_has_to_end_at_once_leaves_its_reason_or_nothing(tmp_path):
     begun, new = make_run(tmp_path / "begun"), Run(tmp_path / "new")
     for run in (begun, new):
         run.fail("host 1 is gone")
-        run.abandon()  # as another thread may do at the same time
+        run.abandon()  # another thread may do so too
     assert (read_status(begun.folder).state, read_status(begun.folder).message) == ("failed", "host 1 is gone")
     assert not new.folder.exists()
 

@@ -75,7 +75,6 @@ def named_options(text: str) -> set[str]:
 
 
 def named_commands(document: Path) -> set[str]:
-    """All subcommands in `tpuswarm SUBCOMMAND`, in spans and at the beginning of lines in blocks."""
     prose = document.read_text(encoding="utf-8")
     found = set(re.findall(r"`tpuswarm ([a-z][a-z-]*)", prose))
     for block in blocks(document):

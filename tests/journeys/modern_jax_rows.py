@@ -44,7 +44,6 @@ def rows() -> list[Row]:
 
 
 def names() -> dict[str, Any]:
-    """Return the names that the page's first block defines."""
     found: dict[str, Any] = {}
     with mock.patch.dict(os.environ):  # it sets some, which the processes of later tests would inherit
         exec(blocks(PAGE)[0].text, found)

@@ -84,7 +84,6 @@ def test_commands_and_programs_run(document: Path, tmp_path: Path, user):
 
 
 def run_document(document: Path, folder: Path, env: dict[str, str], server: int) -> None:
-    """Run each command and program of a document in a folder."""
     for number, block in enumerate(blocks(document)):
         commands: list[tuple[int, str]] = []
         if block.language == "python":

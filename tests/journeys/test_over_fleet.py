@@ -155,7 +155,6 @@ def is_waiting_for_both(seen: dict) -> bool:
 
 
 def secrets_of(fleet: Fleet) -> dict[str, str]:
-    """Return the secret of each machine's file, which only its owner may read."""
     found = list(fleet.place.machines.glob("*/**/.tpuswarm/swarm-token"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in found)
     return {str(path): path.read_text() for path in found}
@@ -178,7 +177,6 @@ def incarnation(seen: dict, name: str) -> str | None:
 
 
 def left(fleet: Fleet) -> list[str]:
-    """Return the command lines of all processes on machines of this cloud."""
     mark = f"TPUSWARM_REHEARSAL={fleet.place.path}".encode()
     found = []
     for path in Path("/proc").iterdir():

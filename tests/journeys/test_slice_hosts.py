@@ -41,7 +41,6 @@ class Host:
             )  # fmt: skip
 
     def child(self) -> int:
-        """Return the training process of a host other than the first."""
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 

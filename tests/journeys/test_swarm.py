@@ -44,7 +44,6 @@ def is_replaced(now: dict, first: dict) -> bool:
 
 
 def joined_members(swarm: Swarm) -> list[str]:
-    """Return the members on joined machines, in the order in which they came."""
     return [member["id"] for member in swarm.status()["members"] if member["id"].startswith("j")]
 
 

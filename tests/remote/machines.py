@@ -52,8 +52,6 @@ class Machines(list[Machine]):
         return Connections(self.key)
 
     def run(self, work: Callable[[Connections], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine over connections to the machines."""
-
         async def inside() -> T:
             async with self.connections() as connections:
                 return await work(connections)

@@ -33,7 +33,6 @@ def start_keeper(fleet) -> subprocess.Popen[str]:
 
 
 def leader() -> int:
-    """Return the process of the keeper that has done a round and leads."""
     there = find_fleet(None)[0]
     lease = there.store(there.provider()).load().lease
     return lease.pid if lease else 0

@@ -296,7 +296,6 @@ def test_only_the_slices_key_opens_the_sockets(slice_, kernel):
 
 
 def listening(pid: int) -> set[int]:
-    """The TCP ports on which a process listens."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         target = str(link.readlink()) if link.is_symlink() else ""

@@ -153,7 +153,6 @@ class Lab:
         )
 
     def files(self) -> list[str]:
-        """Return every file that was written to /etc."""
         return self.router.sh("find /run/etc ! -type d | sort").splitlines()
 
     def close(self) -> None:

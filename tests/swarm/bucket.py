@@ -15,8 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 
 class Bucket:
-    """The bucket's address and its faults."""
-
     def __init__(self, port: int):
         self.endpoint = f"http://127.0.0.1:{port}"
         self.refused = 0
@@ -75,7 +73,6 @@ class Bucket:
 
 @contextmanager
 def bucket(name: str, folder: Path) -> Iterator[Bucket]:
-    """Serve an empty bucket."""
     from tpuswarm.cloud.rehearsal.common.api import Rejected
     from tpuswarm.cloud.rehearsal.common.records import Records
     from tpuswarm.cloud.rehearsal.storage.objects import Objects

@@ -32,7 +32,6 @@ def loopback(served, monkeypatch):
 
 @pytest.fixture
 def names_read(monkeypatch) -> list[str]:
-    """The files that were read from stores."""
     read, inner = [], Store.read
     monkeypatch.setattr(Store, "read", lambda self, name: read.append(name) or inner(self, name))
     return read
@@ -40,7 +39,6 @@ def names_read(monkeypatch) -> list[str]:
 
 @pytest.fixture(params=["folder", "bucket"])
 def store(request, tmp_path):
-    """An empty store in each kind of place."""
     if request.param == "folder":
         return Store(tmp_path / "run")
     request.getfixturevalue("loopback")

@@ -29,7 +29,6 @@ def compute(endpoints, compute_v1):
 
 
 def error_codes(compute, operation):
-    """Wait until an operation is done; return its errors."""
     if operation.zone:
         done = compute("ZoneOperations").wait(**HERE, operation=operation.name)
     else:

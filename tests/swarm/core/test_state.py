@@ -26,8 +26,6 @@ JOINED = replace(TERMS, members=(), outer=OuterRule("nesterov"))
 
 
 class Desk:
-    """A coordinator's state, and the messages of its members."""
-
     def __init__(self, terms=TERMS, state=None):
         self.state = state or coordinator.start_epoch(
             terms, LedgerView.from_records(genesis(terms)), [], 0.0, founded=True

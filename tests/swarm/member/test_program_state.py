@@ -257,8 +257,6 @@ def test_member_evaluates_in_batches_of_the_requested_size(tmp_path):
 
 
 class Reader:
-    """Return the requested rows, and record them."""
-
     def __init__(self, missing=NO_ROWS):
         self.missing, self.read, self.changed = missing, [], threading.Condition()
 

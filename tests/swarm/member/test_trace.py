@@ -40,7 +40,6 @@ def train(tracer, steps):
 
 
 def collect(tracer):
-    """A finished trace: its steps, its problem, its files and the sizes of its parts."""
     files, sizes = {}, []
     while part := tracer.next_part():
         if part.last:

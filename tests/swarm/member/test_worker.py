@@ -33,8 +33,6 @@ def short_intervals(monkeypatch):
 
 
 class Run:
-    """A run of one member."""
-
     def __init__(self, folder: Path, rate: float):
         settings = {"steps": 8, "batch": 8, "seed": 0, "deterministic": False, "init_from": None, "eval_batch": None}
         options = {"rate": rate}
@@ -60,7 +58,6 @@ class Run:
         return answer
 
     def finish(self) -> str:
-        """Run to the end of the member; return or raise its result."""
         ended = Future()
 
         def run_member():

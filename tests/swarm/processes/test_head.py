@@ -53,7 +53,6 @@ def found(head, state=("s",), digests=DIGESTS, kill_at=None):
 
 
 def hello_once_opened(head):
-    """Answers of the head after its coordinator has started."""
     process, value = head.run(), None
     while head.summarize() is None:
         value = getattr(process.send(value), "action", lambda: None)()

@@ -23,7 +23,6 @@ def check_commit(ledger: Ledger) -> None:
 
 
 def check(state: State, config: Config) -> None:
-    """Require what must hold in every reachable state."""
     known = facts(state.ledger)
     require(state.ledger[-1].shared in state.objects, "the newest version is deleted")
     for number, member in enumerate(state.members):

@@ -28,7 +28,6 @@ from tests.swarm.protocol.state import (
 
 
 def transitions(state: State, config: Config) -> Iterator[tuple[str, State]]:
-    """All atomic steps of all processes."""
     for number, member in enumerate(state.members):
         yield from member_steps(state, config, number, member)
     for number, coordinator in enumerate(state.coordinators):

@@ -61,9 +61,11 @@ def test_commands_over_the_life_of_a_run(call, capsys):
     assert "parameters from" in call(f"{LINE} --width 5 --run runs/b --init-from a")[2]
 
 
-def test_runs_without_a_name_get_one(call):
+def test_runs_without_a_name_get_one_and_a_fast_dev_run_leaves_nothing(call):
     for _ in range(2):
         assert call(LINE)[0] == 0
+    code, out, _ = call(f"{LINE} --fast-dev-run")
+    assert code == 0 and "nothing was kept" in out
     assert sorted(path.name for path in Path("runs").iterdir()) == ["my_recipe-1", "my_recipe-2"]
 
 

@@ -24,8 +24,27 @@ from tpuswarm.swarm.processes.plan import Plan
 from tpuswarm.swarm.processes.plan import Swarm as Table
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.supervision import entry as hosts_of_run
+from tpuswarm.swarm.supervision.join import join
 from tpuswarm.train.hosts import rendezvous
-from tpuswarm.train.hosts.control_channel import ControlChannel
+from tpuswarm.train.hosts.control_channel import ControlChannel, WrongSecret, authenticate
+
+
+def test_host_with_another_token_is_refused(tmp_path):
+    """Host 0 keeps waiting; the command of the other host ends with the reason."""
+    other = tmp_path / "other"
+    other.write_text("wrong")
+    with rendezvous.listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        at = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def be_host_0() -> None:
+            listener.accept()[0].close()  # `join` checks first that the swarm's address answers, here the same one
+            authenticate(listener.accept()[0], b"right", 0)
+
+        host_0 = pool.submit(be_host_0)
+        with pytest.raises(InputError, match=f"host 0 at {at} has a different secret; all hosts need the same"):
+            join(at, None, Group(at, 2, 1, str(other)), other, lambda text: None)
+        with pytest.raises(WrongSecret):
+            host_0.result(PATIENCE)
 
 
 def test_host_receives_missing_files(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ def test_vm_is_created_stopped_started_changed_and_deleted(google):
         "enable-oslogin": "FALSE",
     }
     assert google.guest_attributes(machine, 0, "nothing/") == {}
+    assert until(lambda: google.guest_attributes(machine, 0, "hostkeys/"))["ssh-ed25519"]
     google.delete(machine)
     until(lambda: only_machine(google) is None)
     with pytest.raises(NotFound):

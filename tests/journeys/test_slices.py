@@ -38,13 +38,13 @@ def test_host_with_another_token_is_refused(tmp_path):
 
         def be_host_0() -> None:
             listener.accept()[0].close()  # `join` checks first that the swarm's address answers, here the same one
-            authenticate(listener.accept()[0], b"right", 0)
+            with listener.accept()[0] as connection, pytest.raises(WrongSecret):
+                authenticate(connection, b"right", 0)
 
         host_0 = pool.submit(be_host_0)
         with pytest.raises(InputError, match=f"host 0 at {at} has a different secret; all hosts need the same"):
             join(at, None, Group(at, 2, 1, str(other)), other, lambda text: None)
-        with pytest.raises(WrongSecret):
-            host_0.result(PATIENCE)
+        host_0.result(PATIENCE)
 
 
 def test_host_receives_missing_files(tmp_path, monkeypatch):

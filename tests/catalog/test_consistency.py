@@ -153,26 +153,9 @@ def test_vm_prices_match_the_list():
         assert all(figure.source.read for figure in vm.figures.values())
 
 
-@pytest.mark.parametrize(
-    ("relation", "place", "dollars"),
-    [
-        ("same region", "us-central1-a", 0.01),
-        ("same continent", "me-west1-a", None),
-        ("other continent", "australia-southeast1", 0.15),
-        ("internet", "asia-northeast1-b", 0.12),
-    ],
-)
-def test_traffic_is_priced_by_distance(relation: network.Relation, place: str, dollars: float | None):
-    price = network.transfer_price(relation, place)
-    assert (price and price.value) == dollars and (price is None or price.date)
+def test_traffic_of_an_unknown_region_is_refused():
     with pytest.raises(InputError, match="'mars-1' is not a Google Cloud region or zone"):
-        network.transfer_price(relation, "mars-1")
-
-
-def test_reading_a_bucket_and_storage_have_prices():
-    assert network.read_price("same zone").value == 0 and network.read_price("same continent").value == 0.02
-    assert network.read_price("other continent") is None and network.read_price("internet").value == 0.12
-    assert network.storage_prices()["gib_month"].value == 0.02 and network.disk_prices()["balanced_gib_month"].date
+        network.transfer_price("internet", "mars-1")
 
 
 def documented(*headings: str) -> dict[str, list[str]]:

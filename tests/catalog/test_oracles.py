@@ -31,6 +31,7 @@ for name, options in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_tpu_compiler_sees_the_same_devices_hosts_kinds_and_memory():
     tpus = [catalog.find(name) for name in TYPES]
     assert {tpu.generation for tpu in tpus} == set(catalog.generations())

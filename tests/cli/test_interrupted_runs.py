@@ -16,10 +16,9 @@ pytestmark = pytest.mark.slow
 SWARM = [*TRAIN, "--members", "2"]
 
 
-@pytest.mark.parametrize("name", ["config.toml", METRICS])
-def test_ctrl_c_saves_a_run(tmp_path, name):
+def test_ctrl_c_saves_a_run(tmp_path):
     with terminal(TRAIN, tmp_path) as opened:
-        wait_until(contains(name), opened, tmp_path / "runs/a")
+        wait_until(contains(METRICS), opened, tmp_path / "runs/a")
         opened.send(CTRL_C)
         opened.finish(130)
         until(lambda: not processes_of(opened.process.pid))
@@ -62,7 +61,7 @@ def test_second_ctrl_c_ends_a_run_whose_devices_hang(tmp_path):
     assert life.state == "stopped" and "the checkpoint of step 0 is safe" in life.message
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet", "ray::Actor"])
+@pytest.mark.parametrize("name", ["gcs_server", "ray::Actor"])
 def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
     with terminal(SWARM, tmp_path) as opened:
         wait_until(has_child(name), opened, tmp_path / "runs/a")

@@ -60,7 +60,7 @@ def die_in_digest_of_step_14() -> None:
 
     def digest(path):
         if "00000014" in path.parts:
-            time.sleep(1)  # the run goes on meanwhile
+            time.sleep(1)  # the run continues
             die()
         return real(path)
 

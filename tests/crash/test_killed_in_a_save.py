@@ -1,4 +1,4 @@
-"""A process that dies at any point of a save: the run resumes, and its metrics equal those of one that did not die."""
+"""A run killed at any point of a save resumes with the metrics of an undisturbed run."""
 
 import signal
 from pathlib import Path
@@ -21,30 +21,30 @@ def train(monkeypatch: pytest.MonkeyPatch, point: str, folder: Path, *goal: str)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def undisturbed(tmp_path_factory):
     """Metrics of a run that was never killed."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
         assert train(monkeypatch, "nowhere", folder) == 0
     return rows_without_times(folder)
 
 
 @pytest.mark.parametrize("point", die_at.POINTS)
-def test_run_killed_at_this_point_resumes(monkeypatch, whole, tmp_path, point):
+def test_run_killed_at_this_point_resumes(monkeypatch, undisturbed, tmp_path, point):
     folder = tmp_path / "run"
     assert train(monkeypatch, point, folder) == -signal.SIGKILL
     assert read_status(folder).state == "killed"
     assert train(monkeypatch, "nowhere", folder) == 0
-    assert rows_without_times(folder) == whole and read_status(folder).state == "finished"
+    assert rows_without_times(folder) == undisturbed and read_status(folder).state == "finished"
 
 
 @pytest.mark.parametrize(
     ("point", "goal", "step"), [("next best half written", "eval_loss", 20), ("best not named", "eval_worst:max", 7)]
 )
-def test_best_checkpoint_survives_a_kill(monkeypatch, whole, tmp_path, point, goal, step):
+def test_best_checkpoint_survives_a_kill(monkeypatch, undisturbed, tmp_path, point, goal, step):
     folder = tmp_path / "run"
     assert train(monkeypatch, point, folder, goal) == -signal.SIGKILL
     if (folder / BEST).exists():
-        assert best_checkpoint(folder).step == 7, "a checkpoint that is named is whole"
+        assert best_checkpoint(folder).step == 7, "a named checkpoint is complete"
     assert train(monkeypatch, "nowhere", folder, goal) == 0
-    assert rows_without_times(folder) == whole and best_checkpoint(folder).step == step
+    assert rows_without_times(folder) == undisturbed and best_checkpoint(folder).step == step

@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped: the run resumes, and its metrics are bit for bit those of one that was not."""
+"""Killed or stopped runs resume with the metrics of an undisturbed run, bit for bit."""
 
 import json
 import random
@@ -19,9 +19,9 @@ TRAIN = ["train", f"{wide.__file__}:held", "--batch", "16", "--steps", str(STEPS
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def undisturbed(tmp_path_factory):
     """Metrics of a run that was never disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("undisturbed")
     run(TRAIN, folder)
     rows = rows_without_times(folder / "run")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
@@ -41,7 +41,7 @@ def run_to_the_end(cwd: Path) -> tuple[str, str]:
     return run(TRAIN, cwd)
 
 
-def test_stopped_by_signals_and_in_use_until_then(whole, tmp_path):
+def test_stopped_by_signals_and_in_use_until_then(undisturbed, tmp_path):
     folder = tmp_path / "run"
     for number, rows in ((signal.SIGINT, 15), (signal.SIGTERM, 40)):
         process = start_until(rows, tmp_path)
@@ -60,10 +60,10 @@ def test_stopped_by_signals_and_in_use_until_then(whole, tmp_path):
         stopped = updates(folder)
         assert f"saved at step {stopped}" in out and "Traceback" not in err and read_status(folder).state == "stopped"
     _, err = run_to_the_end(tmp_path)
-    assert f"resumed from the checkpoint of step {stopped}" in err and rows_without_times(folder) == whole
+    assert f"resumed from the checkpoint of step {stopped}" in err and rows_without_times(folder) == undisturbed
 
 
-def test_notice_too_short_for_a_save_leaves_the_last_checkpoint(whole, tmp_path):
+def test_notice_too_short_for_a_save_leaves_the_last_checkpoint(undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = start_until(10, tmp_path, "--grace", "0s")
     wait_for((folder / "checkpoints" / "00000010" / "manifest.json").exists, process)
@@ -73,16 +73,16 @@ def test_notice_too_short_for_a_save_leaves_the_last_checkpoint(whole, tmp_path)
     if updates(folder) > saved:
         assert "more than the 0.0 s left" in out and f"checkpoint of step {saved} is safe" in out
     _, err = run_to_the_end(tmp_path)
-    assert f"resumed from the checkpoint of step {saved}" in err and rows_without_times(folder) == whole
+    assert f"resumed from the checkpoint of step {saved}" in err and rows_without_times(folder) == undisturbed
 
 
-def test_killed_at_random_moments(whole, tmp_path):
+def test_killed_at_random_moments(undisturbed, tmp_path):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")  # shown with a failure
     moments, folder = random.Random(seed), tmp_path / "run"
-    for _ in range(6):
+    for _ in range(3):
         process = start_until(min(STEPS - 6, max(1, updates(folder) + moments.randrange(-8, 40))), tmp_path)
         process.send_signal(moments.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         process.communicate(timeout=PATIENCE)
     run_to_the_end(tmp_path)
-    assert rows_without_times(folder) == whole
+    assert rows_without_times(folder) == undisturbed

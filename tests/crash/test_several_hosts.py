@@ -75,7 +75,7 @@ def losses(folder: Path) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The losses of one process with eight devices that nobody disturbed."""
+    """Return the losses of one undisturbed process with eight devices."""
     return losses(train_here(tmp_path_factory.mktemp("whole") / "run", shard="fsdp"))
 
 

@@ -1,4 +1,4 @@
-"""What is compiled for a TPU is compiled as a user's program is."""
+"""Programs for TPUs are compiled with all optimisations, as a user's are."""
 
 import pytest
 

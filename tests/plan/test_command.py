@@ -1,4 +1,4 @@
-"""`tpuswarm plan` as it is typed; all but one plan take their results from a stand-in of the compiler."""
+"""`tpuswarm plan` on the command line; all but one test replace the compiler."""
 
 import json
 import re
@@ -92,6 +92,7 @@ def plan_json(plan):
     return document
 
 
+@pytest.mark.slow
 def test_compiled_answer_is_cached_with_its_hazards_and_lines(plan, plan_json, monkeypatch):
     """With the real compiler; what else it finds: test_fit.py."""
     monkeypatch.setattr("tpuswarm.cli.plan.plan.CompilePool", CompilePool)
@@ -121,7 +122,7 @@ def test_compiled_answer_is_cached_with_its_hazards_and_lines(plan, plan_json, m
     ],
 )
 def test_wrong_input_is_one_sentence(plan, tmp_path, line, words):
-    """`old=>new` is what is changed in swarm.toml."""
+    """`old=>new` replaces text in swarm.toml."""
     for change in (word for word in line.split() if "=>" in word):
         (tmp_path / "swarm.toml").write_text(SWARM.replace(*change.split("=>")))
         line = line.removesuffix(f" {change}")

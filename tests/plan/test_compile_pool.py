@@ -1,4 +1,4 @@
-"""Compiling processes: what they answer, how they may end, and how long a cached result is valid."""
+"""Compiling processes: their answers, their ends, and the validity of cached results."""
 
 import json
 import os
@@ -62,6 +62,7 @@ def cached(wanted: CompileRequest | None = None, **settings: str) -> CompileResu
     return PlanCache(Path("cache")).get(cache_key(wanted, compile_pool._environment(wanted) | settings))
 
 
+@pytest.mark.slow
 def test_result_is_valid_until_a_file_changes(folder):
     requests = [request(), request(edits="true")]
     results = dict((made.options.options.get("edits", "false"), result)
@@ -129,7 +130,7 @@ def test_key_depends_on_the_folder_unless_the_recipe_is_built_in(folder, tmp_pat
 
 
 def test_key_depends_on_the_contents_of_named_files(folder):
-    """A recipe may cache what it made of a file, and open only that."""
+    """A recipe may open only its own cache of a file."""
     named = request(data="rows.txt", more="texts")
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("a")

@@ -1,4 +1,4 @@
-"""Flags as XLA and libtpu themselves take them: whose they are, what is wrong with one, and every quote."""
+"""Flags of XLA and libtpu: their library, their faults, their quotes in a shell."""
 
 import os
 import subprocess
@@ -69,7 +69,7 @@ def test_meanings_are_xlas_and_no_name_is_broken_in_a_terminal_of_80_columns(tmp
 
 
 def test_quoted_value_reaches_xla_through_a_shell(tmp_path):
-    """A real XLA dumps into the folder that was named; what the variable held before still holds."""
+    """XLA dumps into the named folder and keeps its earlier flags."""
     folder = tmp_path / 'it\'s "quoted" $HOME `id` \\ two words && exit 7; #*?é'
     set_flags = {
         name: Flag(name, value, "XLA_FLAGS", "all", "all")

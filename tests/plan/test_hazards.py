@@ -26,7 +26,7 @@ def test_only_gradients_may_travel_between_replicas():
 
 
 def test_shapes_made_of_parameters_are_found_in_loops_and_branches():
-    """Never what has to do with a batch, were it a parameter's, once for each row."""
+    """Shapes with a batch axis are not among them."""
 
     def step(w, x):
         def layer(x, w):
@@ -63,6 +63,7 @@ def planted_hazards():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", planted_hazards())
 def test_planted_hazard_is_found_with_its_line(found, case):
     kind, line = planted_hazards()[case]
@@ -71,6 +72,7 @@ def test_planted_hazard_is_found_with_its_line(found, case):
     assert {hazard[0] for hazard in found[case]} == {kind}, found[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["clean", "scans", "repeats_little", "clean on four"])
 def test_clean_program_has_no_hazard(found, case):
     assert found[case] == []

@@ -1,4 +1,4 @@
-"""What machines train although some are preempted."""
+"""Expected training of machines that may be preempted."""
 
 import numpy as np
 import pytest

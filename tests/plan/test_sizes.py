@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.plan.test_fit import GPT2, check_gpt2, compile_all, request
+from tpuswarm.cli.plan.plan import DEFAULT_TPUS
 from tpuswarm.config.units import GIB
+from tpuswarm.plan.request import CompileResult
 
 pytestmark = pytest.mark.tpu_compiler
 
@@ -56,3 +59,9 @@ def test_largest_size_does_not_fit_replicated_on_small_devices():
 def test_codes_of_a_picture_stay_on_its_device():
     rows = plan("stylegan2-32", "--data", "fake", "--latent", "512", "--batch", "256", on=("v5e-8",))
     assert "collective" not in {hazard["kind"] for hazard in rows["v5e-8"]["hazards"]}
+
+
+def test_gpt2_trains_on_every_generation():
+    requests = {name: request("gpt2-tiny", name, GPT2, batch=64) for name in DEFAULT_TPUS}
+    found = compile_all(requests)
+    check_gpt2({name: CompileResult.from_json(answer["result"]) for name, answer in found.items()})

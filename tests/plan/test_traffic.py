@@ -14,6 +14,7 @@ from tpuswarm.train.program.request import usual_request
 GPT2_124M = Exchange(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 
 
+@pytest.mark.slow
 def test_real_swarm_sends_and_receives_as_predicted(devices):
     """Four members with real programs, counted at the member; pushes at the end of the run are for shorter cycles."""
     recipe = GPT2(data="fake", layers=1, heads=1, width=64, context=16)
@@ -63,7 +64,7 @@ def test_head_grows_with_its_swarm_and_runs_where_it_has_room():
     small, large = (size_head(members, GPT2_124M, member, "nesterov") for members in (4, 400))
     assert small.memory_bytes < 16 * GIB < large.memory_bytes and small.cores == 2 < large.cores
     assert large.mbit_in == pytest.approx(100 * small.mbit_in)
-    state = 4 * 124_475_904  # of a version, without its momentum and buffers
+    state = 4 * 124_475_904  # without momentum and buffers
     assert small.disk_bytes > 20 * 4 * state and small.disk_bytes_a_day > 864 / 50 * state
     found = head_machines(small, slice_, GPT2_124M, "us-central1-a")
     assert found[0].own and found[0].name == "a host of v3-8"
@@ -71,7 +72,7 @@ def test_head_grows_with_its_swarm_and_runs_where_it_has_room():
     assert prices == sorted(prices) and len(prices) == 3
     by_name = {machine.name: machine for machine in catalog.machines()}
     assert all(by_name[holder.name].memory_gib * GIB >= small.memory_bytes for holder in found[1:])
-    busy = replace(small, cores=96)  # of its 96, a member wants some
+    busy = replace(small, cores=96)  # a member needs some of the 96
     assert not any(holder.own for holder in head_machines(busy, slice_, GPT2_124M, "us-central1-a"))
     assert not found[0].network_known  # no source says what network a v3-8 has; of a v6e-1, 100 Gbit/s
     [known, *_] = head_machines(small, catalog.find("v6e-1"), GPT2_124M, "us-central1-b")

@@ -1,4 +1,4 @@
-"""What the authors' StyleGAN2 computes, as figures for test_stylegan2_authors.py.
+"""Record figures of the authors' StyleGAN2 for test_stylegan2_authors.py.
 
     .venv-oracle/bin/python -m tests.recipes.stylegan2_authors FOLDER
 
@@ -27,7 +27,7 @@ BATCH, STEPS = 8, 5
 """Steps 0 to 4: of the regularisers both at step 0, and path length again at step 4."""
 LR, R1, AVERAGE, PATH_MEAN = 0.0025, 2.0, 10_000, 0.5
 PHASES = ("generator", "path", "discriminator")
-"""Those that generate pictures, in order."""
+"""The phases of a step that generate pictures, in order."""
 LAYERS = 6
 """Codes w of a picture."""
 MOMENTS_AT = (0, 1, 4)
@@ -113,7 +113,7 @@ def our_path(name: str) -> str:
     if parts[0] == "mapping":
         return "/".join([network, "mapping", parts[1].removeprefix("fc"), ours[parts[2]]])
     block, layer, *rest = parts[1:] if network == "generator" else parts
-    rest = [ours[each] for each in rest]
+    rest = [ours[part] for part in rest]
     if layer in ("const", "fromrgb"):
         return "/".join([network, ours[layer], *rest])
     if network == "discriminator" and block == "b4":
@@ -326,7 +326,7 @@ def record(folder: Path, run: Path) -> dict[str, object]:
         for row, path_mean in zip(logged, path_means, strict=True)
     ]
     figures["moments"] = {
-        str(step): {each: moments[step, 0][each] | moments[step, 1][each] for each in ("mu", "nu")}
+        str(step): {moment: moments[step, 0][moment] | moments[step, 1][moment] for moment in ("mu", "nu")}
         for step in MOMENTS_AT
     }
     with (run / "network-snapshot-000000.pkl").open("rb") as file:

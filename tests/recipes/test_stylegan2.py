@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuswarm import RunFailed, Trainer
 from tpuswarm.recipes.stylegan2 import augment
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
-from tpuswarm.train.run.checkpoint import checkpoint_folders
 
 pytestmark = pytest.mark.slow
 TINY = {"resolution": 8, "latent": 4, "mapping": 1, "channels": 4, "most_channels": 4, "group": 2}
@@ -95,15 +93,6 @@ def test_broken_network_makes_the_loss_nan(recipe, one, fresh, broken):
     assert np.isnan(metrics["loss"])
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_gradient_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
-    """The authors' code goes on with 0 in its place, and its user does not learn of it."""
-    recipe = StyleGAN2(**TINY, r1=1e38, adapt=False)
-    with pytest.raises(RunFailed, match=r"at step 2 .*not finite: discriminator/.*checkpoint of step 0 is safe"):
-        Trainer(eval_every=None, devices=1).fit(recipe, steps=4, batch=BATCH, run=tmp_path / "run")
-    assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
-
-
 def test_held_out_rest_is_scored_in_whole_groups_and_counts_once(recipe, fresh):
     program, scored = recipe.program(Options()), []
 
@@ -155,7 +144,7 @@ def test_grid_shows_the_averaged_generator_and_follows_seed_and_truncation(recip
 
 
 def test_r1_differentiates_by_the_pictures_before_augmentation(recipe, fresh, monkeypatch):
-    """As the authors' code does; pictures that the augmentation doubles have a gradient twice as large."""
+    """Pictures that the augmentation doubles have twice the gradient."""
     program, real = recipe.program(Options()), rows(recipe, 0)["pictures"]
 
     def penalty(pictures):

@@ -10,6 +10,7 @@ from scipy.ndimage import affine_transform, gaussian_filter
 
 from tpuswarm.recipes.stylegan2 import augment, warp
 
+pytestmark = pytest.mark.slow
 SIDE = 16
 SEEDS = st.integers(0, 2**32 - 1)
 COUNT = 8
@@ -24,7 +25,7 @@ def smooth(seed, count=COUNT, side=SIDE, width=2):
     """Pictures without edges sharper than `width` pixels, which every interpolation sees alike."""
     random = np.random.default_rng(seed)
     noise = random.normal(size=(count, side, side, 3))
-    planes = [gaussian_filter(each, (width, width, 0), mode="reflect") for each in noise]
+    planes = [gaussian_filter(picture, (width, width, 0), mode="reflect") for picture in noise]
     return (np.stack(planes) / np.std(planes)).astype(np.float32)
 
 
@@ -33,7 +34,7 @@ def maps(matrix, shift):
 
 
 def scipys(picture, matrix, shift):
-    """What was at `matrix q + shift`, q from the middle as (x, y)."""
+    """Return a picture whose pixel q shows `matrix q + shift`; q is (x, y) from the middle."""
     middle = (len(picture) - 1) / 2
     matrix, shift = np.asarray(matrix)[::-1, ::-1], np.asarray(shift)[::-1]  # rows first
     offset = middle + shift - matrix @ [middle, middle]
@@ -44,11 +45,7 @@ def scipys(picture, matrix, shift):
 @settings(max_examples=10)
 @given(SEEDS, st.floats(-4, 4), st.floats(0.75, 1.3), st.floats(0.8, 1.25), st.floats(-1.5, 1.5), st.floats(-5, 5))
 def test_map_is_scipys(seed, before, scale, stretch, after, shift):
-    """Two rotations about a scaling of both axes, and a shift, wherever what is shown lies within the picture.
-
-    Beyond it lies its mirror image, which strong shears take from another place, as they do where the second one leaves
-    the picture of twice the size.
-    """
+    """Rotate, scale and shift; compare pixels whose source lies within the picture and within both shears."""
 
     def rotation(angle):
         return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
@@ -64,7 +61,7 @@ def test_map_is_scipys(seed, before, scale, stretch, after, shift):
     (_, _), (across, down) = rotation(-turns * np.pi / 2) @ matrix
     inside = (np.abs(at) <= ends).all(-1) & (np.abs(y + across / down * x) <= SIDE - 1)
     error = np.square(found - wanted)[:, inside]
-    assert not inside.any() or np.sqrt(error.mean()) < 0.09  # of 1: linear interpolation, twice; half a pixel is 0.10
+    assert not inside.any() or np.sqrt(error.mean()) < 0.09  # linear interpolation, twice; half a pixel is 0.10
 
 
 @settings(max_examples=10)
@@ -100,7 +97,7 @@ def test_gradient_is_that_of_an_affine_map(seed, strength):
 
 
 def test_colours_change_as_often_and_as_much_as_the_paper_says():
-    """Of pictures of one grey: brightness of deviation 0.2, contrast of a factor of deviation 2^0.5, signs turned."""
+    """Brightness has a deviation of 0.2, contrast a factor of deviation 2^0.5; signs are turned."""
     count, strength = 4_000, 0.4
     grey = np.full((count, 8, 8, 3), 0.5, np.float32)
     found = np.asarray(change(grey, jax.random.key(0), np.float32(strength)))[:, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""StyleGAN2's steps beside those of its authors' code: stylegan2_authors.py says how the figures were made."""
+"""StyleGAN2's steps equal those of its authors' code; stylegan2_authors.py recorded the figures."""
 
 import json
 from collections import defaultdict, deque
@@ -117,7 +117,7 @@ def test_losses_and_regularisers_are_the_authors(steps):
 @pytest.mark.parametrize("step", authors.MOMENTS_AT)
 @pytest.mark.parametrize("moment", ["mu", "nu"])
 def test_gradients_are_the_authors(steps, step, moment):
-    """Adam's first moment is the last gradient; its second has those of all updates so far."""
+    """Adam's first moment is the last gradient; the second averages all gradients so far."""
     state, _ = steps[step]
     ours = of_both(lambda network: getattr(getattr(state, f"{network}_opt")[0], moment))
     require_same(ours, FIGURES["moments"][f"{step}"][moment], 5e-5)

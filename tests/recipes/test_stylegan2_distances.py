@@ -152,12 +152,13 @@ def test_users_own_features_are_used_and_their_mistakes_reported(tmp_path):
             measured(f"{tmp_path}/inception.py:{name}")
 
 
+@pytest.mark.slow
 def test_code_of_a_made_picture_is_found():
     recipe = StyleGAN2(**TINY)
     program = recipe.program(Options())
     state = program.init(jax.random.key(3))
     for block in state.average["blocks"].values():
-        block["rgb"]["w"] *= 0.2  # as a trained generator, it stays within black and white
+        block["rgb"]["w"] *= 0.2  # a trained generator stays within black and white
     given = next(recipe.grids(state, 1, 1, truncation=1.0, seed=5))
     mean = next(recipe.grids(state, 1, 1, truncation=0.0, seed=5))
     progress = []

@@ -34,7 +34,7 @@ def picture(number: int, width: int = SIDE, height: int = SIDE, kind: str = "PNG
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Twelve pictures, half of them in a subfolder, beside other files."""
+    """Return a folder with twelve pictures, six in a subfolder, and other files."""
     folder = tmp_path / "pictures"
     (folder / "below").mkdir(parents=True)
     for number in range(12):

@@ -1,18 +1,17 @@
-"""The parts of StyleGAN2's networks; tests/oracle/test_stylegan2.py compares both networks and losses with torch."""
+"""StyleGAN2's networks in all their forms; test_stylegan2_authors.py compares them with the authors' code."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuswarm.recipes.stylegan2 import generator
+from tpuswarm.recipes.stylegan2 import discriminator, generator, losses
 from tpuswarm.recipes.stylegan2.config import SIZES, Config
 from tpuswarm.recipes.stylegan2.convolution import convolve
 from tpuswarm.recipes.stylegan2.fold import Form, beside, refold
 
-CONFIG = Config(8, latent=6, mapping=2, channels=3, most_channels=5, group=2)
-SEEDS = st.integers(0, 2**32 - 1)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -46,14 +45,32 @@ def test_folded_channels_fill_at_most_one_tile(channels, power, higher):
     assert Form().fold(channels, side) == 1
 
 
-def test_noise_falls_on_the_same_pixels_of_folded_rows():
-    config = Config(16, latent=6, mapping=1, channels=12, most_channels=48, group=2)
-    params = generator.init(jax.random.key(0), config)  # of noise, the strengths begin at 0
+@pytest.mark.slow
+def test_folded_networks_have_the_losses_and_gradients_of_plain_ones():
+    """R1 and path lengths differentiate twice; noise strengths begin at 0, so all parameters are moved."""
+    config = Config(16, latent=6, mapping=1, channels=3, most_channels=5, group=2)
+    networks = {"generator": generator, "discriminator": discriminator}
+    params = {name: network.init(jax.random.key(0), config) for name, network in networks.items()}
     params = jax.tree.map(lambda leaf: leaf + 0.3 * normal(*leaf.shape), params)
-    w, key = normal(2, config.layers, config.latent), jax.random.key(1)
-    synthesize = jax.jit(generator.synthesize, static_argnums=(3, 4))
-    plain, folded = (synthesize(params, w, key, config, form) for form in (Form(), Form(folds=True)))
-    np.testing.assert_allclose(folded, plain, rtol=1e-3, atol=1e-3)
+    w, pictures, noise = normal(2, config.layers, config.latent), normal(2, 16, 16, 3), normal(2, 16, 16, 3, seed=1)
+
+    def loss(params, form):
+        def synthesize(w, key=None):
+            return generator.synthesize(params["generator"], w, key, config, form)
+
+        def score(x):
+            return discriminator.score(params["discriminator"], x, config, form)
+
+        lengths_B = losses.path_lengths(synthesize, jnp.asarray(w), jnp.asarray(noise))
+        return (
+            score(synthesize(w, jax.random.key(1))).mean() + losses.r1(score, pictures) + jnp.square(lengths_B).mean()
+        )
+
+    gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    (plain, plain_grads), (folded, folded_grads) = (gradient(params, form) for form in (Form(), Form(folds=True)))
+    np.testing.assert_allclose(folded, plain, rtol=1e-4)
+    for expected, found in zip(jax.tree.leaves(plain_grads), jax.tree.leaves(folded_grads), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("side", "millions"), [(256, 24.8), (1024, 30.4)])

@@ -20,7 +20,7 @@ from tpuswarm.recipes.gpt2 import text as texts
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.gpt2.text import open_text
 from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
-from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens, split_tokens
+from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.storage import stored_files
 from tpuswarm.train.storage.bucket import Bucket
@@ -167,12 +167,6 @@ def test_epochs_start_at_different_places():
     assert len({int(source.rows(epoch * n, n)["tokens"].min()) for epoch in range(30)}) > 5
 
 
-def test_last_tenth_is_held_out():
-    array = np.arange(1005)
-    assert split_tokens(array, "train").max() < split_tokens(array, "validation").min()
-    assert len(split_tokens(array, "validation")) == 100 and len(split_tokens(array, "all")) == 1005
-
-
 def test_alphabet_is_stored_in_the_options_and_checked(play, tmp_path, cache):
     recipe = GPT2(data=str(play))
     again = GPT2(**recipe.options())
@@ -219,7 +213,6 @@ def test_unreachable_storage_is_reported_soon(monkeypatch):
 
 
 def test_slow_place_is_named_while_it_is_waited_for(monkeypatch):
-    """Whatever the library behind it then raises is one sentence."""
     waited_for = []
 
     @contextmanager

@@ -167,7 +167,6 @@ def test_operator_can_be_added(monkeypatch):
 
 
 def test_scalar_array_does_not_widen_others_unless_it_is_of_a_higher_kind():
-    """As in torch."""
     half, scalar, whole = jnp.ones(2, jnp.bfloat16), jnp.float32(0.5), jnp.ones(2, jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
         assert OPS["add"](half, scalar).dtype == jnp.bfloat16

@@ -1,4 +1,4 @@
-"""Short runs of the toy model, and what the diagnostics reported of a run."""
+"""Train the toy model for a few steps and read the findings of its diagnostics."""
 
 from pathlib import Path
 

@@ -67,7 +67,7 @@ def main() -> None:
     index, about = int(sys.argv[1]), json.loads(sys.argv[2])
     mesh.MIN_SHARDED_BYTES = SHARDED_BYTES
     folder = Path(about["folder"])
-    if "worker" in about:  # as a TPU slice numbers it
+    if "worker" in about:
         jax.process_index = lambda: about["worker"]
     with rendezvous.initialize(about["address"], 2, index, SECRET, 240):
         if "shards" in about:

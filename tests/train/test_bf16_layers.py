@@ -1,4 +1,4 @@
-"""Gradients of the layers of Flax and Equinox in bfloat16, as the trainer takes them, against those in float32."""
+"""Gradients of layers of Flax Linen and Equinox in bfloat16, as the trainer takes them, against float32."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
-from tests.recipes.test_bf16_gradients import by_leaf, long_sums
+from tests.recipes.test_bf16_gradients import by_leaf, long_sums, require_close
 from tpuswarm import Trainer, supervised
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.recipe import Options
@@ -37,25 +36,6 @@ class Linen(nn.Module):
 def linen(dtype, dense=nn.Dense):
     model = Linen(dtype, dense)
     return lambda key: model.init(key, DIGITS[:2]), lambda params, ids: model.apply(params, ids)
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.embed, self.place = (nnx.Param(rngs.params.normal((count, WIDTH))) for count in (CLASSES, PLACES))
-        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)])
-        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
-        self.dense, self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
-
-    def __call__(self, ids):
-        x = self.embed[ids] + self.place[None]
-        x = x + self.attention(self.norms[0](x))
-        return self.head(x + nnx.gelu(self.dense(self.norms[1](x))))
-
-
-def of_nnx():
-    structure, _ = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param)
-    init = lambda key: nnx.to_pure_dict(nnx.split(Nnx(nnx.Rngs(key)), nnx.Param)[1])  # noqa: E731
-    return init, lambda params, ids: nnx.merge(structure, params)(ids)
 
 
 class Equinox(eqx.Module):
@@ -88,7 +68,6 @@ FORMS = {
     "linen": lambda precision: linen(None),
     "linen with dtype": lambda precision: linen(jnp.bfloat16 if precision == "bf16" else None),
     "linen recomputed": lambda precision: linen(None, nn.remat(nn.Dense)),
-    "nnx": lambda precision: of_nnx(),
     "equinox": lambda precision: equinox(),
 }
 
@@ -109,12 +88,7 @@ def test_each_gradient_is_close_to_that_in_float32_and_no_long_sum_is_in_bfloat1
         arguments = jax.jit(program.init)(jax.random.key(0)), DATA, jax.random.key(1)
         found[precision] = by_leaf(jax.jit(program.batch_gradient)(*arguments))
     assert not list(long_sums(jax.make_jaxpr(program.batch_gradient)(*arguments).jaxpr))
-    for path, exact in found["f32"].items():
-        half = found["bf16"][path]
-        if np.abs(exact).max() > 1e-6:  # a bias of keys moves nothing
-            projection = exact @ half / (exact @ exact)
-            error = np.linalg.norm(half - exact) / np.linalg.norm(exact)
-            assert abs(projection - 1) < 0.02 and error < 0.05, (path, projection, error)
+    require_close(found["f32"], found["bf16"], zero=1e-6)  # a bias of keys moves nothing
 
 
 def test_micro_batches_and_devices_take_the_same_step(tmp_path):
@@ -127,6 +101,4 @@ def test_micro_batches_and_devices_take_the_same_step(tmp_path):
         return np.float64(result.state.params.head.bias)
 
     before = np.float64(init(jax.random.split(run_key(0))[0]).head.bias)
-    alone = bias(1, 1) - before
-    for devices, accumulate in (1, 4), (2, 1), (2, 4):
-        np.testing.assert_allclose(bias(devices, accumulate) - before, alone, rtol=0.01, atol=1e-4)
+    np.testing.assert_allclose(bias(2, 4) - before, bias(1, 1) - before, rtol=0.01, atol=1e-4)

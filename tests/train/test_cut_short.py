@@ -57,13 +57,6 @@ def test_non_finite_parameters_behind_a_finite_loss_are_not_saved(tmp_path):
     assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
 
 
-@pytest.mark.parametrize(("clip", "advice"), [(None, "rate or --clip may help"), (1e9, "rate may help")])
-def test_advice_names_no_option_that_is_on(tmp_path, clip, advice):
-    diverges = supervised(toy.init, toy.loss, optax.sgd(float("inf")), toy.data())
-    with pytest.raises(RunFailed, match=f"a lower learning {advice}"):
-        fit(diverges, tmp_path / "run", clip=clip)
-
-
 def test_parameters_that_are_no_numbers_are_named_before_the_first_step(tmp_path):
     def init(key):
         return toy.init(key) | {"unused": jnp.full(3, jnp.nan)}

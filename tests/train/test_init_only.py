@@ -49,7 +49,6 @@ def test_new_head_stands_on_the_body_of_another_run(tmp_path, of_a_file):
 
 
 def test_parameters_of_a_swarm_are_chosen_by_their_paths_too(tmp_path):
-    """Statistics by those of their layer as well."""
     shared, _ = swarm_of(swarm_recipe(), tmp_path / "swarm")
     for folder, only in ("of all", "^extra/"), ("of a layer", "^seen"):
         made = swarm_recipe(7, rate=0.0)

@@ -194,17 +194,6 @@ def test_product_of_mixed_dtypes_names_the_inputs_to_cast():
         program.evaluate(program.init(jax.random.key(0)), toy.data())
 
 
-def test_randomness_depends_on_key_and_step_alone():
-    program = recipe_of(loss=lambda params, batch, key: params["w"].sum() * jax.random.normal(key)).program(Options())
-    state, step = program.init(jax.random.key(0)), jax.jit(program.step)
-
-    def loss_at(seed, number):
-        return float(step(state, BATCH, toy.clock(number, seed=seed))[1]["loss"])
-
-    assert loss_at(0, 5) == loss_at(0, 5)
-    assert len({loss_at(seed, number) for seed in range(3) for number in range(3)}) == 9
-
-
 def test_ready_optimizer_has_its_own_rate():
     recipe = recipe_of(toy.init)
     before, after, metrics = run_step(recipe.program(Options()))

@@ -107,4 +107,4 @@ def test_jax_is_prepared_before_a_file_uses_it(tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src")])
     words = [sys.executable, "-c", program, f"{tmp_path}/mine.py:toy"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")  # an installed libtpu complains where there is no TPU
+    assert (done.returncode, done.stderr) == (0, "")  # without a TPU an installed libtpu prints warnings

@@ -1,12 +1,10 @@
-"""What torch and transformers say: makes the golden files beside it. Knows nothing of tpuswarm.
+"""Make the golden files in this folder with torch and transformers, without tpuswarm.
 
     .venv-oracle/bin/python tests/recipes/golden/make.py make FOLDER
-    .venv-oracle/bin/python tests/recipes/golden/make.py random FOLDER
     .venv-oracle/bin/python tests/recipes/golden/make.py read FOLDER...
 
 `make`: a random GPT-2 as transformers stores it, its logits, loss and gradients, and a tokenizer of GPT-2's kind with
-its numbers for some texts. `random`: four models of random shape and their results, in FOLDER/0 to FOLDER/3. `read`:
-the results of the model in FOLDER/model, and its tokenizer's numbers.
+its numbers for some texts. `read`: the results of the model in FOLDER/model, and its tokenizer's numbers.
 """
 
 import json
@@ -83,18 +81,6 @@ def make(folder: Path) -> None:
     (folder / "tokens.json").write_text(json.dumps(ids, indent=0) + "\n")
 
 
-def make_random(folder: Path) -> None:
-    """Write models of random shapes and their results into folders below `folder`."""
-    for seed in range(4):
-        random = np.random.default_rng(seed)
-        heads = int(random.integers(1, 5))
-        shape = {
-            "n_layer": int(random.integers(1, 5)), "n_head": heads, "n_embd": heads * int(random.integers(4, 20)),
-            "n_positions": int(random.integers(4, 40)), "vocab_size": int(random.integers(5, 400)),
-        }  # fmt: skip
-        write(model(seed, shape), seed, folder / f"{seed}")
-
-
 def read(folder: Path) -> None:
     """Results of FOLDER/model on the tokens in FOLDER/tokens.safetensors, numbers of the texts in FOLDER/texts.json."""
     made = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
@@ -107,4 +93,4 @@ def read(folder: Path) -> None:
 
 if __name__ == "__main__":
     for target in sys.argv[2:]:
-        {"make": make, "random": make_random, "read": read}[sys.argv[1]](Path(target))
+        {"make": make, "read": read}[sys.argv[1]](Path(target))

@@ -254,6 +254,10 @@ def recipe_data(data):
         (lambda: IndexedSource([{"x": print}, lambda: 0], workers=2).rows(0, 2), "list cannot be sent to worker proc"),
         (lambda: IndexedSource(Broken([0]), workers=1).rows(0, 1), r"process: KeyError: 'z' \(.*adapters.py:\d+"),
         (lambda: recipe_data(Loader(3)), "is a Loader: give .*IndexedSource and StreamSource make one of"),
+        (lambda: StreamSource([], rows_per_epoch=0), "number of rows, 1 or more"),
+        (lambda: StreamSource([], rows_per_epoch=10.5), "number of rows, 1 or more"),
+        (lambda: StreamSource(5), "takes an iterable, or a function that makes one, not 5"),
+        (lambda: StreamSource(lambda: 5).rows(0, 1), r"the stream's function returned 5.*test_adapters\.py"),
     ],
 )
 def test_unreadable_data_is_refused_with_the_reason(make, words):

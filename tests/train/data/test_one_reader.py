@@ -89,28 +89,22 @@ def in_order(steps=STEPS):
     return [float(np.mean((np.arange(BATCH) + BATCH * step) % ROWS)) for step in range(steps)]
 
 
-def test_splits_may_share_a_dataset(tmp_path):
-    dataset = Dataset()
-    data = {split: IndexedSource(dataset, seed=1) for split in ("train", "validation")}
-    steps, evaluations = train(tmp_path / "run", data)
-    assert len(dataset.entered.threads) == 2, "a thread reads ahead"
-    alone, _ = train(
-        tmp_path / "alone", {"train": IndexedSource(Dataset(), seed=1)} | {"validation": {"x": np.zeros(8, np.float32)}}
-    )
-    assert steps == alone and evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
+SHARED = {
+    "dataset": (Dataset(), lambda dataset: [IndexedSource(dataset, seed=1) for _ in range(2)]),
+    "source": (Rows(), lambda rows: [rows, rows]),
+    "function": (Entered(), lambda entered: [streamed(entered), streamed(entered)]),
+}
 
 
-def test_splits_may_be_one_source(tmp_path):
-    source = Rows()
-    steps, evaluations = train(tmp_path / "run", {"train": source, "validation": source})
-    assert steps == in_order() and evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
-
-
-def test_streams_of_two_splits_may_come_from_one_function(tmp_path):
-    """Each split reads with its own iterator."""
-    entered = Entered()
-    steps, evaluations = train(tmp_path / "run", {"train": streamed(entered), "validation": streamed(entered)})
-    assert steps == in_order() and evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
+@pytest.mark.parametrize(("shared", "make"), SHARED.values(), ids=SHARED)
+def test_splits_may_share_their_data(tmp_path, shared, make):
+    """A thread reads training data ahead while the loop evaluates; each split reads its own rows."""
+    training, validation = make(shared)
+    steps, evaluations = train(tmp_path / "run", {"train": training, "validation": validation})
+    alone, _ = make(type(shared)())
+    assert steps == [alone.rows(step * BATCH, BATCH)["x"].mean() for step in range(STEPS)]
+    assert evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
+    assert len(getattr(shared, "entered", shared).threads) == 2
 
 
 def test_one_stream_for_two_splits_is_refused(tmp_path):

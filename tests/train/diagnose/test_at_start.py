@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from tests.train import toy
 from tests.train.findings import place, read_findings, run_steps
@@ -225,22 +226,21 @@ def test_parameter_that_the_loss_does_not_use_is_named(tmp_path):
     assert finding["parameters"] == ["mean", "scale"] and "no gradient reaches mean, scale" in finding["message"]
 
 
-def test_running_statistics_among_the_parameters_are_refused(tmp_path):
-    def init(key):
-        return {"params": {"w": jnp.ones(5)}, "batch_stats": {"mean": jnp.zeros(5)}}
-
-    def loss(params, batch, key):
-        return jnp.square(batch["x"] @ params["params"]["w"]).mean()
-
-    with pytest.raises(InputError, match=r"parameter batch_stats/mean is a running statistic.*make it in extra="):
-        list(run_steps(tmp_path, supervised(init, loss, optax.sgd(0.1), toy.data()), steps=1))
+def flax_variables(key):
+    return {"params": {"w": jnp.ones(5)}, "batch_stats": {"mean": jnp.zeros(5)}}
 
 
-def test_batch_norm_of_nnx_among_the_parameters_is_refused(tmp_path):
-    nnx = pytest.importorskip("flax.nnx")
+def nnx_state(key):
+    return nnx.split(nnx.BatchNorm(5, rngs=nnx.Rngs(0)))[1]
 
-    def init(key):
-        return nnx.split(nnx.BatchNorm(5, rngs=nnx.Rngs(0)))[1]
 
-    with pytest.raises(InputError, match=r"nnx\.BatchStat among the parameters.*extra="):
+@pytest.mark.parametrize(
+    ("init", "words"),
+    [
+        (flax_variables, r"parameter batch_stats/mean is a running statistic.*make it in extra="),
+        (nnx_state, r"nnx\.BatchStat among the parameters.*extra="),
+    ],
+)
+def test_running_statistics_among_the_parameters_are_refused(tmp_path, init, words):
+    with pytest.raises(InputError, match=words):
         list(run_steps(tmp_path, supervised(init, toy.loss, optax.sgd(0.1), toy.data()), steps=1))

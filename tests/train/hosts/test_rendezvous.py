@@ -27,6 +27,7 @@ from tpuswarm.train.program import mesh
 MODULE = "tests.train.host"
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch):
     """Losses and parameters agree up to the order of sums, and both hosts end."""
     started = start_hosts(MODULE, tmp_path, shards=["replicate", "fsdp"])
@@ -44,6 +45,7 @@ def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch
         assert two["losses"][-1] < 0.8 * two["losses"][0]
 
 
+@pytest.mark.slow
 def test_killed_host_ends_the_other_with_one_sentence(tmp_path):
     """The other is in a step, whose collective would never return. tests/crash kills host 1."""
     started = start_hosts(MODULE, tmp_path)
@@ -59,6 +61,7 @@ def test_hung_host_ends_the_other_with_one_sentence(tmp_path):
     assert sentence == "host 0 is gone (silent for 15 s), so this host stops too; start all hosts again\n"
 
 
+@pytest.mark.slow
 def test_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_path):
     finished(start_hosts(MODULE, tmp_path, worker=0), tmp_path, code=2)
     sentence = "host 1 is worker 0 of its TPU slice; number the hosts like the workers"

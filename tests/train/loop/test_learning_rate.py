@@ -1,12 +1,18 @@
+"""The search for a learning rate, and hooks that scale it."""
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from tests.train import toy
-from tpuswarm import Trainer, supervised
-from tpuswarm.errors import InputError
+from tests.train.test_own_program import Game
+from tests.train.test_own_program import Recipe as GameRecipe
+from tpuswarm import Every, InputError, ReduceOnPlateau, ScaleLearningRate, Trainer, load, supervised
+from tpuswarm.train.loop import run_config
 from tpuswarm.train.loop.learning_rate import steepest
+from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 CURVATURE = 50.0
 RATES = np.geomspace(1e-6, 1.0, 100)
@@ -55,3 +61,82 @@ def test_loss_that_never_falls_is_refused(losses):
 def test_wrong_arguments_are_refused(trainer, arguments, words):
     with pytest.raises(InputError, match=words):
         Trainer(**trainer).find_lr(**{"recipe": bowl()} | arguments)
+
+
+def scales(folder):
+    return [row["total"] for row in read_rows(folder / EVENTS) if row["event"] == "lr_scale"]
+
+
+def noisy(optimizer=None, schedule=None):
+    """Return a recipe whose held-out loss never falls."""
+
+    def loss(params, batch, key):
+        return jnp.square(params["w"]).sum() + jnp.square(batch["x"]).mean() if key is not None else jnp.ones(())
+
+    data = {"x": np.ones(8, np.float32)}
+    splits = {"train": data, "validation": data}
+    return toy.supervised(lambda key: {"w": jnp.ones(3)}, loss, optimizer or optax.sgd(0.1), splits, schedule)
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["ready", "schedule"])
+def test_learning_rate_falls_on_a_plateau_also_after_it_was_resumed(tmp_path, scheduled):
+    """Each gradient is 2 w, so the parameters show the rates of their training."""
+    recipe = noisy(lambda rate, mask: optax.sgd(rate), lambda step: 0.1) if scheduled else noisy()
+
+    def train(folder, leaves):
+        hooks = [Every("evaluation", ReduceOnPlateau(factor=0.5, patience=2))]
+        loop = Trainer(devices=1, eval_every=2, save_every=1, hooks=hooks).steps(recipe, steps=12, batch=8, run=folder)
+        for step in loop:
+            if leaves and step.row["step"] == leaves and "loss" in step.row:
+                loop.close()
+        return load(folder)["params"]["w"]
+
+    whole = train(tmp_path / "whole", None)
+    # The first evaluation, at step 2, is the best.
+    np.testing.assert_allclose(whole, 0.8**6 * 0.9**4 * 0.95**2, rtol=1e-5)
+    assert scales(tmp_path / "whole") == [0.5, 0.25]
+    if scheduled:
+        rates = [row["lr"] for row in read_rows(tmp_path / "whole" / METRICS) if "lr" in row]
+        np.testing.assert_allclose(rates, [0.1] * 6 + [0.05] * 4 + [0.025] * 2, rtol=1e-6)
+    train(tmp_path / "broken", 7)
+    resumed = train(tmp_path / "broken", None)
+    # The process that resumes counts anew: its first evaluation, at step 8, is its best.
+    np.testing.assert_allclose(resumed, 0.8**6 * 0.9**6, rtol=1e-5)
+    assert scales(tmp_path / "broken") == [0.5, 0.25]
+
+
+def test_scale_that_a_later_start_undoes_does_not_count():
+    def row(event, step, **more):
+        return {"event": event, "step": step, **more}
+
+    events = [row("started", 0), row("lr_scale", 4, total=0.5), row("lr_scale", 8, total=0.1)]
+    assert [run_config.lr_scale_after(events, step) for step in (3, 4, 8)] == [1.0, 0.5, 0.1]
+    events += [row("started", 5), row("note", 6)]
+    assert run_config.lr_scale_after(events, 12) == 0.5
+
+
+class JittedGame(Game):
+    step = jax.jit(Game.step, static_argnums=0)
+
+
+class JittedGameRecipe(GameRecipe):
+    def program(self, options):
+        return JittedGame()
+
+
+SCALES, PLATEAU = Every(2, lambda step: ScaleLearningRate(0.5)), Every("evaluation", ReduceOnPlateau())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hook"),
+    [
+        (GameRecipe(), SCALES),
+        (JittedGameRecipe(), PLATEAU),
+        (noisy(optax.lookahead(optax.sgd(0.1), 5, 0.5)), PLATEAU),
+        (noisy(optax.contrib.schedule_free_sgd(0.1)), SCALES),
+    ],
+)
+def test_program_that_ignores_the_scale_is_refused(tmp_path, recipe, hook):
+    with pytest.raises(InputError, match="a hook scales the learning rate, but "):
+        Trainer(devices=1, eval_every=2, hooks=[hook]).fit(recipe, steps=4, batch=8, run=tmp_path / "run")
+    assert hook is SCALES or not (tmp_path / "run").exists(), "refused before the first step"

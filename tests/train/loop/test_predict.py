@@ -116,13 +116,6 @@ def test_stream_shorter_than_its_rows_per_epoch_is_refused(trained):
         Trainer(devices=1).predict(recipe, guesses, run=folder)
 
 
-@pytest.mark.parametrize("batch", [0, 2.5, "auto"])
-def test_wrong_batch_is_refused(trained, batch):
-    recipe, folder = trained
-    with pytest.raises(InputError, match="eval-batch must be"):
-        Trainer(devices=1).predict(recipe, guesses, run=folder, batch=batch)
-
-
 class InOrder(ArraySource):
     def rows(self, start, count):
         return {name: array[start : start + count] for name, array in self._arrays.items()}
@@ -145,7 +138,14 @@ def test_source_that_overrides_rows_needs_row_numbers(trained):
     np.testing.assert_array_equal(predict(Numbered), TEST["y"])
 
 
-def test_missing_split_is_refused(trained):
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"split": "validation"}, NoSuchSplit, "has no validation data"),
+        *(({"batch": batch}, InputError, "eval-batch must be") for batch in (0, 2.5, "auto")),
+    ],
+)
+def test_wrong_split_and_batch_are_refused(trained, arguments, error, words):
     recipe, folder = trained
-    with pytest.raises(NoSuchSplit, match="has no validation data"):
-        Trainer(devices=1).predict(recipe, guesses, run=folder, split="validation")
+    with pytest.raises(error, match=words):
+        Trainer(devices=1).predict(recipe, guesses, run=folder, **arguments)

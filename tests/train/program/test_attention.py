@@ -9,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tpuswarm.train.program.attention import kernel, usable_form
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("causal", "keys", "heads", "groups"), [(True, 128, 1, 1), (False, 256, 2, 1)])
 def test_splash_and_its_gradients_equal_plain_attention(causal, keys, heads, groups):
     random = np.random.default_rng(0)

@@ -105,7 +105,7 @@ def test_memory_includes_the_batches_before_and_after_that_of_the_step(devices):
 
 @pytest.mark.parametrize("attention", ["xla", "splash"])
 def test_weight_products_and_the_kernel_are_not_recomputed(attention, monkeypatch):
-    """Of plain attention the scores are recomputed: they would take most memory."""
+    """Plain attention recomputes its scores, which need the most memory."""
     monkeypatch.setattr(flops, "RECOMPUTED", "nothing is left out")
     rows, tokens, width, layers = 8, 256, 64, 2
     recipe = GPT2(data="fake", layers=layers, heads=2, width=width, context=tokens, vocab=300)

@@ -77,11 +77,12 @@ def needed():
     return {rows: compile_step(toy.Layers(), asked, jax.devices()[:2]).memory.total for rows, asked in requests.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("usual", "memory", "remat", "rows"), [(60, 110, "none", range(104, 112)), (240, 60, "full", range(120, 240))]
 )
 def test_next_larger_batch_does_not_fit(needed, usual, memory, remat, rows):
-    """It runs as the usual batch does, or the first half of it that fits: with recomputation if it has to."""
+    """Layers are recomputed only if nothing else fits."""
     messages = []
     found, above = sizes(needed[memory], messages.append, batch=2 * usual).largest()
     compiled = found.compiled

@@ -55,7 +55,7 @@ def test_fsdp_splits_large_leaves_evenly_along_one_or_several_axes(shape, count)
         roomy = [length for length in shape[:-1] if length % count == 0 and length // count >= MIN_PART]
         taken = max(roomy or divisible)
         assert parts[shape.index(taken)] == math.prod(parts) == count
-    else:  # as many parts as any distribution of the devices over the axes gives
+    else:  # as many parts as possible
         splits = itertools.product(range(1, count + 1), repeat=len(shape))
         possible = [math.prod(split) for split in splits if not any(map(operator.mod, shape, split))]
         assert math.prod(parts) == max(number for number in possible if count % number == 0)

@@ -1,4 +1,4 @@
-"""Computers that own, read and lose one run, in an order that a seed decides; the bucket loses, delays and repeats.
+"""Play random histories of computers that own, read and lose one run; the bucket loses, delays and repeats requests.
 
 The code is the product's but for the client: requests, sleeps and clocks are those of a `World`, in which one process
 runs at a time and any of them may be suspended or killed at each request.
@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.process import atomic
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.storage import copy, record
 from tpuswarm.train.storage.bucket import Listed, Unreachable, Versioned
@@ -65,7 +66,7 @@ class World:
         self.changed_by: str | None = None
         """The computer whose process changed the files last."""
         self.changed_at_take: dict[str, str | None] = {}
-        """What that was when each computer took the run last."""
+        """`changed_by` when each computer last acquired the run."""
         self.processes: list[Process] = []
         self.current: Process | None = None
         self.failure: BaseException | None = None
@@ -228,7 +229,9 @@ class FakeBucket:
         world = self._world
         return world.request(
             lambda: {
-                name: Listed(len(each.data), each.at) for name, each in world.objects.items() if name.startswith(prefix)
+                name: Listed(len(found.data), found.at)
+                for name, found in world.objects.items()
+                if name.startswith(prefix)
             }
         )
 
@@ -257,6 +260,7 @@ def product_in(world: World) -> Iterator[None]:
         patch.object(record, "boot_time", lambda: world.now),
         patch.object(record, "time", SimpleNamespace(sleep=world.sleep)),
         patch.object(record, "is_process_alive", lambda computer, pid: None),
+        patch.object(atomic.os, "fsync", lambda file: None),  # no computer loses power here
     ):
         yield
 
@@ -283,7 +287,7 @@ def owner(world: World, pushes: int) -> Callable[[Process], None]:
                     world.sleep(world.random.choice([1, 10, 60]))
                     _until_answered(world, owned.renew)
                 owned.release()
-            except (InputError, Unreachable, Lost, Killed):  # the same command is given again on this computer
+            except (InputError, Unreachable, Lost, Killed):  # the user repeats the command
                 world.sleep(world.random.uniform(0, 60))
 
     return work
@@ -316,14 +320,14 @@ def _train(world: World, process: Process) -> None:
         (step / "arrays").write_bytes(bytes(world.random.randrange(1, 9)))
         (step / "manifest.json").write_text("{}")
         for path in steps[:-1]:
-            for each in path.iterdir():
-                each.unlink()
+            for file in path.iterdir():
+                file.unlink()
             path.rmdir()
     (process.folder / "config.toml").write_text(f"at = {world.now}")
 
 
 def reader(world: World, looks: int) -> Callable[[Process], None]:
-    """A program that looks: what it sees is what some record named."""
+    """A program that reads the run; each copy equals the content of some record."""
 
     def work(process: Process) -> None:
         write_atomically(process.folder / ORIGIN, URL)

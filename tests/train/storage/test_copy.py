@@ -36,7 +36,7 @@ def test_run_is_resumed_from_another_disk(use_disk):
     (run.folder / "status.json").write_text("from one")
     run.close()
     use_disk("two")
-    bring(URL)  # as a command does that reads the configuration first
+    bring(URL)  # commands read the configuration first
     run = Run(folder_of(URL))
     assert run.config() == CONFIG and read_steps(run.folder) == [1, 2, 3] and not (run.folder / "token").exists()
     run.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
@@ -165,7 +165,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
 
 
 def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, monkeypatch, capsys):
-    """Its event arrives first, and it is larger than what a command downloads by itself."""
+    """The event arrives before the trace, which is too large for a plain download."""
     monkeypatch.setattr("tpuswarm.train.storage.copy.MAX_SMALL_BYTES", 2**12)
     monkeypatch.setattr(cli, "BUCKET_POLL_INTERVAL_S", 0.05)
     run = start_run()
@@ -305,7 +305,7 @@ def test_rows_of_members_are_appended_and_cut_like_those_of_the_run(use_disk):
 
 
 def test_hidden_files_of_a_checkpoint_are_part_of_it(use_disk):
-    """As those of zarr are; other hidden files of a run's folder are of this disk."""
+    """zarr writes such files; other hidden files of a run stay on this disk."""
     run = start_run()
     folder = run.checkpoints / "00000001" / "w"
     folder.mkdir(parents=True)

@@ -1,18 +1,19 @@
-"""One process at a time owns a run in a bucket."""
+"""One process at a time owns a run in a bucket, and rows that only one disk has are kept."""
 
 import json
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from tests.train.storage.conftest import CONFIG, URL, crash, read_steps, start_run
 from tests.waiting import until
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.run.directory import Run
-from tpuswarm.train.storage import record, sync
+from tpuswarm.train.storage import index, record, sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import RunCopy, bring, folder_for
 from tpuswarm.train.storage.folders import folder_of
 from tpuswarm.train.storage.record import File, Lost, OwnedRecord, Part, read_record
 from tpuswarm.train.storage.sync import delete_file
@@ -69,36 +70,6 @@ def test_owner_whose_answers_are_lost_still_owns_the_run(server, use_disk):
         owned.renew()
 
 
-def test_former_owner_changes_nothing_of_the_new_owner(use_disk, short_lease, monkeypatch):
-    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 600.0)  # this computer is asleep or offline
-    first = start_run()
-
-    def write_checkpoint(step):
-        path = folder_of(URL) / "checkpoints" / f"{step:08}"
-        path.mkdir(parents=True)
-        (path / "arrays").write_bytes(b"arrays")
-        (path / "manifest.json").write_text("{}")
-
-    write_checkpoint(10)
-    first._sync.upload()
-    write_checkpoint(20)
-    shutil.rmtree(folder_of(URL) / "checkpoints" / "00000010")
-    use_disk("two")
-    monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
-    second = Run(folder_of(URL))
-    second.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
-    write_checkpoint(30)
-    second.close()
-    before = Bucket(URL).read(record.RECORD)
-    with pytest.raises(Lost):
-        first._sync.upload()
-    first.close()
-    assert Bucket(URL).read(record.RECORD) == before
-    use_disk("three")
-    folder = bring(URL, whole=True)
-    assert read_steps(folder) == [1, 2, 3, 4] and (folder / "checkpoints/00000030/arrays").exists()
-
-
 def test_run_is_renewed_while_an_upload_blocks(use_disk, frequent_renewals, monkeypatch):
     run, unblock = start_run(), threading.Event()
     put_file = Bucket.put_file
@@ -130,13 +101,6 @@ def test_objects_that_no_record_names_are_swept_by_the_next_owner(use_disk, shor
     run.close()
     use_disk("two")
     assert read_steps(bring(URL)) == [1, 2, 3]
-
-
-def test_damaged_record_is_named(use_disk):
-    start_run().close()
-    Bucket(URL).put(record.RECORD, b"{")
-    with pytest.raises(BucketFailed, match=f"{URL}/run.json is damaged .* restore an earlier version of that object"):
-        Run(folder_of(URL))
 
 
 def test_record_of_many_files_stays_small(use_disk):
@@ -184,12 +148,12 @@ def write_as_earlier_versions_did(ended: bool):
     for row in rows:
         objects[f"pieces/metrics.jsonl/{at:015d}-{at + len(row):015d}"] = row
         at += len(row)
-    objects["pieces/metrics.jsonl/000000000000000-000000000000003"] = rows[0][:3]  # of a send that was repeated
+    objects["pieces/metrics.jsonl/000000000000000-000000000000003"] = rows[0][:3]  # a repeated upload
     objects |= {f"checkpoints/00000003/{name}": name.encode() for name in ("arrays", "manifest.json")}
     objects["checkpoints/00000004/arrays"] = b"not sent to its end"
     lease = {"owner": "a", "host": "far", "pid": 7, "at": 1.0, "ended": ended, "computer": "another"}
     objects["lease/00000041.json"] = json.dumps(lease).encode()
-    objects["files/"] = b""  # as the console makes folders
+    objects["files/"] = b""  # the console creates such folders
     for name, data in objects.items():
         bucket.put(name, data)
 
@@ -208,3 +172,167 @@ def test_run_of_an_earlier_version_is_read_and_goes_on(use_disk, short_lease, en
     use_disk("three")
     folder = bring(URL, whole=True)
     assert read_steps(folder) == [1, 2, 3, 4] and (folder / "checkpoints/00000003/arrays").exists()
+
+
+def crashed_run() -> Run:
+    """Return a run whose rows 4 to 7 are only on this disk."""
+    run = start_run(3)
+    (run.folder / "status.json").write_text("finished")
+    run._sync.upload()
+    for step in range(4, 8):
+        run.write_metrics({"step": step, "tokens": 8, "loss": 0.1})
+    crash(run)
+    return run
+
+
+def refused_start(monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunCopy, "_download_acquired", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        Run(folder_of(URL))
+
+
+@pytest.mark.parametrize("between", ["nothing", "interrupted start here", "interrupted start elsewhere", "deletion"])
+def test_rows_that_were_not_uploaded_are_kept(use_disk, short_lease, monkeypatch, between):
+    crashed_run()
+    if between == "interrupted start here":
+        for _ in range(2):
+            refused_start(monkeypatch)
+    if between in ("interrupted start elsewhere", "deletion"):
+        use_disk("two")
+        monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
+        if between == "deletion":
+            delete_file(URL, "status.json")
+        else:
+            refused_start(monkeypatch)
+        use_disk("one")
+    Run(folder_of(URL)).close()
+    use_disk("three")
+    assert read_steps(bring(URL)) == [*range(1, 8)]
+
+
+def test_last_copy_of_a_deleted_run_is_never_removed(use_disk):
+    start_run().close()
+    for name in Bucket(URL).listed(""):
+        Bucket(URL).delete(name)
+    for _ in range(3):
+        with pytest.raises(InputError, match=r"was deleted, and .* is its last copy"):
+            Run(folder_for(URL))
+        with pytest.raises(InputError, match="there is no run at"):
+            bring(URL)
+    assert read_steps(folder_of(URL)) == [1, 2, 3]
+
+
+def test_last_copy_of_an_earlier_version_is_never_removed(use_disk):
+    start_run().close()
+    folder = folder_of(URL)
+    (folder / index.INDEX).unlink()
+    earlier = {"owner": "a", "files": {}, "pieces": {}, "saved": [], "born": "1"}
+    (folder / index.EARLIER_INDEX).write_text(json.dumps(earlier))
+    for name in Bucket(URL).listed(""):
+        Bucket(URL).delete(name)
+    with pytest.raises(InputError, match="is its last copy"):
+        Run(folder_for(URL))
+    assert read_steps(folder) == [1, 2, 3]
+
+
+def test_objects_that_a_deletion_left_are_no_part_of_the_next_run(use_disk, short_lease):
+    run = start_run(3)
+    run._sync.upload()
+    crash(run)
+    Bucket(URL).delete(record.RECORD)  # a deletion that was cut short
+    use_disk("two")
+    start_run(5).close()
+    use_disk("three")
+    assert read_steps(bring(URL)) == [1, 2, 3, 4, 5]
+
+
+def test_removed_copy_ends_the_run_and_removes_nothing_in_the_bucket(use_disk):
+    run = start_run(3)
+    run._sync.upload()
+    shutil.rmtree(run.folder)
+    with pytest.raises(RunFailed, match=r"the copy of .*, was deleted"):
+        run._sync.upload()
+    crash(run)
+    use_disk("two")
+    assert read_steps(bring(URL)) == [1, 2, 3]
+
+
+def test_former_owner_is_asked_nothing(use_disk, short_lease, monkeypatch):
+    run = start_run()
+    run._sync.upload()
+    crash(run)
+    use_disk("two")
+    monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
+    folder = folder_for(URL)
+    assert sync.owner_elsewhere(folder)
+    run = Run(folder)
+    bring(URL)
+    assert sync.owner_elsewhere(folder) is None
+    run.close()
+
+
+def test_run_is_renewed_while_it_is_downloaded(use_disk, short_lease, frequent_renewals, monkeypatch):
+    start_run(3).close()
+    pull, downloading, unblock = RunCopy._pull, threading.Event(), threading.Event()
+
+    def wait(self, *given):
+        if threading.current_thread().name == "slow":
+            downloading.set()
+            unblock.wait(120)
+        pull(self, *given)
+
+    monkeypatch.setattr(RunCopy, "_pull", wait)
+    folder, runs = folder_of(URL), []
+    slow = threading.Thread(target=lambda: runs.append(Run(folder)), name="slow")
+    slow.start()
+    assert downloading.wait(60)
+    use_disk("two")
+    try:
+        with pytest.raises(InputError, match="is in use by process"):
+            Run(folder_of(URL))
+    finally:
+        unblock.set()
+        slow.join()
+    runs[0].close()
+
+
+def test_outage_does_not_count_as_standing_still(use_disk, monkeypatch):
+    """The owner could not renew meanwhile either."""
+    first, now, looks = OwnedRecord(Bucket(URL)), [0.0], []
+    first.acquire()
+
+    def look(bucket, retry_for_s=None):
+        looks.append(now[0])
+        now[0] += 2 * record.TERM_S if len(looks) == 3 else 0.0  # the third is answered after an outage
+        if len(looks) == 5:
+            first.renew()
+        return read_record(bucket)
+
+    monkeypatch.setattr(record, "read_record", look)
+    monkeypatch.setattr(record, "boot_time", lambda: now[0])
+    monkeypatch.setattr(record, "time", SimpleNamespace(sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
+    with pytest.raises(InputError, match="is in use by process"):
+        OwnedRecord(Bucket(URL)).acquire()
+
+
+@pytest.mark.parametrize("fails", ["index", "file"])
+def test_failed_last_upload_is_an_error(use_disk, monkeypatch, fails):
+    run = start_run(3)
+    run._sync.upload()
+    run.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
+    place = "copy.write_index" if fails == "index" else "copy.RunCopy._upload"
+    error = OSError(28, "No space") if fails == "index" else PermissionError(13, "no")
+    monkeypatch.setattr(f"tpuswarm.train.storage.{place}", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(RunFailed, match="start the same command again on this machine"):
+        run.close()
+
+
+def test_record_of_a_file_that_is_replaced_meanwhile_is_read_again(use_disk):
+    start_run().close()
+    bucket, answers = Bucket(URL), []
+
+    def read(name):
+        answers.append(name)
+        return None if len(answers) == 2 else bucket.read_if_there(name)
+
+    assert record.read_file(read, "config.toml") and read_record(bucket)

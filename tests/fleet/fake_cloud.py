@@ -131,7 +131,7 @@ class FakeCloud:
         if key not in self.existing:
             raise NotFound(f"there is no {machine.name}")
         self.deleted.append(self.existing[key])
-        self._begin(key, "deleting")
+        self._start_transition(key, "deleting")
         self._respond()
         return "deletion"
 
@@ -232,7 +232,7 @@ class FakeCloud:
         self.operations |= {operation: error for operation, target in self.operations.items() if target == key}
         del self.existing[key]
 
-    def _begin(self, key: Key, state: str) -> None:
+    def _start_transition(self, key: Key, state: str) -> None:
         self.update(key, state=state, said=state.upper(), healthy=None)
         self.transitions[key] = self.now + STOP_S
 
@@ -243,7 +243,7 @@ class FakeCloud:
             raise NotFound(f"there is no {machine.name}")
         if self.existing[key].state != required or machine.spot:
             raise Invalid(f"{machine.name} is {self.existing[key].said}")
-        self._begin(key, state)
+        self._start_transition(key, state)
         self.kill_switch.effect(is_done=True)
         return state
 

@@ -36,7 +36,7 @@ def test_named_options_and_commands_exist(document: Path):
         if block.language == "python"
         for name in re.findall(r"(\w+): (?:int|float|str|bool)\b", block.text)
     }
-    options, commands = known()
+    options, commands = known_names()
     unknown = named_options(text) - options - shown - OTHER_OPTIONS
     assert not unknown, f"{document.name} names options that do not exist: {sorted(unknown)}"
     wrong = named_commands(document) - commands
@@ -44,7 +44,7 @@ def test_named_options_and_commands_exist(document: Path):
 
 
 @cache
-def known() -> tuple[set[str], set[str]]:
+def known_names() -> tuple[set[str], set[str]]:
     commands = [app := typer.main.get_command(make_app())]
     for command in commands:
         commands += getattr(command, "commands", {}).values()

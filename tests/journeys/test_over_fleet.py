@@ -130,7 +130,7 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
     out, err = fleet.run("stop", URL)
     jobs = json.loads(fleet.run("jobs", "--json")[0])["jobs"]
     assert all(seat["phase"] in ("done", "stopped") for job in jobs for seat in job["seats"]), out + err + str(jobs)
-    assert not any("ray" in command for command in left(fleet)), "nothing is left training"
+    assert not any("ray" in command for command in machine_commands(fleet)), "nothing is left training"
     fleet.run("train", "swarm.toml", "--yes", "--detach")
     until(fleet, lambda now: (now.get("version") or 0) > seen["version"] and len(alive(now)) == 2, "it goes on")
     last = secrets_of(fleet)
@@ -139,7 +139,7 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
         assert not leaks(fleet, found)
     fleet.run("down", "--yes")
     end = time.monotonic() + PATIENCE  # deleted machines take a moment to end their processes
-    while remaining := [command for command in left(fleet) if "ray" in command]:
+    while remaining := [command for command in machine_commands(fleet) if "ray" in command]:
         assert time.monotonic() < end, remaining
         time.sleep(0.5)
     out, _ = fleet.run("ledger", "verify", URL)
@@ -168,7 +168,7 @@ def leaks(fleet: Fleet, secret: str) -> list[str]:
         with suppress(FileNotFoundError):  # an object of the bucket that was deleted meanwhile
             if not path.is_relative_to(machines) and path.is_file() and text in path.read_bytes():
                 found.append(str(path))
-    return found + [command for command in left(fleet) if secret in command]
+    return found + [command for command in machine_commands(fleet) if secret in command]
 
 
 def incarnation(seen: dict, name: str) -> str | None:
@@ -176,7 +176,7 @@ def incarnation(seen: dict, name: str) -> str | None:
     return found["incarnation"] if found["state"] == "alive" else None
 
 
-def left(fleet: Fleet) -> list[str]:
+def machine_commands(fleet: Fleet) -> list[str]:
     mark = f"TPUSWARM_REHEARSAL={fleet.place.path}".encode()
     found = []
     for path in Path("/proc").iterdir():

@@ -44,7 +44,7 @@ class Host:
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
-    def end(self) -> None:
+    def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -88,7 +88,7 @@ def test_member_of_two_hosts_dies_with_either_and_comes_back(swarm, tmp_path):
         assert "host 0 is gone (connection closed); waiting for all hosts" in one.log.read_text()
 
         third, child = slice_(), one.child()
-        one.end()  # the whole machine, until it joins again
+        one.kill()  # the whole machine, until it joins again
         swarm.wait(lambda: len(swarm.events("lost")) == 3)
         until(lambda: not Path(f"/proc/{child}").exists())  # else a host outlives its machine's command
         one = Host(tmp_path, [*line, "--hosts-at", at], 1)
@@ -103,7 +103,7 @@ def test_member_of_two_hosts_dies_with_either_and_comes_back(swarm, tmp_path):
         assert swarm.events("left")[0]["incarnation"] not in {event["incarnation"] for event in swarm.events("lost")}
     finally:
         for host in started:
-            host.end()
+            host.kill()
     assert len({event["incarnation"] for event in swarm.events("lost")}) == 3
     assert "Gloo" not in one.log.read_text()
     assert "Traceback" not in one.log.read_text() + zero.log.read_text()

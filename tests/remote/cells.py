@@ -36,28 +36,28 @@ class Server:
         self.port, self.token = int(found[1]), found[2]
         self.url = found[0]
 
-    def ask(self, method: str, path: str, body: Any = None, token: str | None = None, **headers: str) -> Any:
+    def request(self, method: str, path: str, body: Any = None, token: str | None = None, **headers: str) -> Any:
         """Request JSON; with a token or headers of one's own, the status and the headers of the answer."""
         data = None if body is None else json.dumps(body).encode()
         authorization = {"Authorization": f"token {self.token if token is None else token}"}
-        request = urllib.request.Request(
+        message = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, {**authorization, **headers}, method=method
         )
         if token is None and not headers:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            with urllib.request.urlopen(message, timeout=PATIENCE_S) as answer:
                 return json.loads(answer.read() or b"null")
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            with urllib.request.urlopen(message, timeout=PATIENCE_S) as answer:
                 return answer.status, dict(answer.headers)
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers)
 
     def end_kernels(self) -> None:
-        for kernel in self.ask("GET", "/api/kernels"):
-            self.ask("DELETE", f"/api/kernels/{kernel['id']}")
+        for kernel in self.request("GET", "/api/kernels"):
+            self.request("DELETE", f"/api/kernels/{kernel['id']}")
 
     def kernel(self) -> "Cells":
-        return Cells(self, self.ask("POST", "/api/kernels", {})["id"])
+        return Cells(self, self.request("POST", "/api/kernels", {})["id"])
 
 
 class Cells:
@@ -83,10 +83,6 @@ class Cells:
             message = json.loads(self._socket.recv())
             if message["parent_header"].get("msg_id") == id:
                 yield message
-
-    def ask(self, kind: str, **content: Any) -> dict[str, Any]:
-        answers = self._answers(self._send(kind, content))
-        return next(message["content"] for message in answers if message["channel"] == "shell")
 
     def run(self, code: str, call_at: str = "", callback: Callable[[], object] = lambda: None) -> Shown:
         """Run a cell to its end, and call `callback` once it has printed `call_at`."""
@@ -115,16 +111,16 @@ class Cells:
         raise AssertionError
 
     def interrupt(self) -> None:
-        self.server.ask("POST", f"/api/kernels/{self.id}/interrupt", {})
+        self.server.request("POST", f"/api/kernels/{self.id}/interrupt", {})
 
     def restart(self) -> None:
-        self.server.ask("POST", f"/api/kernels/{self.id}/restart", {})
+        self.server.request("POST", f"/api/kernels/{self.id}/restart", {})
         self._socket.close()
         self.connect(self.server)
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         self._socket.close()
-        self.server.ask("DELETE", f"/api/kernels/{self.id}")
+        self.server.request("DELETE", f"/api/kernels/{self.id}")
 
 
 @contextmanager

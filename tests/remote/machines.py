@@ -41,7 +41,7 @@ class Machines(list[Machine]):
         super().__init__()
         self.key, self.loop = key, loop
         self.acceptors: dict[str, asyncssh.SSHAcceptor] = {}
-        self.listen: list[Callable[[str], Coroutine[Any, Any, asyncssh.SSHAcceptor]]] = []
+        self.start_server: list[Callable[[str], Coroutine[Any, Any, asyncssh.SSHAcceptor]]] = []
         """By machine: start its server at an address."""
 
     @property
@@ -58,10 +58,10 @@ class Machines(list[Machine]):
 
         return asyncio.run(inside())
 
-    def ask(self, work: Coroutine[Any, Any, T]) -> T:
+    def run_in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
-    def cut(self, number: int) -> None:
+    def disconnect(self, number: int) -> None:
         """Break every connection to a machine; it accepts new ones."""
 
         async def close() -> None:
@@ -69,14 +69,14 @@ class Machines(list[Machine]):
                 connection.abort()
             CONNECTED.pop(number, None)
 
-        self.ask(close())
+        self.run_in_loop(close())
 
     def move(self, number: int, address: str) -> None:
         """Give a machine another address; the old one refuses connections."""
         before = self[number].host.address
-        self.acceptors[address] = self.ask(self.listen[number](address))
+        self.acceptors[address] = self.run_in_loop(self.start_server[number](address))
         self.loop.call_soon_threadsafe(self.acceptors.pop(before).close)
-        self.cut(number)
+        self.disconnect(number)
 
 
 CONNECTED: dict[int, set[asyncssh.SSHServerConnection]] = {}
@@ -114,10 +114,10 @@ def start_machines(folder: Path, count: int) -> Iterator[Machines]:
             root = Root(place, described)
             root.boot()
             ours, server = served.host_key(root), partial(NotedServer, number=index)
-            machines.listen.append(
+            machines.start_server.append(
                 partial(served.listen, root, key=ours, keys=lambda: allowed, storage="", server=server)
             )
-            machines.acceptors[address] = machines.ask(machines.listen[index](address))
+            machines.acceptors[address] = machines.run_in_loop(machines.start_server[index](address))
             public = " ".join(ours.export_public_key().decode().split()[:2])
             alias, known = f"node-{index}.0", folder / "known_hosts"
             with known.open("a") as lines:
@@ -130,7 +130,7 @@ def start_machines(folder: Path, count: int) -> Iterator[Machines]:
         for acceptor in machines.acceptors.values():
             loop.call_soon_threadsafe(acceptor.close)
         processes.kill([machine.id for machine in machines])
-        machines.ask(asyncio.sleep(0.05))
+        machines.run_in_loop(asyncio.sleep(0.05))
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         held.close()

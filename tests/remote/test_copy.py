@@ -92,7 +92,7 @@ def test_broken_copy_leaves_no_half_file_and_continues(machines, over, tmp_path)
     def cut(count):
         seen.append(count)
         if sum(seen) == 8 << 20:
-            machines.cut(0)
+            machines.disconnect(0)
 
     with pytest.raises(NoWay, match=r"the same command goes on"):
         over(put, machine.host, source, "big", told=cut)

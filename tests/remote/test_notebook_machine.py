@@ -37,16 +37,16 @@ def test_jupyter_is_offered_lets_in_only_its_user_and_outlives_the_command(fleet
         assert cells.run("import jax; print(jax.device_count(), jax.devices())").text.startswith("8 [CpuDevice(id=0)")
         cells.run("value = 41")
 
-        assert server.ask("GET", "/api/kernels", token="")[0] == 403
-        assert server.ask("GET", "/api/kernels", token="wrong")[0] == 403
-        status, headers = server.ask("GET", "/api/kernels", Origin=COLAB)
+        assert server.request("GET", "/api/kernels", token="")[0] == 403
+        assert server.request("GET", "/api/kernels", token="wrong")[0] == 403
+        status, headers = server.request("GET", "/api/kernels", Origin=COLAB)
         assert status == 200 and headers["Access-Control-Allow-Origin"] == COLAB
         assert headers["Access-Control-Allow-Credentials"] == "true"
         # Another page may make a browser send its cookie, which identifies the user without the token.
-        _, headers = server.ask("GET", f"/lab?token={server.token}", token="", Accept="text/html")
+        _, headers = server.request("GET", f"/lab?token={server.token}", token="", Accept="text/html")
         cookie = {"Cookie": headers["Set-Cookie"].partition(";")[0]}
-        assert server.ask("GET", "/api/kernels", token="", **cookie)[0] == 200
-        assert server.ask("POST", "/api/kernels", {}, token="", Origin=ELSEWHERE, **cookie)[0] == 404
+        assert server.request("GET", "/api/kernels", token="", **cookie)[0] == 200
+        assert server.request("POST", "/api/kernels", {}, token="", Origin=ELSEWHERE, **cookie)[0] == 404
         at = f"ws://127.0.0.1:{server.port}/api/kernels/{cells.id}/channels"
         with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
             websocket.create_connection(at, origin=ELSEWHERE, header=[f"Cookie: {cookie['Cookie']}"])
@@ -59,7 +59,7 @@ def test_jupyter_is_offered_lets_in_only_its_user_and_outlives_the_command(fleet
         assert cells.run("value + 1").text == "42\n"
     with fleet.flag(ONE, "xla_dump_hlo_as_text", "true"), opened(fleet, ONE) as again:
         assert again.token == server.token
-        assert [kernel["id"] for kernel in again.ask("GET", "/api/kernels")] == [cells.id]
+        assert [kernel["id"] for kernel in again.request("GET", "/api/kernels")] == [cells.id]
         cells.connect(again)
         assert cells.run("value").text == "41\n"
         cells.restart()
@@ -142,7 +142,7 @@ def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, routes, t
             Unplugged.on_all("abort")
             until(lambda: "was lost" in " ".join(printed))
             # Jupyter keeps messages only for clients that it knows to be gone.
-            until(lambda: direct.ask("GET", f"/api/kernels/{cells.id}")["connections"] == 0)
+            until(lambda: direct.request("GET", f"/api/kernels/{cells.id}")["connections"] == 0)
             (tmp_path / "go").touch()
             until((tmp_path / "done").exists)
             Unplugged.away.clear()
@@ -176,10 +176,10 @@ def test_page_runs_a_notebook_of_another_service_and_contacts_no_other_host(flee
     cell = {"cell_type": "code", "id": "c", "source": "6 * 7", "metadata": {}, "outputs": [], "execution_count": None}
     content = {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     with opened(fleet, ONE, "--yes") as server:
-        server.ask("PUT", "/api/contents/one.ipynb", {"type": "notebook", "format": "json", "content": content})
+        server.request("PUT", "/api/contents/one.ipynb", {"type": "notebook", "format": "json", "content": content})
         browser.open(server.url.replace("/lab?", "/lab/tree/one.ipynb?"))
         browser.wait(lambda tab: tab.js(STATUS) == "idle", "a kernel")  # Jupyter cannot list one that is starting: 500
-        browser.wait(lambda _: [kernel["connections"] for kernel in server.ask("GET", "/api/kernels")] == [1])
+        browser.wait(lambda _: [kernel["connections"] for kernel in server.request("GET", "/api/kernels")] == [1])
         browser.wait(lambda tab: tab.js(STATUS) == "idle", "a kernel that is ready")
         browser.driver.find_element("css selector", ".jp-CodeCell .cm-content").click()
         ActionChains(browser.driver).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()

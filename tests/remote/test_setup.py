@@ -205,7 +205,7 @@ def test_set_up_continues_after_a_lost_connection(machines, apply):
 
     def cut() -> None:
         until(begun.exists)
-        machines.cut(1)
+        machines.disconnect(1)
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(cut)

@@ -146,7 +146,7 @@ def test_lost_connection_leaves_whole_files_and_the_next_sync_continues(project,
 
     def cut(host, count):
         if host == lost.host and len(list((lost.home / "project").glob("*.bin"))) >= 3:
-            machines.cut(0)
+            machines.disconnect(0)
 
     outcome = sync(project, told=cut)
     assert [host.label for host in outcome.failed] == ["node-0/0"] and len(outcome.changed) == 2

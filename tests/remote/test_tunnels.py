@@ -55,7 +55,7 @@ def test_forwarded_port_comes_back_after_a_lost_connection(machines, monkeypatch
         async with machines.connections() as connections:
             task = asyncio.create_task(forward(connections, find, port, there, printed.append))
             assert await answer() == "pong ping\n"
-            await asyncio.to_thread(machines.cut, 0)
+            await asyncio.to_thread(machines.disconnect, 0)
             while not any("was lost" in text for text in printed):
                 await asyncio.sleep(0.02)
             assert await answer() == "pong ping\n" and not errors

@@ -130,7 +130,7 @@ class Lab:
 
     def target(self, port: int) -> str:
         with self.connect(port) as connection:
-            return ask(connection)
+            return identify(connection)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return Forked(
@@ -163,7 +163,7 @@ class Lab:
             machine.close()
 
 
-def ask(connection: socket.socket) -> str:
+def identify(connection: socket.socket) -> str:
     """Return which target is at the other end."""
     connection.sendall(b"?")
     return connection.recv(64).decode().strip()

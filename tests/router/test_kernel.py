@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.lab import ROUTER, STRANGER, TARGETS, ask
+from tests.router.lab import ROUTER, STRANGER, TARGETS, identify
 
 UNIT = "/etc/systemd/system/tpuswarm-router.service"
 RULES = "/etc/tpuswarm-router.nft"
@@ -88,18 +88,18 @@ def test_each_port_reaches_its_target_and_other_sources_none(lab, tmp_path):
     with pytest.raises(ConnectionRefusedError):
         lab.connect(48004, address="10.48.3.2")
     with lab.connect(8470, address="10.48.3.2") as direct:
-        assert ask(direct) == "10.48.3.2:8470"
+        assert identify(direct) == "10.48.3.2:8470"
 
 
 def test_open_connections_survive_a_new_mapping(lab, tmp_path):
     file = Path(write(tmp_path / "r.toml"))
     lab.tpuswarm("apply", str(file), "--tune")
     with lab.connect(48007) as first, lab.connect(48008) as second, lab.connect(5002) as own:
-        before = [ask(connection) for connection in (first, second, own)]
+        before = [identify(connection) for connection in (first, second, own)]
         assert before == ["10.48.7.2:8470", "10.48.8.2:8470", f"{ROUTER}:5001"]
         lab.tpuswarm("apply", write(file, 49))
         assert lab.target(48007) == "10.49.7.2:8470"
-        assert [ask(connection) for connection in (first, second, own)] == before
+        assert [identify(connection) for connection in (first, second, own)] == before
         assert "1 open, 2 open to old targets" in lab.tpuswarm("status")
         text = file.read_text()
         file.write_text(text[: text.index("[[targets]]")])
@@ -107,7 +107,7 @@ def test_open_connections_survive_a_new_mapping(lab, tmp_path):
         assert "0 open, 2 open to old targets" in lab.tpuswarm("status")
         lab.tpuswarm("remove")
         with pytest.raises(ConnectionResetError):  # no rule translates it now
-            ask(first)
+            identify(first)
 
 
 def test_apply_warns_of_dropping_chains_and_ports_in_use(lab, tmp_path):
@@ -122,7 +122,7 @@ def test_apply_warns_of_dropping_chains_and_ports_in_use(lab, tmp_path):
             assert "until this host forwards packets: /proc/sys/net/ipv4/conf/eth0/forwarding" in err
             assert "note: this host itself listens on 5001" in err and err.count("drops packets by default") == 2
             assert all(line in err for line in ways_out)
-        assert ask(open_before) == f"{ROUTER}:5001"  # such as a person's SSH connection
+        assert identify(open_before) == f"{ROUTER}:5001"  # such as a person's SSH connection
     lab.router.sh(f"echo 1 > /proc/sys/net/ipv4/ip_forward; {'; '.join(ways_out)}; iptables -S")
     assert lab.target(5001) == "10.48.0.2:8470" and lab.target(48009) == "10.48.9.2:8470"
     assert "drops packets by default" not in lab.start("apply", file, "--dry-run").communicate()[1]
@@ -133,7 +133,7 @@ def test_translations_of_others_are_not_masqueraded(lab, tmp_path):
     lab.targets.sh("ip route add 10.1.0.0/24 via 10.9.0.1")
     lab.tpuswarm("apply", write(tmp_path / "r.toml"), "--tune")
     with lab.connect(48007, STRANGER) as theirs, lab.connect(48008) as ours:
-        assert [ask(theirs), ask(ours)] == ["10.48.0.9:8470", "10.48.8.2:8470"]
+        assert [identify(theirs), identify(ours)] == ["10.48.0.9:8470", "10.48.8.2:8470"]
         connections = lab.router.sh("cat /proc/net/nf_conntrack")
     assert f"src=10.48.0.9 dst={STRANGER} " in connections and "src=10.48.8.2 dst=10.9.0.1 " in connections
 
@@ -148,9 +148,9 @@ def test_open_connections_survive_removal_if_others_translate_too(lab, tmp_path)
         lab.tpuswarm("apply", str(file))
         with pytest.raises(ConnectionRefusedError):
             lab.connect(48007)
-        assert ask(open_before) == "10.48.7.2:8470"
+        assert identify(open_before) == "10.48.7.2:8470"
         lab.tpuswarm("remove")
-        assert ask(open_before) == "10.48.7.2:8470"
+        assert identify(open_before) == "10.48.7.2:8470"
 
 
 def test_one_interface_sends_no_redirects(lab, tmp_path):

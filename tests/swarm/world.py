@@ -67,7 +67,9 @@ class World:
         self.rnd = random.Random(self.seed)
         self.speeds = [self.rnd.uniform(0.5, 2.0) for _ in range(self.members)]
         seconds = lambda rnd, name: rnd.uniform(0.5, 1.5) if name == "member trains" else rnd.uniform(0.001, 0.3)  # noqa: E731
-        self.engine = Inproc(self.seed, seconds=seconds, faults=self.faults, watch=self.watch, on_ended=self.over)
+        self.engine = Inproc(
+            self.seed, seconds=seconds, faults=self.faults, watch=self.watch, on_ended=self.restart_ended
+        )
         self.points: list[tuple[str, str, str]] = []
         self.ledger = MemoryLedger()
         self.payloads: dict[tuple[Identity, int], Vector] = {}
@@ -81,7 +83,7 @@ class World:
         self.ledger.records.append(genesis(self.terms))
         self.shards = [f"shard-{n}" for n in range(SHARDS)]
         self.processes: dict[str, MemberLoop] = {}
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.thetas: dict[int, Vector] = {}
         self.lives = 0
         self.checked: dict[str, tuple[Any, ...]] = {}
@@ -102,7 +104,7 @@ class World:
         for _ in range(self.lost_payloads):
             self.engine.at(self.rnd.uniform(1, 40), self.lose_payload)
         if self.race_at is not None:
-            self.engine.at(self.race_at, self.race)
+            self.engine.at(self.race_at, self.add_coordinator)
 
     def start_coordinator(self, node: str = "coordinator", founded: bool = False) -> None:
         clock = lambda: self.engine.now  # noqa: E731
@@ -120,7 +122,7 @@ class World:
         if undecided:
             del self.payloads[self.rnd.choice(sorted(undecided))]
 
-    def race(self) -> None:
+    def add_coordinator(self) -> None:
         self.start_coordinator("coordinator-2")
         for name in list(self.addresses)[::2]:
             self.point(name, "coordinator-2")
@@ -152,7 +154,7 @@ class World:
         device_state = ExactDeviceState(incarnation, theta, theta, self.poison, self.processed)
         made = self.processes[name] = MemberLoop(
             state, device_state, self.addresses[name], self.shards, lambda: self.engine.now, anchor=split(theta),
-            say=self.said.append,
+            say=self.messages.append,
         )  # fmt: skip
         for process in (made.train(), made.exchange(), made.heartbeats()):
             self.engine.spawn(name, process)
@@ -172,7 +174,7 @@ class World:
         self.engine.kill(node)
         self.restart(node, self.rnd.uniform(0.1, 5))
 
-    def over(self, node: str, over: ProcessEnded) -> None:
+    def restart_ended(self, node: str, over: ProcessEnded) -> None:
         self.restart(node, 0.1)
 
     def restart(self, node: str, after: float) -> None:
@@ -191,11 +193,11 @@ class World:
         self.engine.at(self.engine.now + after, start.get(node, lambda: self.start_member(node)))
 
     def run(self, limit: float = 5000.0) -> LedgerView:
-        assert self.engine.run(lambda: self.ended(), limit), f"no clean end by {self.engine.now:.0f} s"
+        assert self.engine.run(self.has_ended, limit), f"no clean end by {self.engine.now:.0f} s"
         self.check_ledger()
         return self.ledger.view()
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return any(coordinator.state.ended for coordinator in self.coordinators.values())
 
     def check(self) -> None:

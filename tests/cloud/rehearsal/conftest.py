@@ -44,7 +44,7 @@ def tpu_by_rest(endpoints):
 def ready(tpu):
 
     def create(parent, name, node=TPU):
-        done(tpu, tpu.create_node(parent=parent, node_id=name, node=node))
+        wait_until_done(tpu, tpu.create_node(parent=parent, node_id=name, node=node))
         return tpu.get_node(name=f"{parent}/nodes/{name}")
 
     return create
@@ -59,7 +59,7 @@ def storage_client(endpoints):
     return storage.Client(project="p", credentials=endpoints.credentials(), client_options=where)
 
 
-def done(tpu, operation):
+def wait_until_done(tpu, operation):
     """Return the operation when it is done: Google's own waiting polls too seldom for a fast clock."""
 
     def finished():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from google.cloud import tpu_v2
 
-from tests.cloud.rehearsal.conftest import PARENT, TPU, done, metadata, storage_client, tpu_client
+from tests.cloud.rehearsal.conftest import PARENT, TPU, metadata, storage_client, tpu_client, wait_until_done
 from tests.local_cloud import local_cloud, until
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.connect import CloudFolder, connect, find_running, is_running, send_command, stop
@@ -28,7 +28,7 @@ def states(tpu):
 def create_ready_node(place, tpu, name, script):
     """Return its worker."""
     node = tpu_v2.Node(TPU, metadata={"startup-script": script})
-    done(tpu, tpu.create_node(parent=PARENT, node_id=name, node=node))
+    wait_until_done(tpu, tpu.create_node(parent=PARENT, node_id=name, node=node))
     (worker,) = send_command(place, "status")["machines"][0]["workers"]
     return worker
 
@@ -51,7 +51,7 @@ def test_killed_and_stopped_servers_continue_where_they_were(tmp_path):
         tpu = tpu_client(endpoints)
         assert states(tpu) == {"old": "READY", "new": "CREATING"}
         send_command(place, "speed", speed=300.0)
-        done(tpu, creating)
+        wait_until_done(tpu, creating)
         assert states(tpu) == {"old": "READY", "new": "READY"}
         assert process in processes.find([worker["id"]])  # machines went on meanwhile
         assert metadata(worker, "instance/preempted") == "FALSE"

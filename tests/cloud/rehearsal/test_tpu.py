@@ -5,7 +5,7 @@ from google.api_core import exceptions
 from google.cloud import tpu_v2
 from google.protobuf import field_mask_pb2
 
-from tests.cloud.rehearsal.conftest import PARENT, PROJECT, TPU, done
+from tests.cloud.rehearsal.conftest import PARENT, PROJECT, TPU, wait_until_done
 from tests.local_cloud import slow_clock
 
 State = tpu_v2.Node.State
@@ -34,7 +34,7 @@ def test_node_is_created_changed_stopped_started_and_deleted(client, place):
         creating = client.create_node(parent=PARENT, node_id="one", node=TPU)
         assert client.get_node(name=name).state == State.CREATING
     assert creating.metadata.verb == "create" and creating.metadata.target == name
-    assert done(client, creating).WhichOneof("result") == "response"
+    assert wait_until_done(client, creating).WhichOneof("result") == "response"
     node = client.get_node(name=name)
     assert (node.state, node.health.name, node.accelerator_config.topology) == (State.READY, "HEALTHY", "2x2")
     assert node.network_endpoints[0].ip_address.startswith("127.") and not node.network_endpoints[0].access_config
@@ -43,14 +43,14 @@ def test_node_is_created_changed_stopped_started_and_deleted(client, place):
     change = tpu_v2.Node(
         name=name, metadata={"a": "b"}, labels={"c": "d"}, network_config={"enable_external_ips": True}
     )
-    done(client, client.update_node(node=change, update_mask=mask))
+    wait_until_done(client, client.update_node(node=change, update_mask=mask))
     node = client.get_node(name=name)
     assert node.metadata == {"a": "b"} and node.labels == {"c": "d"}
     assert node.network_endpoints[0].access_config.external_ip.startswith("127.")
 
-    done(client, client.stop_node(request={"name": name}))
+    wait_until_done(client, client.stop_node(request={"name": name}))
     assert client.get_node(name=name).state == State.STOPPED
-    done(client, client.start_node(request={"name": name}))
+    wait_until_done(client, client.start_node(request={"name": name}))
     assert client.get_node(name=name).state == State.READY
 
     operations = client.list_operations({"name": PARENT}).operations
@@ -60,7 +60,7 @@ def test_node_is_created_changed_stopped_started_and_deleted(client, place):
     with pytest.raises(exceptions.NotFound):
         client.get_operation({"name": creating.operation.name})
 
-    done(client, client.delete_node(name=name))
+    wait_until_done(client, client.delete_node(name=name))
     with pytest.raises(exceptions.NotFound):
         client.get_node(name=name)
 
@@ -107,6 +107,6 @@ def test_pods_cannot_stop_and_spot_nodes_cannot_restart(tpu, ready):
         tpu.stop_node(request={"name": f"{europe}/nodes/four-hosts"})
     spot = tpu_v2.Node(TPU, scheduling_config={"spot": True})
     ready(europe, "spot", spot)
-    done(tpu, tpu.stop_node(request={"name": f"{europe}/nodes/spot"}))
+    wait_until_done(tpu, tpu.stop_node(request={"name": f"{europe}/nodes/spot"}))
     with pytest.raises(exceptions.FailedPrecondition, match="cannot be started again"):
         tpu.start_node(request={"name": f"{europe}/nodes/spot"})

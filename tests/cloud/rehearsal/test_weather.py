@@ -6,7 +6,7 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import tpu_v2
 
-from tests.cloud.rehearsal.conftest import PARENT, PROJECT, TPU, done
+from tests.cloud.rehearsal.conftest import PARENT, PROJECT, TPU, wait_until_done
 from tests.local_cloud import slow_clock, until
 
 State, QueueState = tpu_v2.Node.State, tpu_v2.QueuedResourceState.State
@@ -52,7 +52,7 @@ def test_node_stuck_in_creation_can_be_deleted(tpu, weather):
     parent = f"{PROJECT}/locations/us-central2-b"
     node = tpu_v2.Node(accelerator_type="v4-8", runtime_version="tpu-ubuntu2204-base")
     creating = tpu.create_node(parent=parent, node_id="stuck", node=node)
-    done(tpu, tpu.delete_node(name=f"{parent}/nodes/stuck"))
+    wait_until_done(tpu, tpu.delete_node(name=f"{parent}/nodes/stuck"))
     assert state(tpu, f"{parent}/nodes/stuck") == "404"
     assert not tpu.get_operation({"name": creating.operation.name}).done
 
@@ -74,13 +74,13 @@ def test_queued_request_waits_becomes_a_node_and_ends_with_it(tpu, tpu_by_rest, 
     with pytest.raises(exceptions.FailedPrecondition, match="use force"):
         tpu.delete_queued_resource(name=name)
 
-    done(tpu, tpu.reset_queued_resource(name=name))
+    wait_until_done(tpu, tpu.reset_queued_resource(name=name))
     until(lambda: request_state() == QueueState.ACTIVE)
     weather("preempt", name="patient-n")
     until(lambda: request_state() == QueueState.SUSPENDED)
     assert [request.name for request in tpu_by_rest.list_queued_resources(parent=parent)] == [name]
     forced = tpu_v2.DeleteQueuedResourceRequest(name=name, force=True)
-    done(tpu, tpu.delete_queued_resource(request=forced))
+    wait_until_done(tpu, tpu.delete_queued_resource(request=forced))
     assert state(tpu, f"{parent}/nodes/patient-n") == "404"
     with pytest.raises(exceptions.NotFound):
         tpu.get_queued_resource(name=name)
@@ -95,7 +95,7 @@ def test_expired_request_fails_at_its_time_though_the_clocks_speed_changes_and_s
     with slow_clock(place):
         until(lambda: tpu.get_queued_resource(name=name).state.state == QueueState.FAILED)
     assert "validity" in tpu.get_queued_resource(name=name).state.failed_data.error.message
-    done(tpu, tpu.delete_queued_resource(name=name))
+    wait_until_done(tpu, tpu.delete_queued_resource(name=name))
 
 
 def test_one_request_makes_several_slices(tpu):

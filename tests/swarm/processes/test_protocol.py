@@ -173,7 +173,7 @@ def test_member_fetches_a_newer_version_if_its_version_was_removed():
 def test_members_apply_updates_and_fetch_the_whole_version_if_one_is_wrong():
     world = World(seed=3, downlink=True)
     world.run()
-    assert any("does not match the ledger; fetching it" in sentence for sentence in world.said)
+    assert any("does not match the ledger; fetching it" in sentence for sentence in world.messages)
     calls = [name for _, name, when in world.points if when == "after"]
     assert calls.count("call updates") > calls.count("call fetch") > 0
 

@@ -29,6 +29,7 @@ from tpuswarm.fleet.spec.file import read_swarm
 from tpuswarm.fleet.spec.flags import flags_from_file
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.store.machine_flags import add_flag_metadata, check_tf_pods
+from tpuswarm.plan.flags import CheckedFlags
 
 TARGETS = {"all": ["all"], "generation": ["v2", "v3"], "pool": ["small", "large"], "machine": ["a", "b"]}
 PRECISION = "xla_jf_conv_full_precision"
@@ -71,8 +72,21 @@ def read(tmp_path: Path, extra: str, in_pool: str = ""):
     return file
 
 
+@pytest.fixture
+def known_flags(monkeypatch):
+    """Know two flags without asking XLA and libtpu, which takes seconds; tests/plan/test_flags.py asks them."""
+
+    def check_flags(*tables):
+        for name, value in (item for flags in tables for item in flags.items()):
+            if value == "perhaps":
+                raise InputError(f"{name} does not take 'perhaps'")
+        return CheckedFlags({PRECISION: "LIBTPU_INIT_ARGS", "xla_dump_to": "XLA_FLAGS"})
+
+    monkeypatch.setattr("tpuswarm.plan.flags.check_flags", check_flags)
+
+
+@pytest.mark.usefixtures("known_flags")
 def test_file_sets_flags_by_generation_and_pool(tmp_path):
-    pytest.importorskip("libtpu")
     extra = f"\n[flags.v3]\n{PRECISION} = true\nxla_dump_to = '/x'\n[flags.v2]\n{PRECISION} = false\n"
     file = read(tmp_path, extra, 'flags = { xla_dump_to = "/tmp/a b" }')
     assert flags_from_file(file) == (
@@ -92,6 +106,7 @@ def test_file_sets_flags_by_generation_and_pool(tmp_path):
         ("", f"flags = {{ {PRECISION} = [1] }}", "flags", "text"),
     ],
 )
+@pytest.mark.usefixtures("known_flags")
 def test_mistake_in_a_file_is_reported_with_its_line(tmp_path, extra, in_pool, line, message):
     with pytest.raises(InputError) as error:
         read(tmp_path, extra, in_pool)

@@ -47,21 +47,17 @@ def records(contributors, trained):
 
 
 BOTH = [["a-1", "b-1"]] * MIN_SOLO_COMMITS
+ALONE = ["a"] * MIN_SOLO_COMMITS
 
 
 @pytest.mark.parametrize(
     ("contributors", "trained", "alive", "words"),
     [
-        (
-            ["a"] * MIN_SOLO_COMMITS,
-            BOTH,
-            "ab",
-            "had one contributor (a) while a, b were training: no push of b counted",
-        ),
+        (ALONE, BOTH, "ab", "had one contributor (a) while a, b were training: no push of b counted"),
         ("ababa", BOTH, "ab", "(a, b) while a, b were training: they never push in time to be merged together"),
-        pytest.param(["a"] * (MIN_SOLO_COMMITS - 1), BOTH[1:], "ab", None, id="too few commits"),
-        pytest.param([*["a"] * MIN_SOLO_COMMITS, "ab"], [*BOTH, ["a-1", "b-1"]], "ab", None, id="two in the last"),
-        pytest.param(["a"] * MIN_SOLO_COMMITS, BOTH, "a", None, id="the other is dead"),
+        pytest.param(ALONE[1:], BOTH[1:], "ab", None, id="too few commits"),
+        pytest.param([*ALONE, "ab"], [*BOTH, ["a-1", "b-1"]], "ab", None, id="two in the last"),
+        pytest.param(ALONE, BOTH, "a", None, id="the other is dead"),
         pytest.param(["a"] * 6, [["a-1", "b-1"], *[["a-1"]] * 4, ["a-1", "b-2"]], "ab", None, id="the other restarted"),
         pytest.param(["a"] * 6, [*[["a-1"]] * 4, *BOTH[:2]], "ab", None, id="the other has just joined"),
         pytest.param(["ab", *[""] * 5], [["a-1", "b-1"]] * 6, "ab", None, id="no contributors since"),
@@ -86,9 +82,7 @@ RECOVERED = [Step(0, 9.0, 9.0)] * 50 + [Step(0, 2.0, 1.0)] * (COMPARED_STEP_COUN
         pytest.param(OTHERS, None, id="all are close"),
         pytest.param([OTHERS[0], steady("d", 3.5)], None, id="two members cannot be told apart"),
         pytest.param([steady(n, 2, norm) for n, norm in NEARLY_EQUAL.items()], None, id="two are nearly equal"),
-        pytest.param(
-            [*ALIVE, LiveMember("d", [Step(0, 9.0, 9.0)] * (COMPARED_STEP_COUNT - 1))], None, id="too few steps"
-        ),
+        pytest.param([*ALIVE, LiveMember("d", [Step(0, 9, 9)] * (COMPARED_STEP_COUNT - 1))], None, id="too few steps"),
         pytest.param([*ALIVE, LiveMember("d", RECOVERED)], None, id="only the last steps count"),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 from tpuswarm import Clock, Recipe
 from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.program.mesh import batch_sharding
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.request import default_request
 from tpuswarm.train.recipe import Batch, Metrics
 
 
@@ -37,4 +37,4 @@ class Bare:
 
 def usual(recipe: Recipe, devices: Sequence[Any]) -> Bare:
     """The bare loop of what the trainer runs when the user names nothing."""
-    return Bare(compile_step(recipe, usual_request(recipe), devices), recipe)
+    return Bare(compile_step(recipe, default_request(recipe), devices), recipe)

@@ -21,7 +21,7 @@ from benchmarks.report import Settings, Skipped, Table, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.process.platform import local_devices
 from tpuswarm.train.program.compiled import Compiled, compile_step
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.request import default_request
 
 DEVICES, BATCH, STEPS = 8, 8, 2
 SHORT, WHOLE = 64, 1024
@@ -100,7 +100,7 @@ def _start(options: dict[str, Any]) -> dict[str, Any]:
 def one_form(shard: str, context: int, layers: int, run: bool) -> dict[str, Any]:
     """Compile one form and, if asked, run its first steps: seconds, bytes and losses."""
     recipe = GPT2(size="124m", data="fake", context=context, layers=layers)
-    request = usual_request(recipe, batch=BATCH, shard=shard, accumulate=1)
+    request = default_request(recipe, batch=BATCH, shard=shard, accumulate=1)
     start = time.perf_counter()
     # What is only compiled needs no room on this machine; what is run must fit its share of the real memory.
     compiled = compile_step(recipe, request, local_devices(), memory_bytes=None if run else 2**40)

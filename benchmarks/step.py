@@ -22,7 +22,7 @@ from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program import request
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.mesh import make_mesh
-from tpuswarm.train.program.request import Choice, usual_request
+from tpuswarm.train.program.request import Choice, default_request
 from tpuswarm.train.recipe import Remat
 
 
@@ -51,7 +51,7 @@ def main(
         inside.logits = _bf16_logits
     recipe = GPT2(size=size, data="fake", **shape)
     start = time.perf_counter()
-    options = usual_request(recipe, batch=batch).options(device.platform, device.device_kind)
+    options = default_request(recipe, batch=batch).options(device.platform, device.device_kind)
     way = Choice("replicate", remat, 1, "")
     made = compiling.compile_traced(compiling.trace(recipe, options, way, batch, make_mesh([device])))
     if not isinstance(made, Compiled):

@@ -14,7 +14,7 @@ from benchmarks.bare import Bare
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.process.platform import local_devices
 from tpuswarm.train.program.compiled import compile_step
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.request import default_request
 
 
 def main(*, batch: int, **options: Any) -> None:
@@ -22,7 +22,7 @@ def main(*, batch: int, **options: Any) -> None:
     device = local_devices()[0]
     recipe = StyleGAN2(data="fake", **options)
     start = time.perf_counter()
-    bare = Bare(compile_step(recipe, usual_request(recipe, batch=batch), [device]), recipe)
+    bare = Bare(compile_step(recipe, default_request(recipe, batch=batch), [device]), recipe)
     rows = bare.put(recipe.data("train").rows(0, batch))
     loss = float(bare.step(rows)["loss"])
     about = {

@@ -37,7 +37,7 @@ from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.platform import local_devices
 from tpuswarm.train.program.compiled import Compiled, compile_step
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.request import default_request
 
 MEMBERS, CYCLE, CYCLES, FRAGMENTS, SHARDS = 4, 100, 4, 4, 2
 FORMS: tuple[Form, ...] = ("int8", "int4", "plain")
@@ -49,7 +49,7 @@ LIMIT = 400
 def run(settings: Settings) -> Table:
     """The same run in three forms."""
     recipe = GPT2(size="tiny")
-    compiled = compile_step(recipe, usual_request(recipe), local_devices()[:1])
+    compiled = compile_step(recipe, default_request(recipe), local_devices()[:1])
     cycle, cycles = (4, 2) if settings.quick else (CYCLE, CYCLES)
     rows: list[tuple[str, ...]] = []
     for form in FORMS:

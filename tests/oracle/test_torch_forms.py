@@ -14,7 +14,7 @@ from tpuswarm.torch.graph import write
 from tpuswarm.torch.interpreter import run_graph
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.flops import model_flops
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.request import default_request
 from tpuswarm.train.recipe import Options
 
 CAUSAL, FULL = (None, True), (None, False)
@@ -104,6 +104,6 @@ def test_module_without_weights_can_be_planned_and_not_trained(tmp_path):
     )
     assert shapes == expected
     assert attention_of(module_recipe.exported) == [CAUSAL] * LLAMA_LAYERS
-    assert compile_step(module_recipe, usual_request(module_recipe, batch=4), jax.devices("cpu")[:1]).flops.total > 0
+    assert compile_step(module_recipe, default_request(module_recipe, batch=4), jax.devices("cpu")[:1]).flops.total > 0
     with pytest.raises(InputError, match="was exported from the meta device without weights and can only be planned"):
         Trainer(devices=1).fit(module_recipe, steps=1, batch=4, run=tmp_path / "run")

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu
 
 from tpuswarm import catalog, supervised
 from tpuswarm.plan.hazards import explain_refusal, find_hazards
-from tpuswarm.train.program.compiled import Refused, compile_step
+from tpuswarm.train.program.compiled import CompilerRefused, compile_step
 from tpuswarm.train.program.request import Request
 
 WIDTH = 256
@@ -120,7 +120,7 @@ def found(make, where):
     request = Request(batch=batch, shard="replicate", accumulate=1)
     try:
         compiled = compile_step(made, request, devices, 2**34)
-    except Refused as error:
+    except CompilerRefused as error:
         return [explain_refusal(error.__cause__, error.jaxpr)]
     return find_hazards(compiled, batch, slice_.generation.matrix_unit)
 

@@ -9,7 +9,7 @@ from tpuswarm.plan.head import head_machines, size_head
 from tpuswarm.plan.traffic import DAY_S, Exchange, member_traffic, traffic_bills
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.compiled import compile_step
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.request import default_request
 
 GPT2_124M = Exchange(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 
@@ -18,7 +18,7 @@ GPT2_124M = Exchange(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 def test_real_swarm_sends_and_receives_as_predicted(devices):
     """Four members with real programs, counted at the member; pushes at the end of the run are for shorter cycles."""
     recipe = GPT2(data="fake", layers=1, heads=1, width=64, context=16)
-    swarm = Swarm(recipe, compile_step(recipe, usual_request(recipe), devices[:1]), "int8", 5, 4)
+    swarm = Swarm(recipe, compile_step(recipe, default_request(recipe), devices[:1]), "int8", 5, 4)
     swarm.run()
     steps = swarm._tokens / (swarm.terms.batch * swarm.terms.tokens_per_row) / MEMBERS
     predicted = member_traffic(Exchange(swarm.parameters, step_seconds=1.0, cycle=5, form="int8"))

@@ -16,7 +16,7 @@ from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.compiled import trace
 from tpuswarm.train.program.mesh import make_mesh
-from tpuswarm.train.program.request import Choice, usual_request
+from tpuswarm.train.program.request import Choice, default_request
 from tpuswarm.train.recipe import Clock, Options
 from tpuswarm.train.user_code import find_maker
 
@@ -57,7 +57,7 @@ def test_124m_step_lowers_for_cuda_with_cudnn_attention_and_unrolled_layers(monk
 
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91_300)  # asked of the GPU's library, which is not here
     recipe = GPT2(size="124m", data="fake")
-    program = recipe.program(usual_request(recipe).options("gpu", "NVIDIA H200"))
+    program = recipe.program(default_request(recipe).options("gpu", "NVIDIA H200"))
     state = jax.eval_shape(program.init, jax.eval_shape(lambda: jax.random.key(0)))
     traced = jax.jit(program.step).trace(state, dict(program.batch_spec(64)), clock(0))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -22,7 +22,7 @@ from tpuswarm.torch.interpreter import run_graph
 from tpuswarm.torch.ops import OPS
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.flops import model_flops
-from tpuswarm.train.program.request import usual_request
+from tpuswarm.train.program.request import default_request
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.user_code import CodeLine
 
@@ -297,7 +297,7 @@ def test_file_without_weights_can_be_planned_and_not_trained(tmp_path):
     }
     write(tmp_path / "shapes.safetensors", replace(EXPORTED, arrays=shapes, has_weights=False))
     module_recipe = recipe(tmp_path / "shapes.safetensors", data=DATA, optimizer=optax.sgd(0.1))
-    compiled = compile_step(module_recipe, usual_request(module_recipe, batch=8), jax.devices()[:2])
+    compiled = compile_step(module_recipe, default_request(module_recipe, batch=8), jax.devices()[:2])
     assert compiled.flops.total == 2 * (2 * 8 * 3)  # forward, and the gradient of the weights
     with pytest.raises(
         InputError, match="Line was exported from the meta device without weights and can only be planned"

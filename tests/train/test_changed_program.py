@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from tpuswarm import InputError, StreamSource, Trainer, supervised
-from tpuswarm.train.program.digest import is_another, step_digest
+from tpuswarm.train.program.digest import is_other_program, step_digest
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
 
@@ -43,7 +43,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_loss_optimizer_or_schedule_is_another_program(change):
     before, after = (step_digest(program, Request(8), "cpu") for program in CHANGES[change])
-    assert is_another(before, after) and not is_another(before, before)
+    assert is_other_program(before, after) and not is_other_program(before, before)
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["resumed", "finished"])

@@ -1,4 +1,4 @@
-"""Mutable state of a loss, such as BatchNorm's: with every option, on several devices, and when a run resumes."""
+"""Mutable state of a loss, such as BatchNorm's: with every option, on several devices, after resuming."""
 
 import json
 from itertools import islice
@@ -21,7 +21,7 @@ BATCH = {name: array[:16] for name, array in toy.data().items()}
 
 
 def loss(params, extra, batch, key):
-    """BatchNorm of x without scale; `seen` counts the calls in training."""
+    """BatchNorm of x without scale; `seen` counts training steps."""
     mean, var = batch["x"].mean(0), batch["x"].var(0)
     if key is None:
         mean, var = extra["mean"], extra["var"]

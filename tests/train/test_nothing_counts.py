@@ -11,7 +11,7 @@ from tests.waiting import until
 from tpuswarm import EarlyStopping, Every, InputError, Trainer, Weighted, supervised
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.member.metrics import MetricsBuffer
-from tpuswarm.train.losses import COUNTS
+from tpuswarm.train.losses import HAS_COUNTED_ROWS
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.best import best_step
 from tpuswarm.train.run.directory import METRICS, read_rows
@@ -108,8 +108,8 @@ def test_member_of_a_swarm_marks_steps_in_which_nothing_counts():
     rows = MetricsBuffer("m0", 0, 8, lambda: 1)
     for counts in (1.0, 0.0):
         rows.add_step(
-            {"loss": jnp.float32(2.0 if counts else np.nan), "grad_norm": jnp.float32(counts), COUNTS: counts}
+            {"loss": jnp.float32(2.0 if counts else np.nan), "grad_norm": jnp.float32(counts), HAS_COUNTED_ROWS: counts}
         )
     found = until(lambda: len(rows.since(0)) == 2 and rows.since(0))
     assert [row.get("uncounted") for row in found] == [None, True]
-    assert [row["loss"] for row in found] == [2.0, None] and not any(COUNTS in row for row in found)
+    assert [row["loss"] for row in found] == [2.0, None] and not any(HAS_COUNTED_ROWS in row for row in found)

@@ -9,10 +9,10 @@ import pytest
 from tests.train import toy
 from tpuswarm import InputError, Trainer, Weighted, supervised
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.optimizer import default_decay_mask
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.supervised_program import inference_params
-from tpuswarm.train.trained import usual_decay
 
 DATA = {"x": np.zeros(8, np.float32)}
 
@@ -80,7 +80,7 @@ def test_run_with_a_schedule_of_steps_can_become_longer(tmp_path):
 
 def test_schedule_that_only_moves_with_steps_is_refused():
     inner = optax.cosine_decay_schedule(1e-2, 24)
-    with pytest.raises(InputError, match=r"moves from 0\.01 to 0\.009957.*parameter is called `step` or `count`"):
+    with pytest.raises(InputError, match=r"goes from 0\.01 to 0\.009957.*call its parameter `step` or `count`"):
         scheduled(lambda x: inner(x)).program(Options())
 
 
@@ -108,7 +108,7 @@ def test_biases_and_scales_of_stacked_layers_do_not_decay():
     """Names of Haiku, Flax NNX and PyTorch."""
     names = {"layer/w": True, "layer/b": False, "norm/scale/value": False, "kernel/value": True, "ln.bias": False}
     names |= {"ln.weight": True, "norm/gamma": False}
-    found = usual_decay({name: np.ones((4, 2), np.float32) for name in names})
+    found = default_decay_mask({name: np.ones((4, 2), np.float32) for name in names})
     assert found == names
 
 
@@ -142,7 +142,7 @@ def test_schedule_free_part_of_an_optimizer_is_refused(tmp_path):
     parts = {"a": optax.contrib.schedule_free_sgd(0.1), "b": optax.sgd(0.1)}
     optimizer = optax.multi_transform(parts, {"a": "a", "b": "b"})
     recipe = supervised(lambda key: {"a": jnp.ones(2), "b": jnp.ones(2)}, quadratic, optimizer, DATA)
-    with pytest.raises(InputError, match="schedule-free optimizer averages all parameters"):
+    with pytest.raises(InputError, match="schedule-free optimizer must average all trained parameters"):
         Trainer(devices=1).fit(recipe, steps=2, batch=8, run=tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""A program with two losses and an average, written with public names alone, and the mistakes one can make in it."""
+"""A program with two losses and an average, in public names only, and mistakes in such programs."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tpuswarm
+from tpuswarm.train.recipe import supports
 from tpuswarm.train.user_code import build_recipe
 
 
@@ -139,9 +140,20 @@ def test_wrong_method_of_a_program_is_found_before_the_first_step(tmp_path, meth
     ],
 )  # fmt: skip
 def test_wrong_attribute_of_a_recipe_is_refused(tmp_path, attribute, wrong, sentence):
-    own = type("Own", (Recipe,), {"home": None, attribute: wrong})
+    own = type("Own", (Recipe,), {attribute: wrong})
     with pytest.raises(tpuswarm.InputError, match=sentence + LINE if callable(wrong) else sentence):
         fit(own(), tmp_path / "run")
+
+
+def test_recipe_supports_only_the_optional_methods_that_it_defines(tmp_path):
+    class Keeps(Recipe):
+        def keep(self, folder):
+            (folder / "kept").write_text("kept")
+
+    fit(Keeps(), tmp_path / "run")
+    assert (tmp_path / "run" / "kept").exists()
+    for recipe in (Keeps, Keeps()):
+        assert supports(recipe, "keep") and not supports(recipe, "sample")
 
 
 def test_recipe_of_a_file_needs_its_methods_and_knows_its_options(tmp_path):

@@ -61,7 +61,7 @@ def test_wrong_argument_of_supervised_is_refused(tmp_path, changed, sentence):
         ({"loggers": [3]}, {}, r"a logger needs write\(row\) and close\(\); got a int"),
         ({}, {"batch": 8.0}, "batch must be a whole number, not 8.0"),
         ({}, {"batch": "many"}, "batch must be a number, not 'many'"),
-        ({}, {"recipe": (init, loss)}, "what is trained is a recipe, not a tuple: .*supervised"),
+        ({}, {"recipe": (init, loss)}, "recipe is a tuple; give a recipe, such as .*supervised"),
         ({"fast_dev_run": True, "hosts": 2, "host": 0, "hosts_at": "127.0.0.1:1"}, {}, "a fast dev run is of one"),
     ],
 )

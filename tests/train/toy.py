@@ -1,4 +1,4 @@
-"""A linear model small enough to check by hand, as a recipe, and what trains it."""
+"""A linear model small enough to check by hand, as a recipe, and its trainer."""
 
 from typing import Any
 

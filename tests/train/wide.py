@@ -38,7 +38,7 @@ def wide(data_seed: int = 0, rate: float = 0.001):
 
 
 class Held(ArraySource):
-    """Rows for as many steps of 16 rows as the file `hold_after` says; later ones wait until there is no such file."""
+    """Give rows for the number of steps (of 16 rows) in the file `hold_after`; then wait until the file is gone."""
 
     in_memory = False
 

@@ -137,7 +137,7 @@ def _batch_problem(request: CompileRequest) -> str:
     if options.batch is None:
         return ""
     try:
-        check_batch(options.batch, request.tpu.devices, options.accumulate or 1, fewer=False)
+        check_batch(options.batch, request.tpu.devices, options.accumulate or 1, can_use_fewer=False)
     except InputError as error:
         return str(error)
     return ""

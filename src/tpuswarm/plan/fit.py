@@ -15,9 +15,9 @@ from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES, MAX_READ_AHEAD
 from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program.compiled import DoesNotFit, Placed
 from tpuswarm.train.program.flops import Flops, model_flops
-from tpuswarm.train.program.largest_batch import Sized, Sizes
+from tpuswarm.train.program.largest_batch import BatchSearch, CompiledBatch
 from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
-from tpuswarm.train.program.request import Choice, Request, usual_request
+from tpuswarm.train.program.request import Choice, Request, default_request
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import build_recipe
@@ -34,7 +34,7 @@ def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
     """Carry out one request; raise InputError for what no slice can do."""
     options, tpu = compile_request.options, compile_request.tpu
     recipe = build_recipe(options.target, options.options)
-    request = usual_request(
+    request = default_request(
         recipe,
         batch=options.batch,
         precision=options.precision,
@@ -45,7 +45,7 @@ def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
     )
     if options.batch is not None:
         try:
-            check_batch(options.batch, tpu.devices, request.accumulate or 1, fewer=False)
+            check_batch(options.batch, tpu.devices, request.accumulate or 1, can_use_fewer=False)
         except InputError as error:  # only here is the recipe's number of micro-batches known
             return CompileResult(None, problem=str(error))
     if compile_request.lower_only:
@@ -54,9 +54,9 @@ def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu.topology_name, **tpu.compiler_options)
     except jax.errors.JaxRuntimeError as error:
         return CompileResult(None, problem=f"the compiler has no topology {tpu.topology_name}: {_first_line(error)}")
-    sizes = Sizes(recipe, request, topology.devices, tpu.hbm_bytes, report)
+    sizes = BatchSearch(recipe, request, topology.devices, tpu.hbm_bytes, report)
     try:
-        sized, above = (sizes.asked(), None) if options.batch else sizes.largest()
+        sized, above = (sizes.compile_requested(), None) if options.batch else sizes.find_largest()
         return _describe(recipe, sizes, tpu, sized, above)
     except DoesNotFit as error:
         last = error.last
@@ -66,13 +66,15 @@ def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
             rows=error.batch // tpu.devices // last.choice.accumulate, problem=str(error),
             compilations=sizes.compilations,
         )  # fmt: skip
-    except compiling.Refused as error:
+    except compiling.CompilerRefused as error:
         assert error.__cause__ is not None
         hazard = explain_refusal(error.__cause__, error.jaxpr)
         return CompileResult(False, problem=f"{error}", hazards=_to_json([hazard]), compilations=sizes.compilations)
 
 
-def _describe(recipe: Recipe, sizes: Sizes, tpu: SliceSpec, sized: Sized, above: int | None) -> CompileResult:
+def _describe(
+    recipe: Recipe, sizes: BatchSearch, tpu: SliceSpec, sized: CompiledBatch, above: int | None
+) -> CompileResult:
     memory, compiled = sized.compiled.memory, sized.compiled
     program = _make_program(recipe, compiled, compiled.choice, sized.rows, compiled.flops)
     hazards = [*_check_evaluation(sizes, tpu, sized), *find_hazards(compiled, program.batch, tpu.matrix_unit)]
@@ -82,7 +84,7 @@ def _describe(recipe: Recipe, sizes: Sizes, tpu: SliceSpec, sized: Sized, above:
     )  # fmt: skip
 
 
-def _check_evaluation(sizes: Sizes, tpu: SliceSpec, sized: Sized) -> list[Hazard]:
+def _check_evaluation(sizes: BatchSearch, tpu: SliceSpec, sized: CompiledBatch) -> list[Hazard]:
     """Compile the evaluation at its batch while training: the rows of a micro-batch."""
     compiled = sized.compiled
     spec = dict(compiled.program.batch_spec(sized.rows * compiled.mesh.size))
@@ -90,12 +92,12 @@ def _check_evaluation(sizes: Sizes, tpu: SliceSpec, sized: Sized) -> list[Hazard
     traced = compiled.evaluate.trace(compiled.state, rows)  # type: ignore[attr-defined]
     sizes.compilations += 1
     try:
-        memory = compiling.memory_of(traced.lower().compile(), "tpu", 0)
+        memory = compiling.measure_memory(traced.lower().compile(), "tpu", 0)
     except Exception as error:  # noqa: BLE001  # ops and kernels without a form for this TPU raise anything
-        if not compiling.lacks_memory(str(error), "tpu"):
+        if not compiling.is_out_of_memory(str(error), "tpu"):
             refused = explain_refusal(error, traced.jaxpr)
             return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
-        needed = compiling.needed_bytes(str(error))
+        needed = compiling.parse_needed_bytes(str(error))
     else:
         state = bytes_per_device(compiled.state)
         training_batches = (compiled.memory.arguments - state) * MAX_READ_AHEAD // MAX_BATCHES_ON_DEVICES
@@ -119,7 +121,7 @@ def _lower(recipe: Recipe, request: Request, compile_request: CompileRequest) ->
     if compile_request.options.batch is None:
         unit = len(devices) * (request.accumulate or 1)
         request = replace(request, batch=max(1, request.batch // unit) * unit)
-    choice = next(compiling.ways(recipe, request, "tpu", tpu.device_kind, len(devices), tpu.hbm_bytes))
+    choice = next(compiling.possible_choices(recipe, request, "tpu", tpu.device_kind, len(devices), tpu.hbm_bytes))
     traced = compiling.trace(recipe, options, choice, request.batch, make_mesh(devices))
     try:
         traced.step.lower(lowering_platforms=("tpu",))

@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 
 from tpuswarm.config.nearest import OTHER_LIBRARIES_NAMES, did_you_mean
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.train.user_code import owner
+from tpuswarm.train.user_code import code_owner
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-_arguments: dict[str, list[str]] = {}
-"""The names of the arguments of each of MAIN."""
 MAIN = ("Trainer", "fit", "supervised")
-"""Entry points whose arguments are often given to another one."""
+"""Entry points whose arguments users often give to another one."""
+_arguments: dict[str, list[str]] = {}
+"""Argument names of each entry point in MAIN."""
 
 
 def entry_point(target: T, name: str = "") -> T:
     """Decorate a function, a generator function, or the constructor of a class.
 
-    Arguments that it does not take raise InputError. The traceback of a TpuswarmError, and of Ctrl-C, has only the
-    user's lines and one of this file; any other error keeps all of its traceback. name: what users call it.
+    Unknown arguments raise InputError. The traceback of a TpuswarmError, and of Ctrl-C, has only the user's lines and
+    one of this file; any other error keeps its whole traceback. name: of the entry point, for users.
     """
     name = name or target.__name__
     if isinstance(target, type):
@@ -35,7 +35,7 @@ def entry_point(target: T, name: str = "") -> T:
 
 def _wrapped(function: Any, name: str) -> Any:
     signature = inspect.signature(function)
-    arguments = [each.name for each in signature.parameters.values() if each.name != "self"]
+    arguments = [parameter for parameter in signature.parameters if parameter != "self"]
     if name in MAIN:
         _arguments[name] = arguments
 
@@ -52,7 +52,7 @@ def _wrapped(function: Any, name: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         try:
-            if unknown := next((each for each in kwargs if each not in arguments), None):
+            if unknown := next((argument for argument in kwargs if argument not in arguments), None):
                 raise InputError(_unknown_argument(unknown, name, arguments))
             try:
                 signature.bind(*args, **kwargs)
@@ -80,11 +80,11 @@ def _unknown_argument(argument: str, name: str, arguments: list[str]) -> str:
 
 def _wrong_call(error: TypeError, name: str, signature: inspect.Signature) -> str:
     parts = []
-    for each in signature.parameters.values():
-        if each.kind is each.KEYWORD_ONLY and "*" not in parts:
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
-        if each.name != "self":
-            parts.append(each.name if each.default is each.empty else f"{each.name}=…")
+        if parameter.name != "self":
+            parts.append(parameter.name if parameter.default is parameter.empty else f"{parameter.name}=…")
     hint = ""
     if "recipe" in parts:
         hint = "; a recipe holds the model and its data, as supervised(init, loss, optimizer, data) makes it"
@@ -94,25 +94,24 @@ def _wrong_call(error: TypeError, name: str, signature: inspect.Signature) -> st
 def _with_user_frames(error: TpuswarmError) -> TpuswarmError:
     """Leave only the user's frames in the traceback of an error and of its cause.
 
-    With TPUSWARM_DEBUG in the environment, which `tpuswarm --debug` sets, all frames stay.
+    All frames stay if TPUSWARM_DEBUG is set, as `tpuswarm --debug` does.
     """
     if os.environ.get("TPUSWARM_DEBUG"):
         return error
     trace = _user_frames([*_entries(error)] + ([*_entries(error.__cause__)] if error.__cause__ else []))
-    error.__cause__ = None  # which is not shown then
-    error.__notes__ = []  # JAX's, on frames that it has removed
-    if ipython := sys.modules.get("IPython"):  # it always shows an error's last frame, which is ours, unless told what
+    error.__cause__ = None  # hides the cause
+    error.__notes__ = []  # JAX's notes on removed frames
+    if ipython := sys.modules.get("IPython"):  # shows an error's last frame, which is ours, without a renderer
         error._render_traceback_ = lambda: _rendered(error, ipython.get_ipython())  # type: ignore[attr-defined]
     return error.with_traceback(trace)
 
 
 def _rendered(error: TpuswarmError, shell: Any) -> list[str]:
-    """Return the lines that IPython and Jupyter show of an error."""
     return shell.InteractiveTB.structured_traceback(type(error), error, _user_frames([*_entries(error)]), 0)
 
 
 def _interrupted(error: KeyboardInterrupt) -> KeyboardInterrupt:
-    """Ctrl-C as Python knows it: of another class, even a derived one, a script would end with code 1."""
+    """Return a plain KeyboardInterrupt with the user's frames; any other class would end a script with code 1."""
     if os.environ.get("TPUSWARM_DEBUG"):
         return error
     return KeyboardInterrupt(*error.args).with_traceback(_user_frames([*_entries(error)]))
@@ -121,7 +120,7 @@ def _interrupted(error: KeyboardInterrupt) -> KeyboardInterrupt:
 def _user_frames(entries: Sequence[TracebackType]) -> TracebackType | None:
     trace = None
     for entry in reversed(entries):
-        if owner(entry.tb_frame.f_code.co_filename) == "user":
+        if code_owner(entry.tb_frame.f_code.co_filename) == "user":
             trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return trace
 

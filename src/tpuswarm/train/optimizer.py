@@ -1,6 +1,7 @@
-"""Call any optax optimizer: some take more than a gradient, and some keep parameters of their own."""
+"""Call any optax optimizer and schedule, and say which parameters are trained and decayed."""
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -9,20 +10,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train import paths
-from tpuswarm.train.user_code import line_of, user_line
+from tpuswarm.train.user_code import blame, line_of, user_line
 
-COUNTING = ("ScaleByScheduleState", "WrappedScheduleState")
-"""Types of optax's states that count the steps of a schedule."""
 SCHEDULE_FREE = "ScheduleFreeState"
+UNDECAYED = ("b", "bias", "biases", "beta", "scale", "gain", "gamma", "offset")
+"""Names of parameters without weight decay, of any shape: in stacked layers they have two axes."""
+LOOKAHEAD_WARNING = "has no attribute `fast`"
+"""`optax.lookahead` logs it for plain parameters, which are right here."""
 UNEXPECTED_ARGUMENT = re.compile(r"got an unexpected keyword argument '(\w+)'")
+
+logging.getLogger("absl").addFilter(lambda record: LOOKAHEAD_WARNING not in str(record.msg))
 
 
 class WithSlow(NamedTuple):
-    """The state of `optax.lookahead`, and the slow parameters, which optax leaves to the caller."""
+    """The state of `optax.lookahead`, and its slow parameters, which optax leaves to the caller."""
 
     optimizer: Any
     slow: Any
@@ -42,21 +48,21 @@ def init_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """Return the optimizer's first state; InputError for an optimizer that needs the gradient of each row."""
     if isinstance(params, optax.LookaheadParams):
         raise InputError(
-            "init returned optax.LookaheadParams: return the parameters alone, as the loss takes them; the slow ones "
-            "are made from them and used in evaluation"
+            "init returned optax.LookaheadParams: return the parameters alone, as the loss takes them; evaluation "
+            "uses the slow ones, which are made from them"
         )
-    with _errors_named(optimizer.init), _without_lookahead_warning():
+    with _errors_named(optimizer.init):
         state = optimizer.init(params)
     if _find(state, "DifferentiallyPrivateAggregateState"):
         raise InputError(
-            "dpsgd needs the gradient of each row, and a step computes that of the batch: use another optimizer, or "
-            "write a Program of your own (docs/your-own-model.md, The contract)"
+            "dpsgd needs the gradient of each row, but a step computes the batch's: use another optimizer, or write "
+            "a Program of your own (docs/your-own-model.md, The contract)"
         )
     for average in _find(state, SCHEDULE_FREE):
         if paths.leaf_paths(average.z) != paths.leaf_paths(params):
             raise InputError(
-                "a schedule-free optimizer averages all parameters that are trained, and here it is a part of another "
-                "optimizer: make it the whole one, and keep the other parameters with --freeze"
+                "a schedule-free optimizer must average all trained parameters, but here it is part of another "
+                "optimizer: use it alone, and keep other parameters with --freeze"
             )
     return WithSlow(state, params) if _find(state, "LookaheadState") else state
 
@@ -71,14 +77,10 @@ def update(
 ) -> tuple[Any, Any]:
     """Return the next parameters and state; the optimizer gets the `extra_args` that it accepts.
 
-    scale: multiplies the updates, but those of an optimizer that goes to parameters which it keeps.
+    scale: factor of the updates; not of an optimizer that keeps parameters, whose updates go to those.
     """
     function = optax.with_extra_args_support(optimizer).update
-    with (
-        _errors_named(optimizer.update),
-        _without_lookahead_warning(),
-        jax.numpy_dtype_promotion("standard"),  # optax's updates do not pass the strict rules
-    ):
+    with _errors_named(optimizer.update), jax.numpy_dtype_promotion("standard"):  # optax breaks the strict rules
         if isinstance(state, WithSlow):
             pair = optax.LookaheadParams(fast=params, slow=state.slow)
             updates, inner = _call(function, grads, state.optimizer, pair, **extra_args)
@@ -92,9 +94,9 @@ def update(
 
 
 def params_to_use(state: Any, params: Any) -> Any:
-    """Return the parameters that an optimizer means for evaluation.
+    """Return the parameters to evaluate.
 
-    Not lookahead's fast ones, nor SAM's detour, nor those at which a schedule-free optimizer takes gradients.
+    They are not lookahead's fast ones, SAM's detour, or the point where a schedule-free optimizer takes gradients.
     """
     if isinstance(state, WithSlow):
         return paths.overlay(params, state.slow)
@@ -102,24 +104,74 @@ def params_to_use(state: Any, params: Any) -> Any:
         is_synced, before = sam.steps_since_sync == 0, paths.overlay(params, sam.cache)
         return jax.tree.map(functools.partial(jnp.where, is_synced), params, before)
     for average in _find(state, SCHEDULE_FREE):
-        trained = paths.like(params, average.z)
+        trained = paths.select_like(params, average.z)
         return paths.overlay(params, optax.contrib.schedule_free_eval_params(average, trained))
     return params
 
 
-def alone_because(state: Any) -> str:
+def swarm_obstacle(state: Any) -> str:
     """Return why an optimizer cannot run in a swarm, and the way out; empty if it can."""
-    if _find(state, *COUNTING):
+    if _find(state, "ScaleByScheduleState", "WrappedScheduleState"):
         return (
-            "has a schedule of its own, which each member would run through by its own steps: give it as schedule=, "
+            "has a schedule of its own, so each member would follow it by its own steps: give schedule= to supervised, "
             "and the optimizer as a function of (learning_rate, decay_mask)"
         )
     if _keeps_params(state):
-        return (
-            "keeps parameters of its own, which the members do not share: train with --members 1, or with another "
-            "optimizer"
-        )
+        return "keeps parameters of its own that members do not share: train with --members 1 or another optimizer"
     return ""
+
+
+def is_in_steps(schedule: Callable[..., Any]) -> bool:
+    """Return whether a schedule is a function of updates: its first parameter is `count` or `step`, as in optax."""
+    return _first_parameter(schedule) in ("count", "step")
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):  # a C function has no signature
+        return ""
+
+
+def check_schedule(schedule: Callable[..., Any]) -> None:
+    """Raise InputError for a schedule of progress that changes by less than 2% with it, and by over 10% with steps."""
+    if _first_parameter(schedule) in ("progress", "count", "step"):
+        return
+    with blame("the schedule fails"):
+        over_run, over_steps = (
+            np.array([float(schedule(jnp.float32(position))) for position in positions])
+            for positions in ((0, 0.25, 0.5, 0.75, 1), (0, 10, 100, 1_000, 10_000))
+        )
+    if np.ptp(over_run) < 0.02 * np.abs(over_run).max() and np.ptp(over_steps) > 0.1 * np.abs(over_steps).max():
+        raise InputError(
+            f"the schedule goes from {over_run[0]:g} to {over_run[-1]:g} while progress goes from 0 to 1, and to "
+            f"{over_steps[-1]:g} in 10,000 steps: it seems to count steps; call its parameter `step` or `count`, as "
+            f"optax does{line_of(schedule)}"
+        )
+
+
+def refuse_statistics(params: Any, place: str) -> None:
+    """Raise InputError for running statistics (Flax's collection, NNX's variables) among the trained parameters."""
+    for path in paths.leaf_paths(params):
+        if "batch_stats" in path.split("/"):
+            raise InputError(
+                f"parameter {path} is a running statistic, which no gradient trains: make it in extra=, or keep it "
+                f"with --freeze batch_stats{place}"
+            )
+    if _find(params, "BatchStat"):
+        raise InputError(
+            "there is an nnx.BatchStat among the parameters, a running statistic that no gradient trains: split it "
+            f"off, nnx.split(model, nnx.Param, ...), and give it in extra={place}"
+        )
+
+
+def default_decay_mask(params: Any) -> Any:
+    """Return a tree of bools: arrays of two or more axes decay; vectors, biases and the scales of norms do not."""
+    # NNX ends the path of each parameter in `value`; PyTorch has dots in its names.
+    names = [re.split(r"[/.]", path.removesuffix("/value"))[-1].lower() for path in paths.leaf_paths(params)]
+    leaves, structure = jax.tree.flatten(params)
+    decayed = [jnp.ndim(leaf) > 1 and name not in UNDECAYED for name, leaf in zip(names, leaves, strict=True)]
+    return jax.tree.unflatten(structure, decayed)
 
 
 def _keeps_params(state: Any) -> bool:
@@ -127,7 +179,7 @@ def _keeps_params(state: Any) -> bool:
 
 
 def _call(function: Callable[..., Any], *args: Any, **extra_args: Any) -> Any:
-    """Call an `update`, without the extra arguments that it, or one inside an `optax.chain`, does not take."""
+    """Call an `update` without the extra arguments that it refuses; one inside an `optax.chain` may refuse them."""
     while True:
         try:
             return function(*args, **extra_args)
@@ -139,12 +191,11 @@ def _call(function: Callable[..., Any], *args: Any, **extra_args: Any) -> Any:
 
 
 def _sam_states(state: Any) -> list[Any]:
-    """Return the states of `optax.contrib.sam` that take a detour between two updates: not those in opaque mode."""
-    return [sam for sam in _find(state, "SAMState") if sam.cache is not None]
+    return [sam for sam in _find(state, "SAMState") if sam.cache is not None]  # None in opaque mode
 
 
 def _find(state: Any, *names: str) -> list[Any]:
-    """Return the parts of an optimizer's state whose types have one of these names."""
+    """Return the parts of a tree whose type has one of these names."""
     parts = jax.tree.leaves(state, is_leaf=lambda part: type(part).__name__ in names)
     return [part for part in parts if type(part).__name__ in names]
 
@@ -161,18 +212,3 @@ def _errors_named(function: Callable[..., Any]) -> Iterator[None]:
         line = user_line(error)
         place = f" ({line})" if line else line_of(function)
         raise InputError(f"the optimizer fails: {type(error).__name__}: {message}{place}") from error
-
-
-@contextmanager
-def _without_lookahead_warning() -> Iterator[None]:
-    """Silence a warning that `optax.lookahead` logs whenever its state is made from plain parameters."""
-    logger = logging.getLogger("absl")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "has no attribute `fast`" not in str(record.msg)
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)

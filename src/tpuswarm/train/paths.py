@@ -1,4 +1,4 @@
-"""Parameters by path: `blocks/attn/qkv/w`, and masks from regular expressions over such paths."""
+"""Name the leaves of a pytree by paths such as `blocks/attn/qkv/w`, select and compare them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,26 @@ from tpuswarm.errors import InputError
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """The path of every leaf, in the order of `jax.tree.leaves`."""
+    """Return the path of every leaf, in the order of `jax.tree.leaves`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """Every leaf under its path, in the order of `jax.tree.leaves`."""
+    """Return the leaves by path, in the order of `jax.tree.leaves`."""
     return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
-def other_model(there: Mapping[str, Any], here: Mapping[str, Any], what: str = "arrays") -> str | None:
-    """In words how arrays, their shapes by path, differ from those wanted; None where they do not."""
+def describe_mismatch(there: Mapping[str, Any], here: Mapping[str, Any], kind: str = "arrays") -> str | None:
+    """Say how stored arrays, given as shapes by path, differ from the wanted ones; None if they are the same."""
     if not (wrong := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))):
         return None
-    was, wanted = (each.get(wrong[0], "missing") for each in (there, here))
-    return f"{len(wrong)} {what} differ, the first {wrong[0]} ({was} there, {wanted} here)"
+    stored, wanted = (shapes.get(wrong[0], "missing") for shapes in (there, here))
+    return f"{len(wrong)} {kind} differ, the first {wrong[0]} ({stored} there, {wanted} here)"
 
 
 def array_type(leaf: Any) -> str | None:
-    """dtype and shape of a leaf as JAX takes it, such as `float32[3, 4]`; None for what is no array of numbers."""
+    """Return dtype and shape of a leaf in JAX, such as `float32[3, 4]`; None if it is no array of numbers."""
     try:
         array = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     except TypeError:
@@ -38,7 +38,7 @@ def array_type(leaf: Any) -> str | None:
 
 
 def first_difference(before: Any, after: Any) -> tuple[str, str, str] | None:
-    """The first path at which two trees differ, and the array there in each in words: `no` before, `none` after."""
+    """Return the first path at which two trees differ, and the array types there; a missing one is `no` or `none`."""
     was, now = (
         {path: array_type(leaf) or f"a {type(leaf).__name__}" for path, leaf in by_path(tree).items()}
         for tree in (before, after)
@@ -47,42 +47,44 @@ def first_difference(before: Any, after: Any) -> tuple[str, str, str] | None:
     return None if wrong is None else (wrong, was.get(wrong, "no"), now.get(wrong, "none"))
 
 
-def mask(tree: Any, pattern: str | None, what: str) -> Any:
-    """A tree of bools like `tree`: True where `pattern` is found in the leaf's path; all False for None.
+def mask(tree: Any, pattern: str | None, option: str) -> Any:
+    """Return a tree of bools: True if `pattern` is found in the leaf's path; all False for None.
 
-    Raises InputError naming `what` if the pattern is no regular expression or matches nothing.
+    Raises InputError naming `option` if the pattern is no regular expression or matches nothing.
     """
     if pattern is None:
         return jax.tree.map(lambda _: False, tree)
-    return jax.tree.unflatten(jax.tree.structure(tree), matching(leaf_paths(tree), pattern, what))
+    return jax.tree.unflatten(jax.tree.structure(tree), match_paths(leaf_paths(tree), pattern, option))
 
 
-def matching(names: Sequence[str], pattern: str, what: str) -> list[bool]:
-    """Whether `pattern` is found in each of these paths; InputError as of `mask`."""
+def match_paths(names: Sequence[str], pattern: str, option: str) -> list[bool]:
+    """Return whether `pattern` is found in each path. Raises InputError as `mask` does."""
     try:
         found = [re.search(pattern, name) is not None for name in names]
     except re.error as error:
-        raise InputError(f"{what} {pattern!r} is not a regular expression: {error}") from error
+        raise InputError(f"{option} {pattern!r} is not a regular expression: {error}") from error
     if not any(found):
-        rate = " (its rate is --weight-decay)" if what == "decay" and re.fullmatch(r"[\d.e+-]+", pattern) else ""
-        raise InputError(f"{what} {pattern!r} matches none of the parameters{rate}: {', '.join(dict.fromkeys(names))}")
+        rate = " (its rate is --weight-decay)" if option == "decay" and re.fullmatch(r"[\d.e+-]+", pattern) else ""
+        raise InputError(
+            f"{option} {pattern!r} matches none of the parameters{rate}: {', '.join(dict.fromkeys(names))}"
+        )
     return found
 
 
-def keep(tree: Any, wanted: Any) -> Any:
-    """`tree` with None (no leaf) wherever `wanted` is False."""
+def select(tree: Any, wanted: Any) -> Any:
+    """Return `tree` with None (no leaf) wherever `wanted` is False."""
     return jax.tree.map(lambda leaf, want: leaf if want else None, tree, wanted)
 
 
-def like(tree: Any, part: Any) -> Any:
-    """`tree` with None wherever `part`, a tree made by `keep`, has it."""
+def select_like(tree: Any, part: Any) -> Any:
+    """Return `tree` with None wherever `part`, a tree made by `select`, has None."""
     return jax.tree.map(
         lambda kept, leaf: None if kept is None else leaf, part, tree, is_leaf=lambda node: node is None
     )
 
 
 def overlay(tree: Any, part: Any) -> Any:
-    """`tree` with the leaves of `part` (a tree made by `keep`) in their places."""
+    """Return `tree` with the leaves of `part`, a tree made by `select`, in their places."""
     return jax.tree.map(
         lambda kept, leaf: leaf if kept is None else kept, part, tree, is_leaf=lambda node: node is None
     )

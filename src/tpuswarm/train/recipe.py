@@ -1,34 +1,36 @@
-"""The contract between what is trained and what trains it.
+"""Define the contract between a recipe and the trainer.
 
-A recipe is pure functions over one pytree (its program) and the place where its rows come from (its source). The
-program owns the numerics; the trainer owns devices, sharding, feed and checkpoints.
+A recipe gives a program, which is pure functions over one pytree, and a source of rows. The program owns the numerics;
+the trainer owns devices, sharding, feed and checkpoints.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 
-if TYPE_CHECKING:  # a recipe is made, and its options checked, before JAX is loaded
+if TYPE_CHECKING:  # recipes are made, and their options checked, before JAX is loaded
     import jax
     import numpy as np
 
 State = Any
-"""A pytree of arrays: everything a run needs to continue, except its position in the data."""
+"""A pytree of arrays: everything that a run needs to continue, except its position in the data."""
 
 Batch = Mapping[str, Any]
-"""Arrays by name; the first axis of each is the row."""
+"""Arrays by name. The first axis of each is the rows."""
 
 
 class Weighted(NamedTuple):
-    """A mean over the batch as its two parts, both scalars: the mean of any split is then that of the whole.
+    """A mean over the batch as two scalars, so that any split of the batch gives the same mean.
 
-    A masked loss is `Weighted(sum of the losses that count, how many count)`. The weight of a loss must not depend on
-    parameters.
+    A masked loss is `Weighted(sum of the counted losses, number of counted losses)`. The weight of a loss must not
+    depend on parameters.
     """
 
     sum: Any
@@ -36,12 +38,12 @@ class Weighted(NamedTuple):
 
     @property
     def mean(self) -> Any:
-        """sum / weight; NaN where nothing counts, which divides 0 by 0."""
+        """sum / weight; NaN if the weight is 0."""
         return self.sum / self.weight
 
 
 Metrics = Mapping[str, Any]
-"""Scalars by name, means over the batch; `loss` is always among them. Those of an evaluation may be Weighted."""
+"""Scalars by name, means over the batch, `loss` among them. Evaluations may give Weighted."""
 
 Precision = Literal["bf16", "f32", "highest"]
 
@@ -49,15 +51,15 @@ Remat = Literal["none", "dots", "full"]
 
 
 def default_precision(platform: str) -> Precision:
-    """Precision when nobody names one: bf16 where matrix units are made for it, f32 on CPU."""
+    """Return the precision of a run without `precision`: f32 on CPU, else bf16."""
     return "f32" if platform == "cpu" else "bf16"
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a program should compute; the first six are set by the user, the last five are chosen by program/compiled.py.
+    """How a program computes. The user sets the first six; train/program/compiled.py chooses the others.
 
-    A program raises InputError for any of the first six that it does not support, naming it.
+    A program raises InputError for a user's option that it does not support, naming it.
 
     - precision: `bf16` computes in bfloat16 over float32 weights, `f32` in float32 with the hardware's usual matmul
       passes, `highest` in float32 with full-precision matmuls and convolutions.
@@ -65,9 +67,11 @@ class Options:
     - clip: largest global norm of the gradient.
     - freeze, decay: regular expressions, searched in parameter paths such as `blocks/attn/qkv/w`.
     - ema: decay per step of the moving average of the parameters.
-    - attention: `xla`, `cudnn` or `splash`; remat: what the backward pass computes again of a layer: nothing, all but
-      its products (`dots`) or all of it (`full`); loop: over layers; shard: whether each device holds all parameters
-      (`replicate`) or parts of them (`fsdp`).
+    - platform: `cpu`, `gpu` or `tpu`.
+    - attention: `xla`, `cudnn` or `splash`.
+    - remat: the backward pass recomputes nothing of a layer (`none`), all but its products (`dots`), or all (`full`).
+    - loop: over layers, `scan` or `unroll`.
+    - shard: each device holds all parameters (`replicate`) or a part of them (`fsdp`).
     """
 
     precision: Precision = "f32"
@@ -83,20 +87,21 @@ class Options:
     shard: Literal["replicate", "fsdp"] = "replicate"
 
     def require_only(self, *honoured: str, by: str) -> None:
-        """Raise InputError for an option that the user set and `by` does not support."""
-        usual: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        usual["precision"] = default_precision(self.platform)
+        """Raise InputError if the user set an option that `by` does not support; honoured: the supported ones."""
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        defaults["precision"] = default_precision(self.platform)
         for name in ("precision", "accumulate", "clip", "freeze", "decay", "ema"):
-            if name not in honoured and getattr(self, name) != usual[name]:
+            if name not in honoured and getattr(self, name) != defaults[name]:
                 raise InputError(f"{by} does not support {name} ({getattr(self, name)}); leave it out")
 
 
 class Clock(NamedTuple):
-    """The position of a step in its run, passed in by the host.
+    """The position of a step in its run; the host passes it in.
 
-    key: a typed PRNG key, another at every step; step: int32, updates done before this one; progress: float32, the
-    share of the run's tokens consumed before this step, 0 to 1; lr_scale: float32, by what the hooks of the run have
-    multiplied the learning rate so far.
+    - key: a typed PRNG key, different at every step.
+    - step: int32, updates before this one.
+    - progress: float32, share of the run's tokens consumed before this step, 0 to 1.
+    - lr_scale: float32, factor by which hooks have multiplied the learning rate.
     """
 
     key: "jax.Array"
@@ -106,21 +111,20 @@ class Clock(NamedTuple):
 
 
 class Average(NamedTuple):
-    """A moving average of what is shared that a program keeps in its state.
+    """A moving average of the shared parameters in a program's state; a swarm averages the committed parameters.
 
-    A swarm makes one of its committed parameters, never of its members' own: `put(state, average)` takes the average of
-    all that is shared, in the form of `Exchange.get`, into a state.
+    - put(state, average): the state with the average, a pytree in the form of `Exchange.get`.
+    - half_life(rows): the half-life in rows, for a run with so many rows per step.
+    - share: the half-life is at most this share of the rows so far.
     """
 
     put: Callable[[State, Any], State]
     half_life: Callable[[int], float]
-    """In rows, for a run of so many rows a step."""
     share: float = math.inf
-    """Of the rows so far, that the half-life is at most."""
 
 
 class Exchange(NamedTuple):
-    """The part of a state that the members of a swarm share: `get(state)` and `put(state, shared) -> state`."""
+    """The shared parameters of a state: `get(state)` and `put(state, shared) -> state`, and their moving average."""
 
     get: Callable[[State], Any]
     put: Callable[[State, Any], State]
@@ -128,101 +132,239 @@ class Exchange(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """What a program knows about one parameter leaf."""
+    """Facts about one parameter leaf.
+
+    - tied: the other use of the same leaf, for example `output head`; empty if there is none.
+    - statistic: observed, not trained, such as the running variance of BatchNorm. A swarm averages it.
+    """
 
     path: str
     frozen: bool
     decayed: bool
     tied: str
-    """The other use of the same leaf, for example `output head`; empty if there is none."""
     statistic: bool = False
-    """Not trained but observed, as the running variance of BatchNorm is: members of a swarm average it."""
 
 
 class Program(ABC):
-    """Pure functions over one state; all of them are traced by JAX."""
+    """Pure functions over one state. JAX traces all of them."""
 
     tokens_per_row: int = 1
-    """Tokens that one row counts for; 1 where rows are not text."""
+    """Tokens that one row counts for; 1 if rows are not text."""
     failures: tuple[str, str] = ("step of {} fails", "evaluate of {} fails")
-    """What is said, with the recipe's name, of a step and of an evaluation that raise an error."""
+    """Messages for an error in `step` and in `evaluate`; {} is the recipe's name."""
 
     @abstractmethod
     def init(self, key: "jax.Array", shared: Any = None) -> State:
-        """A fresh state from a typed key, built around the parameters `shared` (from `exchange().get`) if given.
+        """Return a fresh state from a typed key, with the parameters `shared` (from `exchange().get`) if given.
 
         Traced under jit with the shardings of the run.
         """
 
     def weights(self) -> Any:
-        """Arrays of the host to begin with, in the form of `exchange().get`, where the recipe holds them; else None.
+        """Return initial parameters as host arrays, in the form of `exchange().get`; None if `init` makes them.
 
-        They go to the devices shard by shard; in `init` they would be a part of the compiled program.
+        They go to the devices shard by shard; in `init` they would be part of the compiled program.
         """
         return None
 
     @abstractmethod
     def step(self, state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
-        """One update on one whole batch."""
+        """Return the state after one update on one whole batch, and its metrics."""
 
     @abstractmethod
     def evaluate(self, state: State, batch: Batch) -> Metrics:
-        """The metrics of one batch without an update, without randomness."""
+        """Return the metrics of one batch, without an update and without randomness."""
 
     def predict(self, function: Callable[..., Any], state: State, batch: Batch) -> Any:
-        """What a user's function gives for the rows of a batch: `function(state, batch)`."""
+        """Call a user's function for the rows of a batch: `function(state, batch)`."""
         return function(state, batch)
 
     @abstractmethod
     def batch_spec(self, size: int) -> "Mapping[str, jax.ShapeDtypeStruct]":
-        """Shapes and dtypes of a batch of `size` rows."""
+        """Return shapes and dtypes of a batch of `size` rows."""
 
     @abstractmethod
     def exchange(self) -> Exchange:
-        """The parameters that a swarm shares."""
+        """Return how to read and write the shared parameters."""
 
     @abstractmethod
     def parameters(self, state: State) -> list[Parameter]:
-        """One entry for each leaf of `exchange().get(state)`, in order; shapes suffice."""
+        """Return one entry for each leaf of `exchange().get(state)`, in order; `state` may be abstract."""
 
 
 class Source(Protocol):
     """One infinite seeded order of rows.
 
-    Optional: `rows_per_epoch` (int; without it `--epochs` and validation are refused), `digest` (str, of the content;
-    a run refuses to resume with another), `in_memory` (bool; true: rows that come quickly need no thread),
-    `seeded(seed)` (the same rows in the order of the run's seed), `row_numbers(start, count)` (int64[count], which rows
-    of the data `rows` gives: predictions are put into that order), and, of a stream that cannot begin at any row,
-    `position(row)` (what a checkpoint keeps) and `go_to(position)`.
+    Optional attributes and methods:
+
+    - rows_per_epoch: int; without it, `--epochs` and validation are refused.
+    - digest: str, of the content; a run refuses to resume with another.
+    - in_memory: bool; true if rows come quickly and need no thread.
+    - seeded(seed): the same rows in the order of the run's seed.
+    - row_numbers(start, count): int64[count], row numbers in the data; predictions are put into that order.
+    - position(row), go_to(position): for a stream that cannot begin at any row. A checkpoint keeps the position.
     """
 
     def rows(self, start: int, count: int) -> "dict[str, np.ndarray]":
-        """Rows start to start + count of the order, as arrays whose first axis is `count`."""
+        """Return rows start to start + count of the order, as arrays whose first axis is `count`."""
         ...
 
 
 class Recipe(ABC):
-    """What is trained. Rebuilt in other processes from `module:name` and `options()`, never from a pickle.
+    """A model, its loss, its optimizer and its data.
 
-    What it may have and do besides, such as ways to save memory, is in optional.py.
+    Other processes rebuild it from `module:name` and `options()`, never from a pickle. `program` and `data` are
+    required. A recipe that defines `sample`, `grids`, `export` or another optional method can do more.
     """
 
     name: str = "recipe"
     target: str = ""
     """`module:name` that rebuilds it; empty if it was built in a program."""
     given: Mapping[str, Any] = MappingProxyType({})
-    """The arguments that `target` was called with, including its plain defaults."""
+    """Arguments of the call of `target`, with its plain defaults."""
     defaults: Mapping[str, Any] = MappingProxyType({})
     """Run settings to use when the user sets none: `batch`, `steps`, `clip`, `decay`, …"""
+    forms: tuple[str, ...] = ()
+    """Ways to save memory that its programs support: `remat`, `accumulate`."""
+    compiling: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """XLA compiler options: platform → option → value."""
+    identity: tuple[str, ...] = ()
+    """Options without which the parameters mean nothing, such as the tokenizer; `--init-from` copies them."""
+    home: Path | None = None
+    """Folder of the run that `keep` wrote to, of this recipe or of `--init-from`."""
 
     @abstractmethod
     def program(self, options: Options) -> Program:
-        """The pure functions; raises InputError for an option it does not support."""
+        """Return the pure functions; raise InputError for an option that it does not support."""
 
     @abstractmethod
     def data(self, split: str) -> Source:
-        """The rows of `train`, `validation`, `test` or `all`; NoSuchSplit if there is none of that name."""
+        """Return the rows of `train`, `validation`, `test` or `all`; raise NoSuchSplit if there is no such split."""
 
     def options(self) -> dict[str, Any]:
-        """The arguments that rebuild this recipe, resolved: plain values that TOML can hold."""
+        """Return the arguments that rebuild this recipe, resolved: plain values that TOML can hold."""
         return dict(self.given)
+
+    def require_data(self) -> None:  # noqa: B027
+        """Raise InputError if the data is missing. Called before JAX is loaded, so it must be quick."""
+
+    def share(self, folder: Path) -> dict[str, Any]:
+        """Write data of this machine into `folder`, which goes to all members; return the options that read it."""
+        return {}
+
+    def keep(self, folder: Path) -> None:  # noqa: B027
+        """Write what `options()` cannot hold into a run's folder, which is `home` when the recipe is rebuilt."""
+
+    def hooks(self) -> Sequence[Any]:
+        """Return hooks as for `Trainer(hooks=…)`. A swarm only calls hooks of evaluations."""
+        return ()
+
+    def loggers(self) -> Sequence[Any]:
+        """Return loggers as for `Trainer(loggers=…)`. In a swarm, the process of the command writes to them."""
+        return ()
+
+    @classmethod
+    def options_at(cls, place: str) -> dict[str, Any]:
+        """Return the options that the published parameters at `place` need; raise InputError if it is unknown."""
+        return {}
+
+    def load_shared(self, place: str, like: Any) -> Any:
+        """Return published parameters in the form of `exchange().get`, in the shardings of `like`."""
+        raise NotImplementedError
+
+    def shared_digest(self, place: str) -> str:
+        """Return a digest of the parameters of `load_shared`; several hosts compare it."""
+        raise NotImplementedError
+
+    def sample(self, state: State, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        """Return a continuation of `prompt`."""
+        raise NotImplementedError
+
+    def pictured(self, state: State) -> "np.ndarray | None":
+        """Return a picture of the progress, uint8 (height, width, 3), at each evaluation; None if there is none yet."""
+        return None
+
+    def grids(
+        self, state: State, rows: int, columns: int, *, truncation: float, seed: int, count: int = 1
+    ) -> "Iterator[np.ndarray]":
+        """Yield `count` grids of generated pictures, uint8 (height, width, 3), along a closed walk.
+
+        truncation: largest distance from the mean picture, 0 to 1.
+        """
+        raise NotImplementedError
+
+    def read_picture(self, path: Path) -> "np.ndarray":
+        """Return a picture file in the form of the data, uint8 (side, side, 3)."""
+        raise NotImplementedError
+
+    def project(
+        self, state: State, picture: "np.ndarray", steps: int, seed: int, far: Callable[[int, int], None]
+    ) -> Any:
+        """Return the code of a picture (recipes/stylegan2/projection.py); report progress by far(done, total)."""
+        raise NotImplementedError
+
+    def measures(self, state: State, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:
+        """Return more measures for `evaluate`; report progress by far(done, total).
+
+        features: `file.py:name` of a user's function to compare by.
+        """
+        raise NotImplementedError
+
+    def export(self, state: State, folder: Path) -> None:
+        """Write a trained model into `folder` in Hugging Face's form."""
+        raise NotImplementedError
+
+
+DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema", "seed", "outer")
+"""Run settings for which a recipe may set defaults."""
+
+
+def supports(recipe: Recipe | type[Recipe], method: str) -> bool:
+    """Return whether a recipe defines an optional method itself."""
+    found = getattr(recipe, method)
+    return getattr(found, "__func__", found) is not Recipe.__dict__[method]
+
+
+def check_recipe(recipe: Any, options: Iterable[str] | None = None) -> None:
+    """Raise InputError if this is no recipe or an attribute holds an unknown name; options: the recipe's own."""
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"recipe is a {type(recipe).__name__}; give a recipe, such as one from `supervised(...)`")
+    kind, compiling = type(recipe).__name__, recipe.compiling
+    if not isinstance(recipe.name, str):
+        raise InputError(f"{kind}.name is a {type(recipe.name).__name__}, not a text")
+    check_defaults(recipe.defaults, f"{kind}.defaults")
+    _check_names(recipe.forms, f"{kind}.forms", ("remat", "accumulate"))
+    _check_names(recipe.identity, f"{kind}.identity, a tuple of options,", options)
+    if not isinstance(compiling, Mapping):
+        raise InputError(f"{kind}.compiling is a {type(compiling).__name__}, not a dict by platform")
+    _check_names(compiling, f"{kind}.compiling, a dict by platform,", ("cpu", "gpu", "tpu"))
+    for platform, flags in compiling.items():
+        if not isinstance(flags, Mapping):
+            raise InputError(f"{kind}.compiling has a {type(flags).__name__} for {platform}, not {{option: value}}")
+
+
+def check_defaults(defaults: Any, name: str) -> None:
+    """Raise InputError unless `defaults` are run settings by name."""
+    if not isinstance(defaults, Mapping):
+        raise InputError(f'{name} is a {type(defaults).__name__}, not a dict such as {{"steps": 400}}')
+    _check_names(defaults, name, DEFAULTS)
+
+
+def _check_names(names: Any, attribute: str, known: Iterable[str] | None) -> None:
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise InputError(f"{attribute} is a {type(names).__name__}, not a tuple of names")
+    for name in names:
+        if known is not None and name not in known:
+            raise InputError(f"{attribute} takes no {name}; {did_you_mean(str(name), known)}")
+
+
+def sample_for_report(recipe: Recipe, state: State) -> str | None:
+    """Return a sample of 200 tokens, or the error of the user's `sample`; None if the model writes no text."""
+    if not supports(recipe, "sample"):
+        return None
+    try:
+        return recipe.sample(state, "", tokens=200, temperature=0.8, seed=0)
+    except InputError:
+        return None
+    except Exception as error:  # noqa: BLE001  # a user's method; the run has succeeded anyway
+        return f"no sample: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Run settings: what was asked, what the run has, what the recipe wants, and which of them win."""
+"""Compare and check run settings."""
 
 import math
 from collections.abc import Mapping
@@ -8,56 +8,45 @@ from tpuswarm.config.limits import option_name
 from tpuswarm.config.units import MAX_COUNT, check_number
 from tpuswarm.errors import InputError
 
-FIXED = (
-    "steps",
-    "batch",
-    "precision",
-    "accumulate",
-    "clip",
-    "freeze",
-    "decay",
-    "ema",
-    "seed",
-    "deterministic",
-    "init_from",
-    "init_only",
-    "data",
-    "overfit_batches",
-)
-"""Settings that make a run what it is; the others may change when it is resumed."""
+FIXED_SETTINGS = (
+    "steps", "batch", "precision", "accumulate", "clip", "freeze", "decay", "ema", "seed", "deterministic", "init_from",
+    "init_only", "data", "overfit_batches",
+)  # fmt: skip
+"""Settings that a resumed run cannot change."""
 
-HABITS = ("save_every", "keep", "keep_best", "eval_every", "eval_batch")
-"""Those that may change, but only where another is named."""
+REMEMBERED_SETTINGS = ("save_every", "keep", "keep_best", "eval_every", "eval_batch")
+"""Settings that a resumed run takes over unless the user names another value."""
 
-FREE = ("devices", "shard", *HABITS, "grace")
+CHANGEABLE_SETTINGS = ("devices", "shard", *REMEMBERED_SETTINGS, "grace")
 
 
 def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """A phrase for each asked setting (None is not asked) that is not the stored one."""
+    """Return a phrase for each setting that differs from the stored one; None in `asked` means not set."""
     return [
-        f"{name} was {_shown(stored.get(name))}, now {_shown(value)}"
+        f"{name} was {_shorten(stored.get(name))}, now {_shorten(value)}"
         for name, value in asked.items()
         if value is not None and stored.get(name) != value
     ]
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = "none" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def refuse_differences(where: Any, found: list[str]) -> None:
-    """Raise InputError for a run directory of another recipe or configuration, naming all that differs."""
+    """Raise InputError that names all `found` differences of a run's configuration; none if there are none."""
     if not found:
         return
     if found[0].startswith("steps was ") and len(found) == 1:
         raise InputError(
-            f"{where}: {found[0]}, and a run can only become longer, and only where its learning rate has no schedule; "
-            f"to train its parameters further, begin another run with --init-from {where}"
+            f"{where}: {found[0]}; a run can only become longer, and only if its learning rate has no schedule. "
+            f"To train its parameters further, begin another run with --init-from {where}"
         )
     raise InputError(
         f"{where} has a different configuration: {'; '.join(found)}; "
-        f"only {', '.join(f'--{option_name(each)}' for each in FREE)} may change on resume; use another --run"
+        f"only {', '.join(f'--{option_name(name)}' for name in CHANGEABLE_SETTINGS)} may change on resume; "
+        "use another --run"
     )
 
 
@@ -69,10 +58,10 @@ def count_steps(
     rows_per_epoch: int | None,
     batch: int,
 ) -> int | None:
-    """The length of the whole run in steps, from whichever one was given; None where none was.
+    """Return the length of the whole run in steps from `steps`, `tokens` or `epochs`; None if none is given.
 
-    Tokens and epochs are rounded up to whole steps. Raises InputError for two of them, numbers below 1 and epochs of
-    data without an end.
+    Tokens and epochs are rounded up to whole steps. Raises InputError for more than one of them, for a number that is
+    not above 0, and for epochs of endless data.
     """
     given = {
         name: value for name, value in (("steps", steps), ("tokens", tokens), ("epochs", epochs)) if value is not None
@@ -90,21 +79,21 @@ def count_steps(
     return steps
 
 
-def check_batch(batch: int, devices: int, accumulate: int, fewer: bool = True, name: str = "batch") -> None:
-    """Raise InputError, with the ways out, unless every device gets whole rows in every micro-batch.
+def check_batch(batch: int, devices: int, accumulate: int, can_use_fewer: bool = True, name: str = "batch") -> None:
+    """Raise InputError, with valid values, unless every device gets whole rows in every micro-batch.
 
-    fewer: whether some of the devices may be left out; name: of the setting.
+    can_use_fewer: whether the error may suggest fewer devices; name: of the setting.
     """
-    for each, value in ((name, batch), ("accumulate", accumulate)):
+    for setting, value in ((name, batch), ("accumulate", accumulate)):
         if value < 1:
-            raise InputError(f"{each} must be 1 or more, not {value}")
+            raise InputError(f"{setting} must be 1 or more, not {value}")
     unit = devices * accumulate
     if batch % unit == 0:
         return
-    counts = range(devices, 0 if fewer else devices - 1, -1)
-    ways = ((d, a) for d in counts for a in range(accumulate, 0, -1) if batch % (d * a) == 0)
-    some, smaller = next(ways, (devices, accumulate))
-    other = [f"--devices {some}"] * (some != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
+    counts = range(devices, 0 if can_use_fewer else devices - 1, -1)
+    valid = ((d, a) for d in counts for a in range(accumulate, 0, -1) if batch % (d * a) == 0)
+    fewer, smaller = next(valid, (devices, accumulate))
+    other = [f"--devices {fewer}"] * (fewer != devices) + [f"--accumulate {smaller}"] * (smaller != accumulate)
     raise InputError(
         f"a batch of {batch} rows does not divide evenly over devices ({devices}) x micro-batches ({accumulate}) = "
         f"{unit}; use --{option_name(name)} {math.ceil(batch / unit) * unit}{' or ' * bool(other)}{' '.join(other)}"

@@ -1,4 +1,4 @@
-"""The program of `supervised`: gradient descent on one loss."""
+"""Compute the steps of `supervised`: gradient descent on one loss."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -14,44 +14,43 @@ from tpuswarm.config.limits import check_settings
 from tpuswarm.errors import InputError
 from tpuswarm.train import paths
 from tpuswarm.train.losses import (
-    COUNTS,
+    HAS_COUNTED_ROWS,
     Loss,
     Terms,
-    counts,
+    has_counted_rows,
     mean_gradient,
-    means,
+    mean_terms,
     objective,
+    sum_micro_batches,
+    sum_micro_batches_by_device,
     terms,
     terms_and_extra,
 )
-from tpuswarm.train.micro_batches import added_up, added_up_by_device
-from tpuswarm.train.optimizer import alone_because, as_transformation, init_state, params_to_use, update
-from tpuswarm.train.program.rounding import sums_in_float32
-from tpuswarm.train.recipe import (
-    Average,
-    Batch,
-    Clock,
-    Exchange,
-    Metrics,
-    Options,
-    Parameter,
-    Program,
+from tpuswarm.train.optimizer import (
+    as_transformation,
+    default_decay_mask,
+    init_state,
+    is_in_steps,
+    params_to_use,
+    refuse_statistics,
+    swarm_obstacle,
+    update,
 )
-from tpuswarm.train.schedule import in_steps
-from tpuswarm.train.trained import refuse_statistics, usual_decay
+from tpuswarm.train.program.rounding import sums_in_float32
+from tpuswarm.train.recipe import Average, Batch, Clock, Exchange, Metrics, Options, Parameter, Program
 from tpuswarm.train.user_code import blame, line_of, require_call
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Parameters in their own dtypes (float32 masters); optimizer state and moving average of the trained ones only."""
+    """Parameters in their own dtypes; optimizer state and moving average of the trained ones only."""
 
     params: Any
     opt: Any
     ema: Any
     extra: ClassVar[Any] = None
-    """Mutable state of the loss, in StateWithExtra; a checkpoint without it has no such key."""
+    """Mutable state of the loss, a field in StateWithExtra alone, so that other checkpoints have no such key."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,16 +58,17 @@ class TrainState:
 class StateWithExtra(TrainState):
     """The state of a loss with mutable state."""
 
-    extra: Any  # type: ignore[misc]  # a field here alone
+    extra: Any  # type: ignore[misc]
 
 
 class SupervisedProgram(Program):
     """Gradient descent on one loss.
 
-    optimizer: an optax transformation, or, with `schedule`, a function of (learning_rate, decay_mask) that returns one;
-    schedule: progress (float32 scalar, 0 to 1), or number of updates (see `in_steps`) → learning rate. `loss` already
-    computes in `options.precision`; micro_batches: the loss of a batch is the mean of those of its equal parts, or
-    Weighted.
+    - optimizer: an optax transformation, or with `schedule` a function of (learning_rate, decay_mask) that returns one.
+    - schedule: progress (float32 scalar, 0 to 1) or number of updates (see `is_in_steps`) → learning rate.
+    - loss: already computes in `options.precision`.
+    - micro_batches: the loss of a batch is the mean of the losses of its equal parts, or Weighted.
+    - frozen: paths of parameters that are never trained, whatever `options.freeze` says.
     """
 
     failures = "the loss of {} fails", "the evaluation of {} fails (its key is None)"
@@ -89,19 +89,18 @@ class SupervisedProgram(Program):
         micro_batches: bool = False,
         frozen: Collection[str] = (),
     ):
-        """frozen: paths of parameters that are never trained, whatever `options.freeze` says."""
         self._frozen = frozenset(frozen)
         self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
-        self.has_schedule, self.has_step_schedule = schedule is not None, schedule is not None and in_steps(schedule)
+        self.has_schedule, self.has_step_schedule = schedule is not None, schedule is not None and is_in_steps(schedule)
         self.scheduled = self.has_schedule and not self.has_step_schedule
-        """Whether a step depends on its share of the run, which then has a length."""
+        """Whether a step depends on the run's progress, so that the run needs a length."""
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
         self.tokens_per_row = tokens_per_row
         check_settings({"ema": options.ema, "clip": options.clip})
-        ready = as_transformation(optimizer) is not None
-        if ready == (schedule is not None) or not (ready or callable(optimizer)):
-            got = "a ready one" if ready else f"a {type(optimizer).__name__}"
+        is_ready = as_transformation(optimizer) is not None
+        if is_ready == (schedule is not None) or not (is_ready or callable(optimizer)):
+            got = "a ready one" if is_ready else f"a {type(optimizer).__name__}"
             raise InputError(
                 "optimizer is a ready optax transformation such as optax.adam(1e-3), or, with a schedule, a function "
                 f"of (learning_rate, decay_mask) that returns one; got {got} and {'a' if schedule else 'no'} schedule"
@@ -110,13 +109,13 @@ class SupervisedProgram(Program):
             raise InputError("decay needs an optimizer(learning_rate, decay_mask) with a schedule, not a ready one")
 
     def at(self, schedule: Callable[[jax.Array], Any]) -> "SupervisedProgram":
-        """Return the same program with another schedule, if it has one."""
+        """Return the same program with another schedule of progress."""
         other = copy(self)
         other._schedule, other.has_step_schedule = schedule, False
         return other
 
     def init(self, key: jax.Array, shared: Any = None) -> TrainState:
-        """Fresh parameters, or `shared` ones; optimizer state and moving average begin with them."""
+        """Return a state with fresh or `shared` parameters; optimizer state and moving average begin with them."""
         extra = self._extra(key) if self._extra else None
         if shared is None:
             params = self._init(key)
@@ -130,25 +129,23 @@ class SupervisedProgram(Program):
                     f"parameter {path} is {found or f'a {type(leaf).__name__}'}: parameters are floating-point arrays"
                     f"{line_of(self._init)}"
                 )
-        trained = paths.keep(params, self._trained(params))
+        trained = paths.select(params, self._trained(params))
         refuse_statistics(trained, line_of(self._init))
         opt = init_state(self._transformation(0.0, params), trained)
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
-    def alone_because(self, state: TrainState) -> str:
-        """Return why the optimizer cannot run in a swarm, and the way out; empty if it can."""
-        return alone_because(state.opt)
+    def swarm_obstacle(self, state: TrainState) -> str:
+        return swarm_obstacle(state.opt)
 
     def weights(self) -> Any:
-        """The parameters that a recipe holds already, in the form of `exchange().get`."""
         return self._weights() if self._weights else None
 
     def step(self, state: TrainState, batch: Batch, clock: Clock) -> tuple[TrainState, Metrics]:
-        """Gradient, clipping, optimizer, moving average; nothing changes if no row counts (COUNTS is then 0)."""
+        """Return the next state and metrics; if no row counts, the state stays and HAS_COUNTED_ROWS is 0."""
         params = state.params
-        trained = paths.keep(params, self._trained(params))
+        trained = paths.select(params, self._trained(params))
         total, count, grads, extra = self._gradient(params, trained, state.extra, batch, clock.key)
-        metrics, any_counts = means(total, count), counts(total)
+        metrics, has_counted = mean_terms(total, count), has_counted_rows(total)
         grads, metrics["grad_norm"] = self._clip(mean_gradient(grads, total, count))
         rate: Any = None
         if self._schedule is not None:
@@ -159,11 +156,8 @@ class SupervisedProgram(Program):
             metrics["lr"] = rate
 
         def value(trained: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
-            """Return the loss of the whole batch at once, for optimizers that need it.
-
-            optax's line searches pass it the extra arguments of other optimizers, too.
-            """
-            return means(self._terms(paths.overlay(params, trained), state.extra, batch, clock.key)[0], 1)["loss"]
+            """Return the loss of the whole batch; optax's line searches pass other optimizers' arguments, too."""
+            return mean_terms(self._terms(paths.overlay(params, trained), state.extra, batch, clock.key)[0], 1)["loss"]
 
         extra_args = {
             "value": metrics["loss"],
@@ -180,14 +174,14 @@ class SupervisedProgram(Program):
             averaged = params_to_use(opt, trained)
             ema = jax.tree.map(lambda old, new: old * decay + new.astype(old.dtype) * (1 - decay), ema, averaged)
         after = _state(paths.overlay(params, trained), opt, ema, extra)
-        if any_counts is not None:
-            metrics[COUNTS] = any_counts.astype(jnp.float32)
-            after = jax.tree.map(lambda new, old: jax.lax.select(any_counts, new, old), after, state)
+        if has_counted is not None:
+            metrics[HAS_COUNTED_ROWS] = has_counted.astype(jnp.float32)
+            after = jax.tree.map(lambda new, old: jax.lax.select(has_counted, new, old), after, state)
         return after, metrics
 
     def batch_gradient(self, state: TrainState, batch: Batch, key: jax.Array) -> Any:
-        """The gradient by the trained parameters of a batch that is computed at once: float arrays by their paths."""
-        trained = paths.keep(state.params, self._trained(state.params))
+        """Return the gradient of a batch, computed at once: a tree like the trained parameters."""
+        trained = paths.select(state.params, self._trained(state.params))
 
         def loss(trained: Any) -> jax.Array:
             return objective(self._terms(paths.overlay(state.params, trained), state.extra, batch, key)[0])
@@ -195,21 +189,20 @@ class SupervisedProgram(Program):
         return sums_in_float32(jax.grad(loss))(trained)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Loss and metrics of the parameters for inference."""
+        """Return loss and metrics of the parameters for inference."""
         return self._terms(inference_params(state), state.extra, batch, None)[0]
 
     def predict(self, function: Callable[..., Any], state: TrainState, batch: Batch) -> Any:
-        """`function(params, batch)`, or `function(params, extra, batch)`, of the parameters for inference."""
+        """Call `function(params, batch)`, or `function(params, extra, batch)`, with the parameters for inference."""
         extra = {} if self._extra is None else {"extra": state.extra}
         require_call(function, "function", "params", *extra, "batch")
         return function(inference_params(state), *extra.values(), batch)
 
     def batch_spec(self, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a batch of `size` rows."""
         return self._batch_spec(size)
 
     def exchange(self) -> Exchange:
-        """A swarm shares the parameters and the floating-point part of the mutable state."""
+        """Share the parameters and the floating-point part of the mutable state."""
         if self._extra is None:
             average = self._ema(lambda shared: shared)
             return Exchange(lambda state: state.params, lambda state, params: replace(state, params=params), average)
@@ -221,7 +214,7 @@ class SupervisedProgram(Program):
         return Exchange(lambda state: {"extra": _floats(state.extra), "params": state.params}, put, average)
 
     def parameters(self, state: TrainState) -> list[Parameter]:
-        """Path, frozen, decayed, tied of each parameter."""
+        """Describe each parameter, and each floating-point leaf of the mutable state."""
         trained = jax.tree.leaves(self._trained(state.params))
         decayed = jax.tree.leaves(self._decayed(state.params))
         names = paths.leaf_paths(state.params)
@@ -235,46 +228,46 @@ class SupervisedProgram(Program):
         ]
 
     def _ema(self, params_of: Callable[[Any], Any]) -> Average | None:
-        """Return the moving average; params_of takes the parameters from the shared tree."""
+        """Return the moving average; params_of returns the parameters of a shared tree."""
         decay = self._options.ema
         if decay is None:
             return None
 
         def put(state: TrainState, shared: Any) -> TrainState:
             params = params_of(shared)
-            return replace(state, ema=jax.tree.map(_average, paths.keep(params, self._trained(params))))
+            return replace(state, ema=jax.tree.map(_average, paths.select(params, self._trained(params))))
 
         return Average(put, lambda batch: batch * math.log(0.5) / math.log(decay))
 
     def _trained(self, params: Any) -> Any:
         matched = paths.mask(params, self._options.freeze, "freeze")
         names = jax.tree.unflatten(jax.tree.structure(params), paths.leaf_paths(params))
-        trained = jax.tree.map(lambda each, name: not each and name not in self._frozen, matched, names)
+        trained = jax.tree.map(lambda is_frozen, name: not is_frozen and name not in self._frozen, matched, names)
         if not any(jax.tree.leaves(trained)):
-            of = " that its recipe trains" if self._frozen else ""
-            raise InputError(f"freeze {self._options.freeze!r} matches every parameter{of}: nothing is left to train")
+            kind = "trainable parameter" if self._frozen else "parameter"
+            raise InputError(f"freeze {self._options.freeze!r} matches every {kind}: nothing is left to train")
         return trained
 
     def _decayed(self, params: Any) -> Any:
         if self._options.decay is None and self.has_schedule:
-            return usual_decay(params)
+            return default_decay_mask(params)
         return paths.mask(params, self._options.decay, "decay")
 
     def _transformation(self, rate: Any, params: Any) -> optax.GradientTransformation:
-        made = self._optimizer
+        optimizer = self._optimizer
         if self._schedule is not None:
-            decay_mask = paths.keep(self._decayed(params), self._trained(params))
+            decay_mask = paths.select(self._decayed(params), self._trained(params))
             with blame("optimizer(learning_rate, decay_mask) fails"):
-                made = made(rate, decay_mask)
-        if (optimizer := as_transformation(made)) is None:
+                optimizer = optimizer(rate, decay_mask)
+        if (transformation := as_transformation(optimizer)) is None:
             raise InputError(
-                f"optimizer(learning_rate, decay_mask) returned a {type(made).__name__}: return an optax "
+                f"optimizer(learning_rate, decay_mask) returned a {type(optimizer).__name__}: return an optax "
                 f"transformation{line_of(self._optimizer)}"
             )
-        return optimizer
+        return transformation
 
     def _clip(self, grads: Any) -> tuple[Any, jax.Array]:
-        """Return a gradient as optax takes it, no longer than `clip`, and its norm before."""
+        """Return a gradient in optax's convention, its norm limited to `clip`, and its norm before."""
         grads = jax.tree.map(jnp.conj, grads)  # JAX's gradient by a complex parameter is conjugated
         norm = optax.tree.norm(grads)
         if self._options.clip is not None:
@@ -283,7 +276,7 @@ class SupervisedProgram(Program):
         return grads, norm
 
     def _terms(self, params: Any, extra: Any, batch: Batch, key: jax.Array | None) -> tuple[Terms, Any]:
-        """Loss and metrics, and the mutable state after the batch."""
+        """Return loss and metrics, and the mutable state after the batch."""
         if self._extra is None:
             return terms(self._loss(params, batch, key)), None
         return terms_and_extra(self._loss(params, extra, batch, key), extra)
@@ -291,7 +284,7 @@ class SupervisedProgram(Program):
     def _gradient(
         self, params: Any, trained: Any, extra: Any, batch: Batch, key: jax.Array
     ) -> tuple[Terms, int, Any, Any]:
-        """Sums over micro-batches of loss and metrics, their number, the gradient's sum, mutable state after it."""
+        """Return over all micro-batches: sum of the terms, their number, sum of the gradients, mutable state after."""
 
         def loss(
             trained: Any, params: Any, extra: Any, batch: Batch, key: jax.Array
@@ -304,16 +297,16 @@ class SupervisedProgram(Program):
         if count == 1:
             grads, (total, extra) = gradient(trained, params, extra, batch, key)
         elif self._micro_batches and extra is None and self._options.shard == "replicate" and devices > 1:
-            grads, total = added_up_by_device(gradient, count, trained, params, batch, key)
+            grads, total = sum_micro_batches_by_device(gradient, count, trained, params, batch, key)
             count *= devices
         else:
-            (grads, total), extra = added_up(gradient, count, trained, params, extra, batch, key)
+            (grads, total), extra = sum_micro_batches(gradient, count, trained, params, extra, batch, key)
         return total, count, grads, extra
 
 
 def _floats(extra: Any) -> Any:
-    """The floating-point leaves of mutable state: averages, which can be merged; not counters and keys."""
-    return paths.keep(extra, jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), extra))
+    """Return the averages in mutable state, which a swarm can merge; counters and keys are no floats."""
+    return paths.select(extra, jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), extra))
 
 
 def _state(params: Any, opt: Any, ema: Any, extra: Any) -> TrainState:
@@ -327,5 +320,5 @@ def inference_params(state: TrainState) -> Any:
 
 
 def _average(leaf: jax.Array) -> jax.Array:
-    """Return the first moving average: a copy in at least float32, since fewer bits lose small steps."""
+    """Return a first moving average: a copy in at least float32, since fewer bits lose small steps."""
     return jnp.array(leaf, jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)

@@ -1,4 +1,4 @@
-"""The trainer: the settings of a run, on the devices of one process or of several hosts together."""
+"""Train, evaluate and predict with a recipe, on the devices of one process or of several hosts."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
@@ -23,17 +23,16 @@ from tpuswarm.train.loop.learning_rate import DEFAULT_STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
 from tpuswarm.train.loop.result import Result
 from tpuswarm.train.loop.session import open_run, prepare
-from tpuswarm.train.optional import check_recipe
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import select_devices
-from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.recipe import Recipe, check_recipe
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.run.loaded import LoadedRun, load_run
 from tpuswarm.train.run.parent import find_parent
-from tpuswarm.train.settings import FIXED, FREE
+from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS
 from tpuswarm.train.storage.copy import bring, folder_for
 from tpuswarm.train.storage.folders import is_url, shown
 
@@ -41,29 +40,33 @@ from tpuswarm.train.storage.folders import is_url, shown
 @entry_point
 @dataclass(frozen=True)
 class Trainer:
-    """Trains recipes on this process's devices, or on those of several hosts.
+    """Trains recipes on the devices of this process or of several hosts.
 
-    None means: not set, so the run directory or the recipe decides.
+    None means not set: the run directory or the recipe decides.
 
-    - devices: `all`, a number (8), or indices from 0 ([5]); shard: `auto`, `replicate` or `fsdp`.
-    - precision: `bf16`, `f32`, `highest`; None is bf16 on TPU and GPU, f32 on CPU.
-    - accumulate, clip, freeze, decay, ema: see train/recipe.py Options.
-    - save_every, eval_every: steps (500) or time (`5m`, the default of save_every); keep: how many checkpoints to keep,
-      by default 3.
-    - eval_batch: rows of a batch in evaluations; None is those of a step or of a micro-batch.
+    - devices: `all`, a number (8), or indices from 0 ([5]).
+    - shard: `auto`, `replicate` or `fsdp`.
+    - precision: `bf16`, `f32` or `highest`; the default is f32 on CPU, else bf16.
+    - accumulate, clip, freeze, decay, ema: see tpuswarm.Options.
+    - seed: of the parameters, the randomness of steps and the order of the data.
+    - save_every, eval_every: steps (500) or time (`5m`, the default of save_every).
+    - eval_batch: rows of a batch in evaluations; the default is the rows of a step or of a micro-batch.
+    - keep: number of checkpoints to keep, by default 3.
     - grace: seconds from SIGTERM until the machine is gone.
-    - deterministic: deterministic GPU kernels (CPU and TPU are deterministic anyway).
-    - overfit_batches: train and evaluate on the first so many batches alone, which a sound model learns by heart.
-    - fast_dev_run: two steps, one batch of evaluation and a checkpoint, whatever length was asked for, in a run that is
-      not kept; `run` is not touched.
+    - deterministic: use deterministic GPU kernels; CPU and TPU are always deterministic.
+    - overfit_batches: train and evaluate on the first so many batches only; a sound model learns them by heart.
+    - fast_dev_run: run two steps, one batch of evaluation and a checkpoint in a temporary run, not in `run`.
     - accept_code: resume a run with another loss, optimizer or schedule than it began with, and record that.
-    - profile: trace a few steps for xprof and TensorBoard; wandb: the Weights & Biases project to log to.
-    - hooks: your own functions, called between steps: `hooks=[Every(100, look)]`.
-    - loggers: objects of yours that get every row of metrics.jsonl (train/look/outputs.py Logger).
-    - keep_best: `eval_loss`, or `eval_accuracy:max`: the checkpoint of the best evaluation is kept besides the newest.
-    - display: where progress goes; None: a live view on a terminal, else lines.
-    - hosts, host, hosts_at: how many hosts train together, the number of this one from 0, and the address HOST:PORT of
-      host 0 (docs/hosts.md). Once per process, before anything else uses JAX.
+    - profile: trace a few steps for xprof and TensorBoard.
+    - wandb: the Weights & Biases project to log to.
+    - hooks: functions to call between steps: `hooks=[Every(100, look)]`.
+    - loggers: objects that get every row of metrics.jsonl, see tpuswarm.Logger.
+    - keep_best: `eval_loss`, or `eval_accuracy:max`: also keep the checkpoint of the best evaluation.
+    - display: where progress goes; the default is a live view on a terminal, else lines.
+    - hosts, host, hosts_at: number of hosts that train together, number of this host from 0, and address HOST:PORT of
+      host 0 (docs/hosts.md). Only once per process, before anything else uses JAX.
+
+    Raises InputError for unknown arguments.
     """
 
     devices: str | int | list[int] = "all"
@@ -101,19 +104,20 @@ class Trainer:
         init_from: str | Path | None = None,
         init_only: str | None = None,
     ) -> dict[str, Any]:
-        """The settings as given, by the names of train/settings.py; None for those not set.
-
-        Raises InputError for one out of range.
-        """
-        named = {name: getattr(self, name) for name in (*FIXED, *FREE) if name in self.__dataclass_fields__}
+        """Return all settings of a run by name, None if not set; raise InputError for one out of range."""
+        named = {
+            name: getattr(self, name)
+            for name in (*FIXED_SETTINGS, *CHANGEABLE_SETTINGS)
+            if name in self.__dataclass_fields__
+        }
         parent = find_parent(init_from) if init_from else None
         if init_only is not None and not isinstance(init_only, str):
             raise InputError(f"init_only is a {type(init_only).__name__}: give a regular expression")
         if init_only is not None and parent is None:
             raise InputError(f"init_only {init_only!r} says which parameters of init_from are taken: give that too")
-        asked = named | {"steps": steps, "batch": batch, "init_from": parent, "init_only": init_only}
-        check_settings(asked)
-        return asked
+        settings = named | {"steps": steps, "batch": batch, "init_from": parent, "init_only": init_only}
+        check_settings(settings)
+        return settings
 
     @entry_point
     def fit(
@@ -128,10 +132,9 @@ class Trainer:
         init_from: str | Path | None = None,
         init_only: str | None = None,
     ) -> Result:
-        """Train to the end, or until asked to stop; takes the same arguments as `steps`.
+        """Train to the end, or until a signal or a hook stops the run. Takes the arguments of `steps`.
 
-        Raises InputError for what cannot be done as asked, and RunFailed when a run fails; its last good checkpoint is
-        safe.
+        Raises InputError for an invalid request and RunFailed when the run fails; its last good checkpoint is safe.
         """
         loop = self.steps(
             recipe, steps=steps, tokens=tokens, epochs=epochs, batch=batch, run=run, init_from=init_from,
@@ -153,13 +156,15 @@ class Trainer:
         batch: int | None = None,
         best: bool = False,
     ) -> dict[str, float]:
-        """The metrics of a run's newest checkpoint over all rows of a split, on one host.
+        """Return the metrics of a run's newest checkpoint over all rows of a split, on one host.
 
-        split: `validation`, `test`, `train` or `all`; batch: rows at once, by default as in the run's evaluations;
-        best: the checkpoint that `keep_best` kept. Raises InputError for what is no run of this recipe, and
-        NoSuchSplit.
+        - split: `validation`, `test`, `train` or `all`.
+        - batch: rows at once, by default as in the run's evaluations.
+        - best: use the checkpoint that `keep_best` kept.
+
+        Raises InputError if `run` is no run of this recipe, and NoSuchSplit.
         """
-        return evaluate_run(self._loaded(recipe, run, best), split, self._rows_at_once(batch))[0]
+        return evaluate_run(self._load(recipe, run, best), split, self._rows_at_once(batch))[0]
 
     @entry_point
     def predict(
@@ -172,25 +177,23 @@ class Trainer:
         batch: int | None = None,
         best: bool = False,
     ) -> Any:
-        """What `function` gives for each row of a split, with a run's newest checkpoint; on one host.
+        """Return the results of `function` for each row of a split, with a run's newest checkpoint, on one host.
 
-        In the order of the data, for arrays, an ArraySource and an IndexedSource; for another source in its own.
+        function: returns a pytree of arrays whose first axis is the rows of the batch. It takes `(params, batch)` for a
+        recipe of `supervised`, `(params, extra, batch)` if its loss has mutable state, else `(state, batch)`. It is
+        compiled. The parameters are those of evaluations, in their own dtypes.
 
-        function: `(params, batch)` of a recipe of `supervised`, `(params, extra, batch)` where its loss has mutable
-        state, else `(state, batch)`: to a pytree of arrays, the first axis of each the rows of the batch. It is
-        compiled; the parameters are those that evaluations use, in their own dtypes. Returns the same pytree of NumPy
-        arrays. The other arguments and errors are those of `evaluate`.
+        Returns the same pytree of NumPy arrays with all rows: in the order of the data for arrays, an ArraySource and
+        an IndexedSource, else in the source's order. The other arguments and errors are those of `evaluate`.
         """
-        return predict_run(self._loaded(recipe, run, best), function, split, self._rows_at_once(batch))
+        return predict_run(self._load(recipe, run, best), function, split, self._rows_at_once(batch))
 
     def _rows_at_once(self, batch: int | None) -> int | None:
-        """Those that were asked for, here or by `eval_batch`; None: those of the run's own evaluations."""
         rows = self.eval_batch if batch is None else batch
         check_settings({"eval_batch": rows})
         return rows
 
-    def _loaded(self, recipe: Recipe, run: str | Path, best: bool) -> LoadedRun:
-        """A run of this recipe, on the devices."""
+    def _load(self, recipe: Recipe, run: str | Path, best: bool) -> LoadedRun:
         check_recipe(recipe)
         if self.hosts is not None:
             raise InputError("a run is evaluated on one host: leave out hosts")
@@ -216,10 +219,10 @@ class Trainer:
         init_from: str | Path | None = None,
         init_only: str | None = None,
     ) -> Rates:
-        """The peak learning rate: where the loss falls fastest while it grows from 1e-6 to 1 in `steps` steps.
+        """Return the learning rate at which the loss falls fastest, as it grows from 1e-6 to 1 in `steps` steps.
 
-        For a recipe of `supervised` with a schedule, on one host; nothing is written. Raises InputError where the loss
-        never falls.
+        For a recipe of `supervised` with a schedule, on one host; writes nothing. Raises InputError if the loss never
+        falls.
         """
         check_recipe(recipe)
         asked = self.settings(steps, batch, init_from, init_only)
@@ -243,14 +246,17 @@ class Trainer:
         init_from: str | Path | None = None,
         init_only: str | None = None,
     ) -> Generator[Step, None, Result]:
-        """The training loop as a generator: yields a Step for every row of metrics, returns a Result.
+        """Train as a generator: yield a Step for every row of metrics, return a Result.
 
-        run: the run directory, or gs://BUCKET/FOLDER; an existing one resumes, None creates one in ./runs. batch: rows
-        of one whole step, over all devices; `auto`: as many as fit. init_from: a run, or a model that the recipe reads,
-        whose parameters to begin with; init_only: a regular expression, searched in their paths, of those that are
-        taken: the others, such as a new head of another shape, are made by the recipe. Closing the loop early
-        (`contextlib.closing`, or leaving the function that holds it) saves and ends the run like Ctrl-C; a loop left
-        open at the end of a script resumes from its last checkpoint.
+        - steps, tokens, epochs: length of the whole run; give one.
+        - batch: rows of one whole step, over all devices; `auto` takes as many as fit.
+        - run: the run directory, or gs://BUCKET/FOLDER; an existing one resumes, None creates one in ./runs.
+        - init_from: a run, or a published model that the recipe reads, whose parameters to begin with.
+        - init_only: a regular expression, searched in parameter paths. Only matches come from `init_from`; the recipe
+          makes the others, such as a new head of another shape.
+
+        Closing the loop early (`contextlib.closing`, or leaving the function that holds it) saves and ends the run like
+        Ctrl-C; a loop left open at the end of a script resumes from its last checkpoint. Errors are those of `fit`.
         """
         check_recipe(recipe)
         asked = self.settings(steps, batch, init_from, init_only)

@@ -1,4 +1,4 @@
-"""Code that is not ours: finding a recipe by name, and telling its errors from ours."""
+"""Find and build a user's recipe, and report the errors of users' code with their lines."""
 
 import functools
 import hashlib
@@ -19,15 +19,12 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError, TpuswarmError
-from tpuswarm.train.optional import KeepsFiles, check_recipe
 from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.process.stop import interruptible_imports
-from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.recipe import Recipe, check_recipe
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
 OUR_RECIPES = OUR_FOLDER / "recipes"
-OUR_MODULES = "tpuswarm."
-"""These import JAX where they need it."""
 INSTALLED = ("site-packages", "<frozen", "dist-packages", sys.base_prefix)
 
 
@@ -44,60 +41,60 @@ class CodeLine(NamedTuple):
 def require_call(function: Any, name: str, *arguments: str) -> None:
     """Raise InputError, with the function's line, unless `function` can be called as name(*arguments).
 
-    arguments: their names, with a `=` behind those that are given by name.
+    arguments: names of arguments; a keyword argument ends with `=`.
     """
-    call = f"{name}({', '.join(f'{each}…' if each.endswith('=') else each for each in arguments)})"
+    call = f"{name}({', '.join(f'{argument}…' if argument.endswith('=') else argument for argument in arguments)})"
     if not callable(function):
         raise InputError(f"{name} is a {type(function).__name__}; give a function {call}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a library in C, which does not tell
+    except (TypeError, ValueError):  # a C function has no signature
         return
     try:
-        by_name = {each[:-1]: each for each in arguments if each.endswith("=")}
-        signature.bind(*(each for each in arguments if not each.endswith("=")), **by_name)
+        by_name = {argument[:-1]: None for argument in arguments if argument.endswith("=")}
+        signature.bind(*[None] * (len(arguments) - len(by_name)), **by_name)
     except TypeError as error:
         raise InputError(f"{name} is called as {call}, but takes {signature}{line_of(function)}") from error
 
 
 def line_of(function: Any) -> str:
-    """` (file:line)` of a user's function, for the end of a sentence; empty for one of ours or of a library."""
+    """Return ` (file:line)` of a user's function, to end a sentence; empty for other functions."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f" ({code.co_filename}:{code.co_firstlineno})" if code and owner(code.co_filename) == "user" else ""
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code and code_owner(code.co_filename) == "user" else ""
 
 
 @contextmanager
-def blame(what: str) -> Iterator[None]:
-    """Turn an error raised by a user's file into InputError that names its line; let every other error pass."""
+def blame(failure: str) -> Iterator[None]:
+    """Turn an error raised in a user's file into InputError that names its line; let every other error pass."""
     try:
         yield
     except TpuswarmError:
         raise
-    except (Exception, SystemExit) as error:  # anything can be in a user's file; what is not from one is raised again
+    except (Exception, SystemExit) as error:
         place = user_line(error)
         if place is None:
             raise
         if isinstance(error, SystemExit):
-            raise InputError(f"{what}: it ends the program with sys.exit ({place})") from error
+            raise InputError(f"{failure}: it ends the program with sys.exit ({place})") from error
         message = " ".join(str(error).split()) or "no message"
-        missing = isinstance(error, ModuleNotFoundError)
-        help_ = f"; install it where tpuswarm is, in {sys.prefix}" if missing else ""
-        raise InputError(f"{what}: {type(error).__name__}: {message[:500]} ({place}){help_}") from error
+        is_missing = isinstance(error, ModuleNotFoundError)
+        help_ = f"; install it where tpuswarm is, in {sys.prefix}" if is_missing else ""
+        raise InputError(f"{failure}: {type(error).__name__}: {message[:500]} ({place}){help_}") from error
 
 
 def user_line(error: BaseException) -> str | None:
-    """file:line of the innermost frame outside of us and of installed packages; None where there is none."""
+    """Return file:line of the innermost frame in a user's file; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if owner(frame.filename) == "user":
+        if code_owner(frame.filename) == "user":
             return f"{frame.filename}:{frame.lineno}"
     return None
 
 
 @functools.cache
-def owner(file: str) -> Literal["user", "us", "installed"]:
-    """Whose code a file is: the user's, ours, or that of an installed package or of Python."""
+def code_owner(file: str) -> Literal["user", "us", "installed"]:
+    """Return the owner of a code file; `installed` is a package or Python."""
     if Path(file).is_relative_to(OUR_FOLDER):
         return "us"
     return "installed" if any(part in file for part in INSTALLED) else "user"
@@ -105,12 +102,12 @@ def owner(file: str) -> Literal["user", "us", "installed"]:
 
 @functools.cache
 def is_recipe_file(file: str) -> bool:
-    """Whether a file can hold a recipe: a user's, or one of our own recipes; not a library's."""
-    return Path(file).is_relative_to(OUR_RECIPES) or owner(file) == "user"
+    """Return whether a file may hold a recipe: a user's file, or one of our recipes."""
+    return Path(file).is_relative_to(OUR_RECIPES) or code_owner(file) == "user"
 
 
 def recipe_line(trace: Any) -> CodeLine | None:
-    """The innermost line of a recipe in a JAX traceback (`equation.source_info.traceback`); None without one."""
+    """Return the innermost line of a recipe in a JAX traceback (`equation.source_info.traceback`), if any."""
     codes, positions = trace.raw_frames() if trace else ((), ())
     for code, position in zip(codes, positions, strict=True):
         if is_recipe_file(code.co_filename):
@@ -119,26 +116,26 @@ def recipe_line(trace: Any) -> CodeLine | None:
 
 
 def absolute_target(target: str) -> str:
-    """`file.py:Name` with the file's absolute path; a `module:Name` as it is."""
+    """Make the path of `file.py:Name` absolute; return `module:Name` unchanged."""
     place, _, name = target.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
 
 
 def file_digest(target: str) -> str:
-    """SHA-256 of the file that a recipe comes from: the running program's, where `target` is empty; "" for a module."""
+    """Return the SHA-256 of a recipe's file, by default the running program's; "" for a module."""
     place = target.rpartition(":")[0] if target else getattr(sys.modules["__main__"], "__file__", None) or ""
     return hashlib.sha256(Path(place).read_bytes()).hexdigest() if place.endswith(".py") else ""
 
 
 def find_maker(target: str) -> Any:
-    """The class or function at `module:Name` or `file.py:Name`; InputError where there is none."""
+    """Return the class or function at `module:Name` or `file.py:Name`; InputError if there is none."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InputError(f"a recipe is a name, module:Recipe or file.py:Recipe, not {target!r}")
     if place.endswith(".py"):
         _check_file(Path(place))
-    if not place.startswith(OUR_MODULES):
-        configure_jax()  # the file may use JAX as it is read
+    if not place.startswith("tpuswarm."):
+        configure_jax()  # the import may use JAX
     with blame(f"{place} cannot be imported"):
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     maker = getattr(module, name, None)
@@ -151,15 +148,14 @@ def find_maker(target: str) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    """Raise InputError for what cannot be a file of Python: its own errors name no file."""
+    """Raise InputError for a file that Python cannot read: Python's own errors name no file."""
     if not path.is_file():
         raise InputError(f"there is no recipe file {path}")
     try:
-        binary = b"\0" in path.read_bytes()
+        if b"\0" in path.read_bytes():
+            raise InputError(f"{path} is binary, not a file of Python")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    if binary:
-        raise InputError(f"{path} is binary, not a file of Python")
 
 
 def _import_module(name: str) -> Any:
@@ -170,14 +166,14 @@ def _import_module(name: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    name = f"tpuswarm_recipe_{path.stem}"  # no library's name, whatever the file is called
+    name = f"tpuswarm_recipe_{path.stem}"  # a file may have the name of a library
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.parent.resolve())
     if folder not in sys.path:
-        sys.path.append(folder)  # for the files beside it
+        sys.path.append(folder)  # the file may import its neighbours
     spec.loader.exec_module(module)
     return module
 
@@ -186,15 +182,15 @@ interruptible_imports.add(_import_file.__code__)
 
 
 def option_types(maker: Any) -> dict[str, Any]:
-    """Names and annotations of the options that a recipe takes."""
+    """Return the annotations of a recipe's options, by name."""
     parameters = inspect.signature(maker, eval_str=True).parameters.values()
     return {p.name: Any if p.annotation is p.empty else p.annotation for p in parameters}
 
 
 def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = None) -> Recipe:
-    """The recipe at `target` with `options`; strings are read as the option's type, unknown names refused.
+    """Build the recipe at `target` with `options`, whose strings are parsed as the option's type.
 
-    home: the run in which it kept what options cannot hold.
+    home: see Recipe.home. Raises InputError for a wrong target or option.
     """
     maker = find_maker(target)
     types = option_types(maker)
@@ -202,7 +198,7 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
     for name, value in options.items():
         if name not in types:
             raise InputError(f"{target.rpartition(':')[2]} has no option {name}; {did_you_mean(name, types)}")
-        values[name] = typed(name, value, types[name])
+        values[name] = parse_option(name, value, types[name])
     try:
         call = inspect.signature(maker).bind(**values)
     except TypeError as error:
@@ -216,16 +212,15 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
         raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
     check_recipe(recipe, types)
     recipe.target = absolute_target(target)
-    if isinstance(recipe, KeepsFiles):
-        recipe.home = home
+    recipe.home = home
     recipe.given = values | {
         name: value for name, value in call.arguments.items() if isinstance(value, bool | int | float | str)
     }
     return recipe
 
 
-def typed(name: str, value: Any, annotation: Any) -> Any:
-    """An option's value as its type, a text as a person writes it; InputError for what is none."""
+def parse_option(name: str, value: Any, annotation: Any) -> Any:
+    """Parse an option's value as its type; raise InputError if it has another type."""
     adapter = TypeAdapter(annotation)
     try:
         if annotation is Any or not isinstance(value, str):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.hosts import connected_sockets
 from tests.train import toy
-from tpuswarm import ArraySource, InputError, RunFailed, Trainer
+from tpuswarm import ArraySource, InputError, Recipe, RunFailed, Trainer
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.hosts import agreement, rendezvous
 from tpuswarm.train.hosts.agreement import SECRET_FILE, Agreement
@@ -86,15 +86,15 @@ def test_hosts_compare_a_published_model_before_they_read_it():
         def load_shared(self, place, like):
             pytest.fail("was read")
 
-    class WithoutDigest:
-        name, options_at, load_shared = "lone", GPT2.options_at, Reads.load_shared
+    class WithoutDigest(Reads):
+        shared_digest = Recipe.shared_digest
 
     def agree(facts):
         raise InputError(facts()["parameters at hf:small"])
 
     for recipe, message in (
         (Reads(data="fake"), "digest of hf:small"),
-        (WithoutDigest(), "lone has no shared_digest, by which hosts compare their hf:small"),
+        (WithoutDigest(data="fake"), "gpt2-tiny has no shared_digest, by which hosts compare their hf:small"),
         (toy.recipe(), r"hf:small is not a tpuswarm run .*, and toy can only start from one"),
     ):
         with pytest.raises(InputError, match=message):

@@ -22,7 +22,7 @@ from tpuswarm import (
     supervised,
 )
 from tpuswarm.train.loop.evaluate import HeldOut, evaluate, parts, rehearse
-from tpuswarm.train.program.compiled import place
+from tpuswarm.train.program.compiled import place_program
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.run.directory import METRICS, read_rows
 
@@ -30,7 +30,7 @@ HELD_OUT = {name: array[:11] for name, array in toy.data(1).items()}
 
 
 def placed(devices, loss=toy.loss, data=None, init=toy.init, batch=8):
-    return place(supervised(init, loss, optax.sgd(0.1), data or toy.data()), Request(batch=batch), devices)
+    return place_program(supervised(init, loss, optax.sgd(0.1), data or toy.data()), Request(batch=batch), devices)
 
 
 def held_out_with_weights(rows):

@@ -12,7 +12,14 @@ from tpuswarm import supervised
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program import flops, mesh
-from tpuswarm.train.program.compiled import Refused, TooLarge, compile_step, compile_traced, place, trace
+from tpuswarm.train.program.compiled import (
+    CompilerRefused,
+    TooLarge,
+    compile_step,
+    compile_traced,
+    place_program,
+    trace,
+)
 from tpuswarm.train.program.mesh import bytes_per_device, make_mesh
 from tpuswarm.train.program.request import REMATS, Choice, Request, attention_and_loop, choices
 from tpuswarm.train.settings import check_batch
@@ -74,9 +81,9 @@ def test_compiler_options_of_a_recipe_reach_the_compiler_of_their_platform(devic
     recipe.compiling = {"tpu": {"no_such_option": 1}}
     compile_step(recipe, Request(batch=4), devices[:1])
     recipe.compiling = {"cpu": {"no_such_option": 1}}
-    with pytest.raises(Refused, match="no_such_option"):
+    with pytest.raises(CompilerRefused, match="no_such_option"):
         compile_step(recipe, Request(batch=4), devices[:1])
-    placed = place(recipe, Request(batch=4), devices[:1])
+    placed = place_program(recipe, Request(batch=4), devices[:1])
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         placed.evaluate(placed.init(jax.random.key(0)), recipe.data("train").rows(0, 4))
 

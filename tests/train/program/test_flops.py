@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from tests.train import toy
 from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.program.flops import model_flops, stated
+from tpuswarm.train.program.flops import model_flops, stated_flops
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.underfilled import underfilled
 from tpuswarm.train.recipe import Options
@@ -171,7 +171,7 @@ def test_operations_that_cannot_be_counted_are_named_with_their_line():
 
 def test_stated_flops_count_for_a_product_and_each_of_its_gradients():
     def model(x, w):
-        with stated(7):
+        with stated_flops(7):
             y = jax.lax.dot(x, w)
         return jnp.square(y @ jnp.ones((16, 2))).sum()
 

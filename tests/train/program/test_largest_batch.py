@@ -9,16 +9,15 @@ from tests.train import toy
 from tpuswarm import InputError, Trainer
 from tpuswarm.train.loop import session
 from tpuswarm.train.program.compiled import Compiled, compile_step, compile_traced, trace
-from tpuswarm.train.program.largest import MOST, above, largest
-from tpuswarm.train.program.largest_batch import Sizes, largest_batch
-from tpuswarm.train.program.request import default_batch, usual_request
+from tpuswarm.train.program.largest_batch import MAX_ROWS, BatchSearch, find_largest, largest_batch, next_size
+from tpuswarm.train.program.request import default_batch, default_request
 from tpuswarm.train.run.directory import read_config
 
 MEMORY = 1_000_000
 
 
 def search(memory_of, start=1):
-    """The answer, and the sizes compiled that fit and that did not."""
+    """Return the answer, and the compiled sizes that fit and that did not."""
     fits, refused = [], []
 
     def used(size):
@@ -26,7 +25,7 @@ def search(memory_of, start=1):
         (fits if found <= MEMORY else refused).append(size)
         return found if found <= MEMORY else None
 
-    return largest(used, start, memory_of(start), MEMORY), fits, refused
+    return find_largest(used, start, memory_of(start), MEMORY), fits, refused
 
 
 @given(slope=st.integers(2, 200_000), fixed=st.integers(0, 700_000), start=st.integers(1, 40))
@@ -37,19 +36,19 @@ def test_largest_size_is_found_and_the_next_one_does_not_fit(slope, fixed, start
     assume(memory_of(start) <= MEMORY)
     (found, refused), _, refusals = search(memory_of, start)
     size = start
-    while memory_of(above(size)) <= MEMORY:
-        size = above(size)
+    while memory_of(next_size(size)) <= MEMORY:
+        size = next_size(size)
     assert found == size
-    assert refused == above(found) and refused in refusals
+    assert refused == next_size(found) and refused in refusals
 
 
 def test_linear_memory_takes_three_compilations():
     (found, refused), fits, refusals = search(lambda size: 200_000 + 7_000 * size, start=8)
     assert (found, refused) == (112, 120)
     assert fits == [16, 112] and refusals == [120]
-    assert [above(size) for size in (1, 7, 8, 15, 16, 100, 128)] == [2, 8, 9, 16, 18, 104, 144], "round numbers"
+    assert [next_size(size) for size in (1, 7, 8, 15, 16, 100, 128)] == [2, 8, 9, 16, 18, 104, 144], "round numbers"
     (found, refused), _, _ = search(lambda size: 10)
-    assert found <= MOST and refused is None, "without a limit"
+    assert found <= MAX_ROWS and refused is None, "without a limit"
 
 
 @pytest.mark.parametrize(
@@ -62,18 +61,18 @@ def test_linear_memory_takes_three_compilations():
 )
 def test_largest_size_is_found_when_memory_is_not_linear(memory_of):
     (found, refused), fits, _ = search(memory_of, start=4)
-    assert memory_of(found) <= MEMORY < memory_of(refused) and refused == above(found)
+    assert memory_of(found) <= MEMORY < memory_of(refused) and refused == next_size(found)
     assert len(fits) <= 6
 
 
-def sizes(memory, say=lambda text: None, **request):
-    return Sizes(toy.Layers(), usual_request(toy.Layers(), **request), jax.devices()[:2], memory, say)
+def batch_search(memory, log=lambda text: None, **request):
+    return BatchSearch(toy.Layers(), default_request(toy.Layers(), **request), jax.devices()[:2], memory, log)
 
 
 @pytest.fixture(scope="module")
 def needed():
     """Bytes of a device by rows of a device, without recomputation."""
-    requests = {rows: usual_request(toy.Layers(), batch=2 * rows) for rows in (60, 110)}
+    requests = {rows: default_request(toy.Layers(), batch=2 * rows) for rows in (60, 110)}
     return {rows: compile_step(toy.Layers(), asked, jax.devices()[:2]).memory.total for rows, asked in requests.items()}
 
 
@@ -84,7 +83,7 @@ def needed():
 def test_next_larger_batch_does_not_fit(needed, usual, memory, remat, rows):
     """Layers are recomputed only if nothing else fits."""
     messages = []
-    found, above = sizes(needed[memory], messages.append, batch=2 * usual).largest()
+    found, above = batch_search(needed[memory], messages.append, batch=2 * usual).find_largest()
     compiled = found.compiled
     assert compiled.choice.remat == remat and found.rows in rows and found.batch == 2 * found.rows
     assert f"{found.rows} rows per device fit" in messages and f"{above} rows per device are too many" in messages
@@ -94,14 +93,14 @@ def test_next_larger_batch_does_not_fit(needed, usual, memory, remat, rows):
 
 
 def test_micro_batches_are_those_of_the_request_or_the_recipe(needed):
-    found, _ = sizes(needed[60], batch=8, accumulate=2).largest()
+    found, _ = batch_search(needed[60], batch=8, accumulate=2).find_largest()
     assert found.batch == 4 * found.rows and found.compiled.choice.accumulate == 2
     with pytest.raises(InputError, match="with batch 2 does not fit on 2 x cpu"):
-        sizes(1000, batch=2).largest()
+        batch_search(1000, batch=2).find_largest()
     assert default_batch(toy.recipe(defaults={"batch": 20, "accumulate": 4}), 8, None) == 32
 
 
-def test_memory_of_a_cpu_and_that_of_members_is_not_filled(typed):
+def test_batch_auto_is_refused_on_a_cpu_and_for_members(typed):
     with pytest.raises(InputError, match="auto fills the memory of devices, and cpu shares the machine's: give a numb"):
         largest_batch(toy.Layers(), {}, jax.devices()[:1], lambda text: None)
     code, _, err = typed("train", "gpt2-tiny", "--batch", "auto", "--members", "2")

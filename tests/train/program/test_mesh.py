@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import within_host_sharding
 from tpuswarm.train.program.mesh import (
-    MIN_PART,
+    MIN_PART_ROWS,
     MIN_SHARDED_BYTES,
     batch_sharding,
     gathered,
@@ -52,7 +52,7 @@ def test_fsdp_splits_large_leaves_evenly_along_one_or_several_axes(shape, count)
     if count == 1 or math.prod(shape) * 4 < MIN_SHARDED_BYTES:
         assert set(parts) <= {1}
     elif divisible:
-        roomy = [length for length in shape[:-1] if length % count == 0 and length // count >= MIN_PART]
+        roomy = [length for length in shape[:-1] if length % count == 0 and length // count >= MIN_PART_ROWS]
         taken = max(roomy or divisible)
         assert parts[shape.index(taken)] == math.prod(parts) == count
     else:  # as many parts as possible

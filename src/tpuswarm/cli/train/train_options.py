@@ -17,14 +17,13 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.engines.ports import parse_ports
 from tpuswarm.train.hosts.host_group import parse_host_group
 from tpuswarm.train.look.wandb_log import require_wandb
-from tpuswarm.train.optional import LooksForData, identity_of
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import CONFIG, read_config, require_usable
 from tpuswarm.train.run.parent import find_parent, parent_folder, parent_options
 from tpuswarm.train.settings import differences, refuse_differences
 from tpuswarm.train.storage.copy import folder_for
-from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types, typed
+from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types, parse_option
 
 SWARM_OPTIONS = (
     "members", "devices_per_member", "cycle", "outer", "outer_lr", "quantize", "overlap", "ray_address", "dashboard",
@@ -74,8 +73,7 @@ def read_options(context: typer.Context) -> TrainOptions:
         return make_recipe(table.recipe, dict(given), options | more, context, folder, parent)
 
     recipe = make()
-    if isinstance(recipe, LooksForData):
-        recipe.require_data()
+    recipe.require_data()
     return TrainOptions(table, recipe, folder, parent, swarm, (lambda lr: make(lr=repr(lr))) if finds_lr else None)
 
 
@@ -121,7 +119,7 @@ def check_options(path: Path, file: dict[str, Any]) -> None:
         try:
             if name not in types:
                 raise InputError(f"{file['recipe']} has no option {name}; {did_you_mean(name, types)}")
-            typed(name, value, types[name])
+            parse_option(name, value, types[name])
         except InputError as error:
             raise InputError(locate_error(path, ("train", "options", name), str(error))) from error
 
@@ -202,7 +200,7 @@ def make_recipe(
         stored, home = config["options"], folder
     elif parent is not None:
         stored, home = parent_options(parent, maker), parent_folder(parent) or Path(parent)
-        missing = next(iter(identity_of(maker)), None)
+        missing = next(iter(getattr(maker, "identity", ())), None)
     recipe_arguments = {**stored, **preset, **given, **options}
     if missing and missing not in recipe_arguments:
         echo(

@@ -13,11 +13,11 @@ from tpuswarm.config.formatting import format_figure
 from tpuswarm.config.limits import check_settings
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
-from tpuswarm.train.optional import Exports, FindsCodes, MakesPictures, Measured, WritesText
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.atomic import new_folder, require_new_folder
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.recipe import supports
 from tpuswarm.train.run.directory import read_config, writing
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.storage.copy import bring
@@ -64,8 +64,8 @@ def sample(
         _sample_pictures(run, grid, interpolate, truncation, seed, out, best, as_json)
         return
     loaded = load(run, None, best)
-    if not isinstance(loaded.recipe, WritesText):
-        makes_pictures = isinstance(loaded.recipe, MakesPictures)
+    if not supports(loaded.recipe, "sample"):
+        makes_pictures = supports(loaded.recipe, "grids")
         reason = "makes pictures, not text; add --grid 8x8" if makes_pictures else "cannot generate text"
         raise InputError(f"{loaded.recipe.name} {reason}")
     with waiting("generating"):
@@ -86,7 +86,7 @@ def _sample_pictures(
     out = out or Path("grid.png" if frames is None else "walk.gif")
     _check_picture_file(out, is_film=frames is not None)
     loaded = load(run, None, best)
-    if not isinstance(loaded.recipe, MakesPictures):
+    if not supports(loaded.recipe, "grids"):
         raise InputError(f"{loaded.recipe.name} cannot make pictures")
     with waiting("generating"):
         grids = loaded.recipe.grids(loaded.state, rows, columns, truncation=truncation, seed=seed, count=frames or 1)
@@ -118,7 +118,7 @@ def evaluate(
     with waiting("evaluating") as show_progress:
         values, rows = evaluate_run(loaded, "all" if data else split, show_progress=show_progress)
     measures = {}
-    if isinstance(loaded.recipe, Measured):
+    if supports(loaded.recipe, "measures"):
         with waiting("generating pictures") as show_progress:
             measures = loaded.recipe.measures(
                 loaded.state, features, lambda done, total: show_progress(f"{done:,} of {total:,}")
@@ -145,7 +145,7 @@ def export(
     """Export a trained model to files that other programs read."""
     require_new_folder(out)
     loaded = load(run, None, best)
-    if not isinstance(loaded.recipe, Exports):
+    if not supports(loaded.recipe, "export"):
         raise InputError(f"{loaded.recipe.name} cannot be exported to Hugging Face")
     with writing(out), waiting("exporting"), new_folder(out) as folder:
         loaded.recipe.export(loaded.state, folder)
@@ -175,7 +175,7 @@ def project(
     if not picture.is_file():
         raise InputError(f"there is no picture {picture}")
     loaded = load(run, None, best)
-    if not isinstance(loaded.recipe, FindsCodes):
+    if not supports(loaded.recipe, "project"):
         raise InputError(f"{loaded.recipe.name} cannot find the code of a picture")
     given = loaded.recipe.read_picture(picture)
     with waiting("searching") as show_progress:

@@ -6,8 +6,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.train.program.attention import Form, kernel, usable_form
-from tpuswarm.train.program.remat import ATTENTION
+from tpuswarm.train.program.attention import ATTENTION, Form, kernel, usable_form
 from tpuswarm.train.recipe import Options
 
 

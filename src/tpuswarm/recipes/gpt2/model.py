@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2 import attention
 from tpuswarm.recipes.gpt2.config import Config
+from tpuswarm.train.program.attention import recomputed
 from tpuswarm.train.program.mesh import gathered, gathered_as
-from tpuswarm.train.program.remat import recomputed
-from tpuswarm.train.program.rounding import widened
+from tpuswarm.train.program.rounding import broadcast_then_round
 from tpuswarm.train.recipe import Options
 
 Params = dict[str, Any]
@@ -120,7 +120,7 @@ def linear(x: jax.Array, p: Params, options: Options) -> jax.Array:
     inputs = x.reshape(-1, x.shape[-1]) if options.platform == "cpu" else x
     outputs = inputs @ gathered(p["w"].astype(x.dtype))
     outputs = outputs.reshape(*x.shape[:-1], -1)
-    return outputs + widened(p["b"], outputs)
+    return outputs + broadcast_then_round(p["b"], outputs)
 
 
 def layer_norm(x: jax.Array, p: Params) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from tpuswarm.recipes.stylegan2.fold import folded_kernel, refold
 from tpuswarm.recipes.stylegan2.resample import TAPS, blur
-from tpuswarm.train.program.flops import stated
+from tpuswarm.train.program.flops import stated_flops
 
 
 def convolve(
@@ -37,7 +37,7 @@ def convolve(
         kernel = folded_kernel(w_KxKxIxO, taps, up, down, inside, outside).astype(product)
         near = kernel.shape[1] // 2
         meet = K * H // down - (2 * pad if up * down == 1 else 0)  # pairs of a pixel and a tap along an axis
-        with stated(2 * B * inputs * outputs * meet**2):
+        with stated_flops(2 * B * inputs * outputs * meet**2):
             x_BxHxWxO = multiply(kernel, (down, 1), [(edge, edge), (near, near)], lhs_dilation=(up, 1))
         x_BxHxWxO = refold(x_BxHxWxO, outside, folds[1])
     x_BxHxWxO = x_BxHxWxO.astype(kept)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.recipes.stylegan2.config import FIRST
-from tpuswarm.train.program.flops import stated
+from tpuswarm.train.program.flops import stated_flops
 
 HALVES = 4
 """With bf16, so many of the highest resolutions compute in it, of 8 or more (Karras et al. 2020, 2006.06676, appendix
@@ -82,6 +82,6 @@ def folded_kernel(
                     places_KxQxJxP[at, 1 + place, within, pixel] += tap
     if not places_KxQxJxP[:, ::2].any():
         places_KxQxJxP = places_KxQxJxP[:, 1:2]
-    with stated(0):
+    with stated_flops(0):
         kernel = jnp.einsum("hkio,kqjp->hqjipo", w_KxKxIxO, places_KxQxJxP, precision="highest")
     return kernel.reshape(K, places_KxQxJxP.shape[1], inside * inputs, outside * outputs)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tpuswarm.recipes.stylegan2.convolution import convolve
 from tpuswarm.recipes.stylegan2.fold import tiled
-from tpuswarm.train.program.rounding import widened
+from tpuswarm.train.program.rounding import broadcast_then_round
 
 Params = dict[str, Any]
 
@@ -46,7 +46,7 @@ def dense(x_BxI: jax.Array, layer: Params, rate: float = 1.0) -> jax.Array:
 def activate(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Bias over the last axis, or over each pixel's part of it, leaky ReLU, gain."""
     if bias is not None:
-        x = x + widened(tiled(bias, x.shape[-1]), x)
+        x = x + broadcast_then_round(tiled(bias, x.shape[-1]), x)
     return jax.nn.leaky_relu(x, LEAK) * GAIN
 
 
@@ -68,10 +68,10 @@ def modulated(
     """
     style_BxI = dense(w_BxD, layer["style"])
     kernel_KxKxIxO = scaled(layer["w"])
-    x_BxHxWxI = x_BxHxWxI * widened(tiled(style_BxI, x_BxHxWxI.shape[-1])[:, None, None], x_BxHxWxI)
+    x_BxHxWxI = x_BxHxWxI * broadcast_then_round(tiled(style_BxI, x_BxHxWxI.shape[-1])[:, None, None], x_BxHxWxI)
     x_BxHxWxO = convolve(x_BxHxWxI, kernel_KxKxIxO, half, up=up, folds=folds)
     if demodulate:
         energy_IxO = jnp.square(kernel_KxKxIxO).sum((0, 1))
         scale_BxO = jax.lax.rsqrt(jnp.square(style_BxI) @ energy_IxO + 1e-8)
-        x_BxHxWxO = x_BxHxWxO * widened(tiled(scale_BxO, x_BxHxWxO.shape[-1])[:, None, None], x_BxHxWxO)
+        x_BxHxWxO = x_BxHxWxO * broadcast_then_round(tiled(scale_BxO, x_BxHxWxO.shape[-1])[:, None, None], x_BxHxWxO)
     return x_BxHxWxO

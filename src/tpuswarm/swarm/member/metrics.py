@@ -11,7 +11,7 @@ import jax
 
 from tpuswarm.swarm.member.device_state import Evaluation
 from tpuswarm.train.look.pictures import PICTURES, TEXTS
-from tpuswarm.train.losses import COUNTS
+from tpuswarm.train.losses import HAS_COUNTED_ROWS
 from tpuswarm.train.recipe import Metrics
 
 
@@ -60,7 +60,7 @@ class MetricsBuffer:
 
     def _read_one(self, version: int, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        uncounted = {} if values.pop(COUNTS, True) else {"uncounted": True}  # no row of the step counts: no loss
+        uncounted = {} if values.pop(HAS_COUNTED_ROWS, True) else {"uncounted": True}
         now = time.monotonic()
         self._steps += 1
         row = {

@@ -21,11 +21,10 @@ from tpuswarm.train.loop.evaluate import HeldOut, rehearse
 from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, merge_numbers, recipe_hooks
 from tpuswarm.train.loop.resolve import held_out, request
-from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled, compile_step
-from tpuswarm.train.recipe import Metrics, Recipe, Source, State
+from tpuswarm.train.recipe import Metrics, Recipe, Source, State, supports
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import blame, build_recipe
 
@@ -101,13 +100,13 @@ class MemberProgram:
         step = row["tokens"] // (int(self._plan.settings["batch"]) * self._plan.tokens_per_row)
         found = Evaluation({"step": step, **row}, {}, [])
         due = self._hooks.with_evaluation_hooks()
-        if not due and not isinstance(self._recipe, ShowsPicture):
+        if not due and not supports(self._recipe, "pictured"):
             return found
         exchange = self.compiled.program.exchange()
         fresh = self.compiled.init(self._keys()[0], exchange.get(state))
         if average is not None and exchange.average is not None:
             fresh = exchange.average.put(fresh, average)
-        if isinstance(self._recipe, ShowsPicture) and (picture := self._recipe.pictured(fresh)) is not None:
+        if (picture := self._recipe.pictured(fresh)) is not None:
             found.pictures[""] = picture
         numbers: dict[str, Any] = {}
         for index in due:

@@ -20,7 +20,7 @@ from tpuswarm.swarm.storage.verify import newest_whole
 from tpuswarm.train.loop.resolve import request
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
-from tpuswarm.train.program.compiled import Placed, place
+from tpuswarm.train.program.compiled import Placed, place_program
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.loaded import LoadedRun
 from tpuswarm.train.user_code import build_recipe
@@ -35,7 +35,7 @@ def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] 
     config = read_config(folder)
     newest = _newest(folder)
     recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
-    placed = place(recipe, request(config["train"]), devices)
+    placed = place_program(recipe, request(config["train"]), devices)
     state = placed.init(run_key(0), on_devices(placed, newest.layout, newest.state))
     average = placed.program.exchange().average
     if newest.average and average:

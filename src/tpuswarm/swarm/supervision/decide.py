@@ -163,8 +163,8 @@ def _swarm(
     rate = options.outer_lr if options.outer_lr is not None else stored.get("outer_lr") if same else None
     if outer == "average" and rate is not None:
         raise InputError(f"--outer average takes no --outer-lr ({rate}); omit one of them")
-    if sizes.alone_because and not stored and members + (options.expect or 0) > 1:
-        raise InputError(f"the optimizer of {recipe.name} {sizes.alone_because}")
+    if sizes.swarm_obstacle and not stored and members + (options.expect or 0) > 1:
+        raise InputError(f"the optimizer of {recipe.name} {sizes.swarm_obstacle}")
     form: Any = options.quantize or stored.get("quantize") or "plain"
     if sizes.statistics and form != "plain":
         raise InputError(

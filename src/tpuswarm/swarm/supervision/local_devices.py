@@ -94,7 +94,7 @@ class Sizes(NamedTuple):
     """Paths of shared running statistics, which are not trained."""
     average: Average | None = None
     """The moving average of the parameters, if the program keeps one."""
-    alone_because: str = ""
+    swarm_obstacle: str = ""
     """Why its optimizer is for a single member, and what to do; empty if it is not."""
 
 
@@ -108,8 +108,8 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     leaves = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
     statistics = tuple(path for path, leaf in leaves if leaf.statistic)
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
-    alone_because = program.alone_because(state) if isinstance(program, SupervisedProgram) else ""
-    return Sizes(sum(shared), max(shared), total, statistics, program.exchange().average, alone_because)
+    swarm_obstacle = program.swarm_obstacle(state) if isinstance(program, SupervisedProgram) else ""
+    return Sizes(sum(shared), max(shared), total, statistics, program.exchange().average, swarm_obstacle)
 
 
 def _bytes(leaf: Any) -> int:

@@ -37,12 +37,11 @@ from tpuswarm.swarm.views.status import FINISHED, read_run, read_status, write_s
 from tpuswarm.train.look.outputs import UserLogger, all_loggers
 from tpuswarm.train.loop.resolve import Resolved, request
 from tpuswarm.train.loop.run_config import run_config
-from tpuswarm.train.optional import KeepsFiles, SharesData, sampled
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.process.stop import Interrupted, defer_interrupts
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.program.compiled import place
-from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.program.compiled import place_program
+from tpuswarm.train.recipe import Recipe, sample_for_report
 from tpuswarm.train.run.directory import (
     CONFIG,
     METRICS,
@@ -177,10 +176,10 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         notes.append(f"{shown(run.folder)} will hold up to {keeps / 2**30:.1f} GiB")
     if (parent := settings["init_from"]) and not (run.folder / FOUNDING).exists():
         # Members read them again; this finds errors before anything is started.
-        placed = place(recipe, request(settings), jax.devices())
+        placed = place_program(recipe, request(settings), jax.devices())
         initial_parameters(parent, settings["init_only"], recipe, placed, run_key(settings["seed"]))
         notes.append(f"parameters from {parent}")
-    shared = recipe.share(run.folder / "data") if isinstance(recipe, SharesData) else {}
+    shared = recipe.share(run.folder / "data")
     data = files.describe(run.folder / "data", spec.files) if shared else {}
     plan = Plan(
         swarm=swarm,
@@ -203,8 +202,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         **({"demo": True} if options.demo else {}),
     }
     chosen = {"platform": kind, "devices": spec.per_member, "tokens_per_row": plan.tokens_per_row}
-    if isinstance(recipe, KeepsFiles):
-        recipe.keep(run.folder)
+    recipe.keep(run.folder)
     run.write_config(run_config(recipe, settings) | {"swarm": table, "chosen": chosen})
     for change in spec.changed:
         run.write_event("note", message=f"accepted: {change}")
@@ -261,7 +259,7 @@ def _mark_finished(folder: Path) -> None:
 def _sample(run: Run) -> None:
     with waiting("writing a sample"):
         loaded = load_swarm(run.folder, jax.devices()[:1])
-        text = sampled(loaded.recipe, loaded.state)
+        text = sample_for_report(loaded.recipe, loaded.state)
     if text is not None:
         run.write_event(SAMPLE_EVENT, step=loaded.step, text=text)
 

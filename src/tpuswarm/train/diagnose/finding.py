@@ -6,7 +6,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tpuswarm.train.user_code import CodeLine, owner
+from tpuswarm.train.user_code import CodeLine, code_owner
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Finding:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the user's frame that caused a call, below frames of installed packages; None if tpuswarm caused it."""
-    while frame is not None and owner(frame.f_code.co_filename) == "installed":
+    while frame is not None and code_owner(frame.f_code.co_filename) == "installed":
         frame = frame.f_back
-    return frame if frame is not None and owner(frame.f_code.co_filename) == "user" else None
+    return frame if frame is not None and code_owner(frame.f_code.co_filename) == "user" else None
 
 
 def line_of_frame(frame: FrameType) -> CodeLine:

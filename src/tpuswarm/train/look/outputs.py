@@ -12,7 +12,6 @@ from tpuswarm.train.diagnose.phases import summary_sentence
 from tpuswarm.train.look import pictures, wandb_log
 from tpuswarm.train.look.display import Display
 from tpuswarm.train.look.tensorboard_log import TensorBoardLog
-from tpuswarm.train.optional import HasLoggers
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import SAMPLE_EVENT, Run
 from tpuswarm.train.user_code import blame, require_call
@@ -44,13 +43,12 @@ def require_loggers(loggers: Iterable[Any]) -> None:
 def all_loggers(recipe: Recipe, loggers: Iterable[Logger] = ()) -> list[Logger]:
     """Return the given loggers and those of the recipe; InputError unless all are loggers."""
     found: list[Any] = list(loggers)
-    if isinstance(recipe, HasLoggers):
-        require_call(recipe.loggers, "loggers")
-        with blame(f"loggers of {recipe.name} fails"):
-            theirs = recipe.loggers()
-        if not isinstance(theirs, list | tuple):
-            raise InputError(f"loggers of {recipe.name} returns a {type(theirs).__name__}, not a list of loggers")
-        found += theirs
+    require_call(recipe.loggers, "loggers")
+    with blame(f"loggers of {recipe.name} fails"):
+        theirs = recipe.loggers()
+    if not isinstance(theirs, list | tuple):
+        raise InputError(f"loggers of {recipe.name} returns a {type(theirs).__name__}, not a list of loggers")
+    found += theirs
     require_loggers(found)
     return found
 

@@ -13,7 +13,7 @@ from tpuswarm.train.data.source import reader_lock, rows_of, source_of
 from tpuswarm.train.paths import by_path
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.compiled import Placed, with_sharding
-from tpuswarm.train.program.digest import is_another, step_digest
+from tpuswarm.train.program.digest import is_other_program, step_digest
 from tpuswarm.train.program.mesh import batch_sharding, replicated
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Batch, State, Weighted
@@ -180,7 +180,7 @@ def _has_another_program(loaded: LoadedRun) -> bool:
     train, platform = loaded.config["train"], loaded.config["chosen"]["platform"]
     names = ("batch", "precision", "clip", "freeze", "decay", "ema")
     request = Request(**{name: train.get(name) for name in names})
-    return is_another(recorded, step_digest(loaded.recipe, request, platform))
+    return is_other_program(recorded, step_digest(loaded.recipe, request, platform))
 
 
 def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, batch: int | None = None) -> Any:

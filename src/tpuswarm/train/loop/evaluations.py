@@ -17,7 +17,6 @@ from tpuswarm.train.loop.hooks import Hooks
 from tpuswarm.train.loop.progress import Progress
 from tpuswarm.train.loop.result import eval_metrics
 from tpuswarm.train.loop.saver import Saver
-from tpuswarm.train.optional import ShowsPicture
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run import best
 from tpuswarm.train.run.best import Best
@@ -117,7 +116,7 @@ class Evaluations:
 
     def _write_picture(self) -> None:
         recipe = self._session.recipe
-        if jax.process_count() == 1 and isinstance(recipe, ShowsPicture):
+        if jax.process_count() == 1:
             with blame(f"{recipe.name}.pictured failed"):
                 self._progress.outputs.write_picture(self._progress.step, recipe.pictured(self._progress.state))
 

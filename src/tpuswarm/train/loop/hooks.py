@@ -13,7 +13,6 @@ from tpuswarm.config.units import Interval, check_number, parse_every
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.look.pictures import to_picture
-from tpuswarm.train.optional import HasHooks
 from tpuswarm.train.paths import by_path
 from tpuswarm.train.recipe import Recipe, State
 from tpuswarm.train.run.best import Best
@@ -232,8 +231,6 @@ def _name_columns(numbers: Mapping[str, Any], is_evaluation: bool) -> dict[str, 
 
 
 def recipe_hooks(recipe: Recipe) -> list[Every]:
-    if not isinstance(recipe, HasHooks):
-        return []
     require_call(recipe.hooks, "hooks")
     with blame(f"hooks of {recipe.name} fails"):
         hooks = recipe.hooks()

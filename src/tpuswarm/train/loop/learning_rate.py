@@ -15,13 +15,12 @@ import numpy as np
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.feed import read_batch
 from tpuswarm.train.data.source import training_source
-from tpuswarm.train.losses import COUNTS
-from tpuswarm.train.optional import SavesMemory, SetsCompiler
+from tpuswarm.train.losses import HAS_COUNTED_ROWS
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.contract import program_of
 from tpuswarm.train.program.mesh import batch_sharding
-from tpuswarm.train.program.request import Request, default_batch, usual_request
+from tpuswarm.train.program.request import Request, default_batch, default_request
 from tpuswarm.train.recipe import Clock, Options, Recipe, Source
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.supervised_program import SupervisedProgram
@@ -61,7 +60,7 @@ def find_lr(
     options = {name: requested[name] for name in Request.__dataclass_fields__ if name in requested}
     if options.get("batch") is None:
         options["batch"] = default_batch(recipe, len(devices), options.get("accumulate"))
-    request = usual_request(recipe, **options)
+    request = default_request(recipe, **options)
     seed = recipe.defaults.get("seed", 0) if requested.get("seed") is None else requested["seed"]
     compiled = compile_step(_GrowingRate(recipe), request, devices)
     parent = requested.get("init_from")
@@ -76,7 +75,7 @@ def find_lr(
         clock = Clock(step_key, np.int32(step), np.float32(step / steps), np.float32(1))
         state, metrics = compiled.step(state, batch, clock)
         rate, loss = float(metrics["lr"]), float(metrics["loss"])
-        if not metrics.get(COUNTS, True):
+        if not metrics.get(HAS_COUNTED_ROWS, True):
             continue
         tried.append((rate, loss))
         show_progress(f"{rate:.1e}: loss {loss:.4g}")
@@ -121,10 +120,7 @@ class _GrowingRate(Recipe):
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
         self.name, self.defaults = recipe.name, recipe.defaults
-        if isinstance(recipe, SavesMemory):
-            self.forms = recipe.forms
-        if isinstance(recipe, SetsCompiler):
-            self.compiling = recipe.compiling
+        self.forms, self.compiling = recipe.forms, recipe.compiling
 
     def program(self, options: Options) -> SupervisedProgram:
         program = program_of(self._recipe, options)

@@ -26,12 +26,11 @@ from tpuswarm.train.loop.progress import Progress
 from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.loop.saver import Saver
 from tpuswarm.train.loop.session import Session
-from tpuswarm.train.losses import COUNTS
-from tpuswarm.train.optional import sampled
+from tpuswarm.train.losses import HAS_COUNTED_ROWS
 from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, set_exit_message
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import batch_sharding
-from tpuswarm.train.recipe import Metrics
+from tpuswarm.train.recipe import Metrics, sample_for_report
 from tpuswarm.train.run.directory import SAMPLE_EVENT, command_line, writing
 from tpuswarm.train.run.life import stopped_sentence
 from tpuswarm.train.storage.folders import shown
@@ -240,7 +239,7 @@ class Loop:
         if jax.process_count() > 1:
             return None
         with waiting("writing a sample"):
-            return sampled(self._session.recipe, self._progress.state)
+            return sample_for_report(self._session.recipe, self._progress.state)
 
     def _end_early(self, signal: Signals) -> str:
         """Save, if the grace period is long enough; return a sentence about it."""
@@ -279,7 +278,7 @@ class Loop:
             values = {name: float(value.item()) for name, value in metrics.items()}
         else:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not values.pop(COUNTS, True):
+        if not values.pop(HAS_COUNTED_ROWS, True):
             progress.note_once(
                 "uncounted",
                 f"no row counts in step {step} (its weights are all 0): it changes nothing; further ones are not "

@@ -14,7 +14,7 @@ from tpuswarm.train.program.contract import program_of
 from tpuswarm.train.program.request import Request, default_batch
 from tpuswarm.train.recipe import Options, Recipe, Source, default_precision
 from tpuswarm.train.run.directory import Run
-from tpuswarm.train.settings import FIXED, FREE, HABITS, count_steps, differences
+from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS, REMEMBERED_SETTINGS, count_steps, differences
 from tpuswarm.train.user_code import blame
 
 DEFAULT_STEPS = 1_000
@@ -77,7 +77,7 @@ def resolve(
             {"recipe": stored_recipe["name"], "made by": stored_recipe["target"]},
             {"recipe": recipe.name, "made by": recipe.target},
         )
-        fixed = {name: requested.get(name) for name in FIXED}
+        fixed = {name: requested.get(name) for name in FIXED_SETTINGS}
         has_schedule = getattr(program, "scheduled", True)  # other programs may use the clock's progress
         if may_grow and not has_schedule and (fixed["steps"] or 0) > stored["steps"]:
             fixed["steps"] = None
@@ -87,10 +87,12 @@ def resolve(
             changed.append("the data has changed")
     settings = {
         name: first_given(requested.get(name), stored.get(name), None if config else defaults.get(name))
-        for name in FIXED
+        for name in FIXED_SETTINGS
     }
-    settings |= {"batch": batch} | {name: requested[name] for name in FREE}
-    settings |= {name: first_given(requested[name], stored_free.get(name), defaults.get(name)) for name in HABITS}
+    settings |= {"batch": batch} | {name: requested[name] for name in CHANGEABLE_SETTINGS}
+    settings |= {
+        name: first_given(requested[name], stored_free.get(name), defaults.get(name)) for name in REMEMBERED_SETTINGS
+    }
     check_settings(settings)  # values from tokens, epochs and the recipe, too
     return Resolved(settings, source, tokens_per_row, config, changed, renamed)
 

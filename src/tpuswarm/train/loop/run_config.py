@@ -13,7 +13,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.recipe import Recipe, Source
-from tpuswarm.train.settings import FIXED, FREE
+from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS
 from tpuswarm.train.user_code import blame, file_digest
 
 LR_SCALE = "lr_scale"
@@ -29,8 +29,8 @@ def run_config(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"the options of {recipe.name} must be plain values: {error}") from error
     return {
         "recipe": {"name": recipe.name, "target": recipe.target, "options": options},
-        "train": {name: settings[name] for name in FIXED if settings[name] is not None},
-        "may_change": {name: settings[name] for name in FREE if settings[name] is not None},
+        "train": {name: settings[name] for name in FIXED_SETTINGS if settings[name] is not None},
+        "may_change": {name: settings[name] for name in CHANGEABLE_SETTINGS if settings[name] is not None},
     }
 
 

@@ -20,15 +20,14 @@ from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.resolve import first_given, held_out, request, resolve
 from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.loop.run_config import chosen_form, first_row_digest, lr_scale_after, run_config, shared_facts
-from tpuswarm.train.optional import KeepsFiles
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.numerics import changed_numerics, numerics, run_key
 from tpuswarm.train.process.stop import defer_interrupts
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.program.compiled import Compiled, compile_step, place
-from tpuswarm.train.program.digest import is_another, is_same, step_digest
+from tpuswarm.train.program.compiled import Compiled, compile_step, place_program
+from tpuswarm.train.program.digest import is_other_program, is_same_program, step_digest
 from tpuswarm.train.program.largest_batch import AUTO, largest_batch
-from tpuswarm.train.program.request import BATCH
+from tpuswarm.train.program.request import DEFAULT_BATCH
 from tpuswarm.train.recipe import Clock, Recipe, Source, State
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
@@ -68,7 +67,7 @@ class Session:
 
     def write_config(self) -> None:
         """Write the configuration, which makes the directory a run for good."""
-        if self.run.writes and isinstance(self.recipe, KeepsFiles):
+        if self.run.writes:
             with blame(f"keep of {self.recipe.name} fails"):
                 self.recipe.keep(self.run.folder)
         self.run.write_config(self.config)
@@ -136,8 +135,8 @@ def prepare(
 ) -> Session | Result:
     """Resolve every setting, compile, and restore or make the state; return a finished run without compiling.
 
-    requested: the user's settings of FIXED and FREE, None without a value; accept_code: whether to continue with a
-    program that differs from the run's. Raise InputError for impossible settings.
+    requested: values of FIXED_SETTINGS and CHANGEABLE_SETTINGS, None if the user set none; accept_code: whether to
+    continue with a program that differs from the run's. Raise InputError for impossible settings.
     """
     devices = agreement.devices(requested["devices"])
     found_batch = _find_largest_batch(run, agreement, recipe, requested, devices)
@@ -148,12 +147,12 @@ def prepare(
     with waiting(f"tracing {recipe.name}"):
         program = step_digest(recipe, request(settings), devices[0].platform)
     recorded = (config or {}).get("program", {})
-    renamed = [] if is_same(recorded, program) else resolved.renamed  # an equal program may have another name
+    renamed = [] if is_same_program(recorded, program) else resolved.renamed  # an equal program may have another name
     refuse_differences(shown(run.folder), renamed + resolved.changed)
     if settings["eval_batch"]:
         check_batch(settings["eval_batch"], len(devices), 1, name="eval_batch")
     agreement.require_equal(lambda: shared_facts(recipe, settings, source))
-    is_changed = is_another(recorded, program)
+    is_changed = is_other_program(recorded, program)
     sentence = f"{shown(run.folder)} began with a different loss, optimizer or schedule than {recipe.name} has now"
     if is_changed and not accept_code:
         raise InputError(
@@ -165,7 +164,7 @@ def prepare(
         if is_changed:
             raise InputError(f"{sentence}, and is finished: begin another run, with --init-from to take its parameters")
         with waiting(f"restoring the checkpoint of step {saved.step}"):
-            placed = place(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
+            placed = place_program(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
             state, metrics = checkpoint.restore(saved, placed.state), last_row(run.folder)
             return Result(run.folder, state, saved.step, settings["steps"], metrics, "finished", ended, None)
 
@@ -203,7 +202,7 @@ def prepare(
             "the first row of the data is not the one that this run began with: other data, another order, or random "
             "augmentation"
         )
-    if requested["batch"] is None and not config and batch != recipe.defaults.get("batch", BATCH):
+    if requested["batch"] is None and not config and batch != recipe.defaults.get("batch", DEFAULT_BATCH):
         notes.append(f"batch {batch}, a multiple of {len(devices)} devices")
     if settings["overfit_batches"]:
         notes.append(f"trains and evaluates on the first {settings['overfit_batches'] * batch:,} rows alone")

@@ -1,1 +1,1 @@
-"""A program compiled for devices: mesh, sharding, the ways to run it, and what it costs there."""
+"""Compile programs for devices, and find their cost and their faults."""

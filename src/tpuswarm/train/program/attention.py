@@ -1,37 +1,40 @@
-"""Attention kernels, for recipes whose products are softmax attention: cuDNN's on GPU, Pallas's splash on TPU.
+"""Attention kernels, cuDNN's on GPU and Pallas's splash on TPU, and layers that recompute all but attention.
 
-`request.py` chooses the form by the platform; what a kernel cannot do, a recipe computes itself (form `xla`).
+`request.py` chooses the form by the platform. A recipe computes attention that no kernel supports itself (form `xla`).
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpuswarm.train.program.remat import ATTENTION
+from tpuswarm.train.recipe import Remat
 
-LANES = 128
-"""Splash works on whole blocks of so many tokens."""
+ATTENTION = "attention"
+"""Name (`jax.ad_checkpoint.checkpoint_name`) of attention's output, which is the most expensive to recompute."""
+BLOCK_TOKENS = 128
+"""Splash works on whole blocks."""
 
 Form = Literal["xla", "cudnn", "splash"]
 
 
 def usable_form(wanted: Form, *, bf16: bool, head_width: int, queries: int, keys: int) -> Form:
-    """The wanted form where its kernel can do attention of these sizes, else `xla`.
+    """Return the wanted form if its kernel supports these sizes, else `xla`.
 
-    cuDNN's works in bf16 on heads up to 128 wide in steps of 8; splash works on whole blocks of 128 tokens. Neither
-    drops attention weights.
+    cuDNN's supports bf16 and head widths up to 128 in steps of 8; splash supports whole blocks of 128 tokens. Neither
+    supports dropout of attention weights.
     """
     cudnn = bf16 and head_width % 8 == 0 and head_width <= 128
-    splash = queries % LANES == 0 and keys % LANES == 0
+    splash = queries % BLOCK_TOKENS == 0 and keys % BLOCK_TOKENS == 0
     return wanted if {"xla": True, "cudnn": cudnn, "splash": splash}[wanted] else "xla"
 
 
 def kernel(
     q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, form: Form, *, causal: bool, scale: float
 ) -> jax.Array:
-    """Softmax attention in the form `cudnn` or `splash`; G divides H: each key is looked at by H / G heads."""
+    """Return softmax attention in the form `cudnn` or `splash`; G divides H: H / G heads share each key."""
     if form == "cudnn":
         return jax.nn.dot_product_attention(
             q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, is_causal=causal, implementation="cudnn"
@@ -40,7 +43,7 @@ def kernel(
 
 
 def _splash(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, causal: bool, scale: float) -> jax.Array:
-    """Pallas splash attention, one kernel a device: it cannot be partitioned, so it is mapped over the batch axis."""
+    """Return Pallas's splash attention: one kernel per device, mapped over the batch axis."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
     )
@@ -71,3 +74,18 @@ def _splash(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, ca
     rows = PartitionSpec(mesh.axis_names[0])
     mapped = jax.shard_map(one_device, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows, check_vma=False)
     return mapped(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK)
+
+
+def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Return `layer` with a backward pass that recomputes nothing, all but products and attention, or all of it.
+
+    `dots` keeps products with weights, which have no batch dimensions, and attention's output. It recomputes norms,
+    activations and attention's scores, for few FLOPs. The output of cuDNN's kernel has no name, so it is recomputed.
+    """
+    if remat == "none":
+        return layer
+    policies = jax.checkpoint_policies
+    kept = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENTION)
+    )
+    return jax.checkpoint(layer, policy=kept if remat == "dots" else None)

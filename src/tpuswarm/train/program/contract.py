@@ -1,4 +1,4 @@
-"""A program held to its contract (train/recipe.py) as it is placed and traced: one sentence for what is not so."""
+"""Check that a recipe and its program keep their contract (train/recipe.py); report violations in one sentence."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,41 +7,20 @@ from typing import Any
 import jax
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.optional import (
-    ComparesPublished,
-    Exports,
-    FindsCodes,
-    KeepsFiles,
-    MakesPictures,
-    Measured,
-    ReadsPublished,
-    SharesData,
-    ShowsPicture,
-    WritesText,
-)  # fmt: skip
 from tpuswarm.train.paths import array_type, first_difference, leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.recipe import Batch, Clock, Exchange, Metrics, Options, Parameter, Program, Recipe, State, Weighted
 from tpuswarm.train.user_code import blame, line_of, require_call
 
-OPTIONAL = (
-    SharesData, KeepsFiles, ReadsPublished, ComparesPublished, WritesText, MakesPictures, FindsCodes, ShowsPicture,
-    Measured, Exports,
-)  # fmt: skip
-"""What a recipe may do once there is a program: its methods are called as these protocols have them."""
-
-SHOWN = 300
-"""Letters of a pytree's structure in a sentence."""
+MAX_STRUCTURE_CHARS = 300
+"""Longest pytree structure in an error."""
 
 
 def program_of(recipe: Recipe, options: Options) -> Program:
-    """The recipe's program; InputError for what is none, and for a method that cannot be called as it will be."""
-    require_call(recipe.program, "Recipe.program", "options")
-    for protocol in OPTIONAL:
-        if isinstance(recipe, protocol):
-            for name, method in vars(protocol).items():
-                if not name.startswith("_"):
-                    require_call(getattr(recipe, name), f"Recipe.{name}", *_arguments(method))
+    """Return the recipe's program; InputError if it is none, or if a method takes other arguments."""
+    for name, method in vars(Recipe).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            require_call(getattr(recipe, name), f"Recipe.{name}", *_arguments(method))
     with blame(f"program of {recipe.name} fails"):
         program = recipe.program(options)
     if not isinstance(program, Program):
@@ -55,13 +34,13 @@ def program_of(recipe: Recipe, options: Options) -> Program:
 
 
 def _arguments(method: Any) -> list[str]:
-    """Of a method of a contract, as `require_call` takes them."""
+    """Return the argument names of a method, as `require_call` takes them."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
-    return [each.name + "=" * (each.kind is each.KEYWORD_ONLY) for each in parameters]
+    return [parameter.name + "=" * (parameter.kind is parameter.KEYWORD_ONLY) for parameter in parameters]
 
 
 def abstract_state(program: Program, name: str) -> State:
-    """Shapes and dtypes of a fresh state; InputError, naming the leaf, for what is no array of numbers."""
+    """Return shapes and dtypes of a fresh state; InputError for a leaf that is no array of numbers."""
 
     def init(key: jax.Array) -> State:
         state = program.init(key)
@@ -77,7 +56,7 @@ def abstract_state(program: Program, name: str) -> State:
 
 
 def batch_spec(program: Program, name: str, size: int) -> dict[str, Any]:
-    """Shapes and dtypes of a batch of `size` rows; InputError for what is none."""
+    """Return shapes and dtypes of a batch of `size` rows; InputError if the program returns anything else."""
     with blame(f"batch_spec of {name} fails"):
         spec = program.batch_spec(size)
     place = line_of(program.batch_spec)
@@ -96,7 +75,7 @@ def batch_spec(program: Program, name: str, size: int) -> dict[str, Any]:
 
 
 def check_exchange(program: Program, name: str, state: State) -> None:
-    """Raise InputError unless `exchange` and `parameters` tell of the same leaves of an (abstract) state."""
+    """Raise InputError unless `exchange` and `parameters` describe the same leaves of an abstract state."""
     with blame(f"exchange of {name} fails"):
         exchange = program.exchange()
         if not isinstance(exchange, Exchange):
@@ -106,26 +85,26 @@ def check_exchange(program: Program, name: str, state: State) -> None:
             )
         shared = leaf_paths(exchange.get(state))
     with blame(f"parameters of {name} fails"):
-        told = program.parameters(state)
+        parameters = program.parameters(state)
     place = line_of(program.parameters)
-    if not isinstance(told, list | tuple):
+    if not isinstance(parameters, list | tuple):
         raise InputError(
-            f"parameters of {name} returns a {type(told).__name__}, not a list of tpuswarm.Parameter{place}"
+            f"parameters of {name} returns a {type(parameters).__name__}, not a list of tpuswarm.Parameter{place}"
         )
-    for each in told:
-        if not isinstance(each, Parameter):
-            raise InputError(f"parameters of {name} returns {each!r} among others, not a tpuswarm.Parameter{place}")
-    if len(told) != len(shared):
+    for entry in parameters:
+        if not isinstance(entry, Parameter):
+            raise InputError(f"parameters of {name} returns {entry!r} among others, not a tpuswarm.Parameter{place}")
+    if len(parameters) != len(shared):
         raise InputError(
-            f"parameters of {name} returns {len(told)} entries, and the leaves of exchange().get(state) are "
-            f"{len(shared)} ({', '.join(shared)[:SHOWN]}): it returns one for each, in that order{place}"
+            f"parameters of {name} returns {len(parameters)} entries, and the leaves of exchange().get(state) are "
+            f"{len(shared)} ({', '.join(shared)[:MAX_STRUCTURE_CHARS]}): it returns one for each, in that order{place}"
         )
 
 
 def checked_step(program: Program, name: str, before: State) -> Callable[[State, Batch, Clock], tuple[State, Metrics]]:
-    """`program.step`, whose result is looked at when it is traced; before: the abstract state that it is given.
+    """Return `program.step`, whose result is checked when it is traced, with a key for each step.
 
-    Its key is made of that of its clock, which is the run's, and the number of the step.
+    before: the abstract state that it gets. The clock's key is the run's; the step's key also depends on its number.
     """
 
     def step(state: State, batch: Batch, clock: Clock) -> tuple[State, Metrics]:
@@ -144,12 +123,11 @@ def checked_step(program: Program, name: str, before: State) -> Callable[[State,
                 f"step of {name} was given {was} {path} in its state, and returns {now}: a state keeps its keys, "
                 f"shapes and dtypes{place}"
             )
-        given: Any = jax.tree.structure(before)
-        returned = jax.tree.structure(after)
+        given, returned = (str(jax.tree.structure(state)) for state in (before, after))
         if given != returned:
             raise InputError(
-                f"step of {name} returns its state as {str(returned)[:SHOWN]}, and was given {str(given)[:SHOWN]}"
-                f"{place}"
+                f"step of {name} returns its state as {returned[:MAX_STRUCTURE_CHARS]}, and was given "
+                f"{given[:MAX_STRUCTURE_CHARS]}{place}"
             )
         _check_metrics(metrics, f"step of {name}", name, place)
         return after, metrics
@@ -158,25 +136,27 @@ def checked_step(program: Program, name: str, before: State) -> Callable[[State,
 
 
 def checked_evaluate(program: Program, name: str) -> Callable[[State, Batch], Metrics]:
-    """`program.evaluate`, whose result is looked at when it is traced."""
+    """Return `program.evaluate`, whose result is checked when it is traced."""
 
     def evaluate(state: State, batch: Batch) -> Metrics:
         metrics = program.evaluate(state, batch)
-        _check_metrics(metrics, f"evaluate of {name}", name, line_of(program.evaluate), weighted=True)
+        _check_metrics(metrics, f"evaluate of {name}", name, line_of(program.evaluate), may_be_weighted=True)
         return metrics
 
     return evaluate
 
 
-def _check_metrics(metrics: Any, what: str, name: str, place: str, weighted: bool = False) -> None:
-    """Raise InputError for what are no scalars by name, `loss` among them; or Weighted, where they may be."""
+def _check_metrics(metrics: Any, method: str, name: str, place: str, may_be_weighted: bool = False) -> None:
+    """Raise InputError unless the metrics are scalars by name, `loss` among them."""
     if not isinstance(metrics, Mapping):
-        raise InputError(f"{what} returns a {type(metrics).__name__}, not a dict of metrics, `loss` among them{place}")
+        raise InputError(
+            f"{method} returns a {type(metrics).__name__}, not a dict of metrics, `loss` among them{place}"
+        )
     if "loss" not in metrics:
         there = f"only {', '.join(map(str, metrics))}" if metrics else "none at all"
-        raise InputError(f"{what} returns no metric `loss`, {there}: it is what a run is judged by{place}")
+        raise InputError(f"{method} returns no metric `loss`, {there}: a run needs it{place}")
     for key, value in metrics.items():
-        for part in value if weighted and isinstance(value, Weighted) else (value,):
+        for part in value if may_be_weighted and isinstance(value, Weighted) else (value,):
             if array_type(part) is None:
                 raise InputError(f"metric {key} of {name} is a {type(part).__name__}, it must be a scalar{place}")
             if jax.numpy.shape(part):

@@ -1,4 +1,4 @@
-"""Digest what a program computes in a step, to tell whether a run resumes with the program that began it."""
+"""Digest the computation of a step, to tell if a run resumes with the program that began it."""
 
 import hashlib
 import json
@@ -22,18 +22,18 @@ from tpuswarm.train.recipe import Clock, Options, Recipe
 
 BUILT_IN = "tpuswarm.recipes."
 """The recipes of this package change with its version alone."""
-SEEN = ("debug_callback", "debug_print")
-"""Primitives that only look."""
-NAMES = ("name", "name_and_src_info", "debug_info")
-"""Parameters of equations that name functions and their lines."""
+OBSERVERS = ("debug_callback", "debug_print")
+"""Primitives without an effect on results."""
+NAMING_PARAMS = ("name", "name_and_src_info", "debug_info")
+"""Parameters of equations that hold names of functions and their lines."""
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, str]:
-    """Return `step`, the SHA-256 of what a step does to the state, and `under`, that of the conditions of the trace.
+    """Return SHA-256 digests: `step` of the computation of a step, `under` of the conditions of the trace.
 
-    The trace is in the simplest form, on one device, so the digest does not depend on how a run is resumed. Empty for a
-    recipe of this package, and if the trace fails, which compiling reports later.
+    The trace has the simplest form, on one device, so the digests do not depend on how a run is resumed. Empty for a
+    recipe of this package, and if the trace fails; compiling reports the failure later.
     """
     if type(recipe).__module__.startswith(BUILT_IN):
         return {}
@@ -51,7 +51,7 @@ def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, st
             count = len(jax.tree.leaves(after))
             outputs = [number < count for number in range(len(traced.jaxpr.outvars))]
             traced = traced.replace(jaxpr=dce_jaxpr(traced.jaxpr, outputs, instantiate=True)[0])
-    except Exception:  # noqa: BLE001  # whatever a user's code raises: it is traced again to be compiled
+    except Exception:  # noqa: BLE001  # of a user's code; compiling raises it again
         return {}
     digest = hashlib.sha256()
     for part in _parts(traced):
@@ -64,14 +64,14 @@ def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, st
     return {"step": digest.hexdigest(), "under": under.hexdigest()}
 
 
-def is_another(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether two digests are known to be of different programs."""
-    comparable = bool(recorded) and recorded.get("under") == now.get("under")
-    return comparable and recorded.get("step") != now["step"]
+def is_other_program(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Return whether two digests are known to be of different programs."""
+    is_comparable = bool(recorded) and recorded.get("under") == now.get("under")
+    return is_comparable and recorded.get("step") != now["step"]
 
 
-def is_same(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether two digests are known to be of the same program."""
+def is_same_program(recorded: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Return whether two digests are known to be of the same program."""
     return bool(recorded) and recorded == now
 
 
@@ -102,18 +102,19 @@ def _equations(jaxpr: Jaxpr) -> Iterator[bytes]:
     numbers: dict[Any, int] = {}
 
     def names(variables: Sequence[Any]) -> str:
-        for each in variables:
-            if not isinstance(each, Literal):
-                numbers.setdefault(each, len(numbers))
+        for variable in variables:
+            if not isinstance(variable, Literal):
+                numbers.setdefault(variable, len(numbers))
         return ",".join(
-            f"{each.val!r}" if isinstance(each, Literal) else f"{numbers[each]}:{each.aval}" for each in variables
+            f"{variable.val!r}" if isinstance(variable, Literal) else f"{numbers[variable]}:{variable.aval}"
+            for variable in variables
         )
 
     yield f"{names(jaxpr.constvars)};{names(jaxpr.invars)}".encode()
     for equation in jaxpr.eqns:
-        if equation.primitive.name in SEEN:
+        if equation.primitive.name in OBSERVERS:
             continue
         inputs = names(equation.invars)
         yield f"{names(equation.outvars)}={equation.primitive.name}({inputs})".encode()
-        yield from _parts({name: each for name, each in equation.params.items() if name not in NAMES})
+        yield from _parts({name: value for name, value in equation.params.items() if name not in NAMING_PARAMS})
     yield names(jaxpr.outvars).encode()

@@ -1,9 +1,9 @@
-"""Model FLOPs of a traced program: matrix products and convolutions, two FLOPs for each multiply and add.
+"""Count the model FLOPs of a traced program: matrix products and convolutions, two for each multiply and add.
 
-Counted is what the model asks for: forward and backward pass, loops multiplied out, over all devices. Recomputation
-(`jax.checkpoint`) is not counted, nor is elementwise work such as the optimizer's. Attention counts its whole square,
-causal or not, as the usual formula does (6 N + 12 L H Q T a token: Chowdhery et al. 2022, PaLM, appendix B), whichever
-kernel computes it. The compiler's own count will not do: it counts a loop's body once.
+The count has forward and backward pass, all iterations of loops, over all devices. It has no recomputation
+(`jax.checkpoint`) and no elementwise work such as the optimizer's. Attention counts its whole square in any kernel,
+causal or not, as the usual formula does (6 N + 12 L H Q T per token: Chowdhery et al. 2022, PaLM, appendix B). The
+compiler's own count has only one iteration of a loop.
 """
 
 import math
@@ -24,24 +24,24 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from tpuswarm.train.user_code import CodeLine, is_recipe_file, recipe_line
 
 STATED = re.compile(r"\bmodel_flops_(\d+)")
-"""The scope that `stated` opens."""
+"""Scope of `stated_flops`."""
 
 RECOMPUTED = "rematted_computation"
-"""JAX's name for the scope of what a checkpoint computes again in the backward pass."""
+"""JAX's scope of recomputation in the backward pass of a checkpoint."""
 
 UNCOUNTED = ("ffi_call", "cholesky", "eigh", "lu", "qr", "svd", "triangular_solve", "scaled_matmul", "cudnn_fusion")
-"""Primitives that may hold matrix products and do not say how many."""
+"""Primitives with an unknown number of matrix products."""
 
 ATTENTION = "attention"
-"""The kind of products inside an attention kernel."""
+"""Kind of the products inside an attention kernel."""
 
 CUDNN_BTNH = 0
-"""The layout of cuDNN's attention in which heads come after tokens."""
+"""Layout of cuDNN's attention with heads after tokens."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What one equation computes: `rows` x `contracted` times `contracted` x `columns`."""
+class Contraction:
+    """The product of one equation: `rows` x `contracted` times `contracted` x `columns`."""
 
     kind: str
     """`dot`, `convolution` or `attention` (in a kernel)."""
@@ -49,35 +49,35 @@ class Shape:
     rows: tuple[int, ...]
     contracted: tuple[int, ...]
     columns: tuple[int, ...]
-    """Sizes of the axes that make each dimension, as the program has them: of the whole batch, before any sharding."""
+    """Sizes of the axes of each dimension, of the whole batch, before any sharding."""
     leading: tuple[int, int, int] = (0, 0, 0)
-    """Of rows, contracted and columns: length of an operand's first axis where it is part of them, else 0."""
+    """Length of an operand's first axis, if it is part of rows, contracted or columns; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product(Shape):
-    """A matrix product or convolution of a program; its flops are of one step, over all devices and turns of loops."""
+class Product(Contraction):
+    """A matrix product or convolution of a program; flops: of one step, over all devices and iterations of loops."""
 
     dtypes: tuple[Any, ...]
     """Of the operands."""
     trace: Any
-    """JAX's traceback of the call that the recipe made."""
+    """JAX's traceback of the recipe's call."""
     scope: str
-    """JAX's name for where it belongs: forward (`jvp()`), backward (`transpose(jvp())`), named scopes."""
+    """JAX's name stack: forward (`jvp()`), backward (`transpose(jvp())`), named scopes."""
 
     @property
     def place(self) -> CodeLine | None:
-        """Line of the recipe; None where no line of a recipe led to it."""
+        """Line of the recipe, if there is one."""
         return recipe_line(self.trace)
 
 
 @dataclass(frozen=True)
 class Flops:
-    """What one call of a program computes, over all devices."""
+    """Products of one call of a program, over all devices."""
 
     products: tuple[Product, ...]
     unknown: tuple[str, ...]
-    """What could not be counted, each in a few words with its place."""
+    """Descriptions of operations that could not be counted, with their lines."""
 
     @cached_property
     def total(self) -> int:
@@ -86,25 +86,24 @@ class Flops:
 
     @cached_property
     def least(self) -> int:
-        """FLOPs that no program can skip: of an attention kernel half, for it leaves out what a causal mask hides."""
+        """Fewest FLOPs of a program: half of attention kernels, which skip causally masked scores."""
         return sum(product.flops // (2 if product.kind == ATTENTION else 1) for product in self.products)
 
 
-def stated(flops: int) -> AbstractContextManager[None]:
-    """A scope in which a product counts `flops`, as does each of its gradients.
+def stated_flops(flops: int) -> AbstractContextManager[None]:
+    """Return a scope in which a product, and each of its gradients, counts `flops`.
 
-    Not one in a loop, a checkpoint or a jitted function in it, and not under `vmap`. For a form with more
-    multiplications than the model has, by zeros, because the hardware likes it better.
+    It has no effect on products in loops, checkpoints or jitted functions inside the scope, nor under `vmap`. For a
+    form that multiplies by zeros, to suit the hardware.
     """
     return jax.named_scope(f"model_flops_{flops}")
 
 
 def model_flops(program: ClosedJaxpr) -> Flops:
-    """The FLOPs of one call of `program`, a traced function (`jax.jit(f).trace(...).jaxpr`).
+    """Return the FLOPs of one call of `program`, a traced function (`jax.jit(f).trace(...).jaxpr`).
 
-    A `cond` counts its largest branch. A `while` loop, whose turns nobody knows, and a call that computes out of sight
-    are named in `unknown` and count nothing. Where a checkpoint's gradient is used and its result is not, or where a
-    recomputation is itself differentiated apart from its first pass, the checkpoint counts less than it would without.
+    A `cond` counts its largest branch. A `while` loop and an opaque call count nothing and appear in `unknown`. A
+    checkpoint counts too little if only its gradient is used, or if its recomputation alone is differentiated.
     """
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     unknown: dict[str, None] = {}
@@ -113,7 +112,7 @@ def model_flops(program: ClosedJaxpr) -> Flops:
 
 
 def _products(jaxpr: Jaxpr, times: int, caller: Any, unknown: dict[str, None]) -> Iterator[Product]:
-    """The products of `jaxpr` called `times` times; `caller`, where given, is the traceback of them all."""
+    """Yield the products of `jaxpr` called `times` times; `caller` replaces their tracebacks."""
     for equation in jaxpr.eqns:
         if RECOMPUTED in str(equation.source_info.name_stack):
             continue
@@ -121,9 +120,9 @@ def _products(jaxpr: Jaxpr, times: int, caller: Any, unknown: dict[str, None]) -
         count = _counter(equation)
         if count is not None:
             shape, source = count(equation), equation.source_info
-            said = STATED.search(str(source.name_stack))
+            stated = STATED.search(str(source.name_stack))
             yield Product(
-                **vars(shape) | {"flops": times * (int(said[1]) if said else shape.flops)},
+                **vars(shape) | {"flops": times * (int(stated[1]) if stated else shape.flops)},
                 dtypes=tuple(v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype")),
                 trace=caller or source.traceback,
                 scope=str(source.name_stack),
@@ -139,18 +138,18 @@ def _products(jaxpr: Jaxpr, times: int, caller: Any, unknown: dict[str, None]) -
                 unknown[f"a while loop with matrix products, its turns unknown{_at(equation, caller)}"] = None
         else:
             for body in jaxprs_in_params(params):
-                turns = times * _turns(name, params)
-                yield from _products(body, turns, library_caller(body, equation, caller), unknown)
+                repetitions = times * _repetitions(name, params)
+                yield from _products(body, repetitions, library_caller(body, equation, caller), unknown)
 
 
-def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], "Shape"] | None:
+def _counter(equation: JaxprEqn) -> Callable[[JaxprEqn], Contraction] | None:
     if equation.primitive.name != "pallas_call":
         return PRIMITIVES.get(equation.primitive.name)
     kernel = str(equation.params["name"])
     return next((count for start, count in KERNELS.items() if kernel.startswith(start)), None)
 
 
-def _turns(name: str, params: Mapping[str, Any]) -> int:
+def _repetitions(name: str, params: Mapping[str, Any]) -> int:
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
@@ -160,14 +159,14 @@ def _turns(name: str, params: Mapping[str, Any]) -> int:
 
 
 def library_caller(body: Jaxpr, equation: JaxprEqn, caller: Any) -> Any:
-    """The traceback of a call into a library, for the equations of its `body`; None where the recipe wrote them.
+    """Return the traceback of a call into a library, for the equations of its `body`; else `caller`.
 
-    JAX traces a jitted library function (jnp.einsum) once for all its callers: lines inside it may be another's. What
-    a library splits over devices (an attention kernel) is traced where nobody's line is left.
+    JAX traces a jitted library function (jnp.einsum) once for all its callers, so lines inside it may belong to
+    another. A library function mapped over devices (an attention kernel) is traced without a recipe's lines.
     """
     file = body.debug_info.func_filename
-    library = equation.primitive.name in ("jit", "pjit", "shard_map") and not (file and is_recipe_file(file))
-    return equation.source_info.traceback if caller is None and library else caller
+    is_library = equation.primitive.name in ("jit", "pjit", "shard_map") and not (file and is_recipe_file(file))
+    return equation.source_info.traceback if caller is None and is_library else caller
 
 
 def _at(equation: JaxprEqn, caller: Any) -> str:
@@ -179,8 +178,8 @@ def _shape(variable: Any) -> tuple[int, ...]:
     return variable.aval.shape
 
 
-def _dot(equation: JaxprEqn) -> Shape:
-    """Of a ragged one, whose rows come in groups, each with a matrix of its own, a row meets one of them."""
+def _dot(equation: JaxprEqn) -> Contraction:
+    """Count a product. In a ragged one, each group of rows has its own matrix."""
     ragged: Any = equation.params.get("ragged_dot_dimension_numbers")
     groups = ragged.rhs_group_dimensions if ragged else ()
     numbers = ragged.dot_dimension_numbers if ragged else equation.params["dimension_numbers"]
@@ -194,11 +193,11 @@ def _dot(equation: JaxprEqn) -> Shape:
         lhs[0] if 0 in left else 0,
         rhs[0] if 0 not in (*right, *right_batch) else 0,
     )
-    return Shape("dot", 2 * math.prod(lhs) * math.prod(columns), rows, contracted, columns, first)
+    return Contraction("dot", 2 * math.prod(lhs) * math.prod(columns), rows, contracted, columns, first)
 
 
-def _convolution(equation: JaxprEqn) -> Shape:
-    """Taps that fall on padding or between dilated elements do not count, so both gradients count as the forward."""
+def _convolution(equation: JaxprEqn) -> Contraction:
+    """Count a convolution without taps on padding or between dilated elements, so gradients count as much."""
     params = equation.params
     numbers = params["dimension_numbers"]
     lhs, rhs, out = map(_shape, (*equation.invars, *equation.outvars))
@@ -216,42 +215,44 @@ def _convolution(equation: JaxprEqn) -> Shape:
     )  # fmt: skip
     flops = 2 * batch * features * inputs * taps
     groups = params["feature_group_count"] * params["batch_group_count"]
-    return Shape("convolution", flops, (batch, *space), (inputs, *kernel), (features // groups,), (batch, inputs, 0))
+    return Contraction(
+        "convolution", flops, (batch, *space), (inputs, *kernel), (features // groups,), (batch, inputs, 0)
+    )
 
 
 def _taps(size: int, kernel: int, out: int, stride: int, padding: tuple[int, int], spread: int, dilation: int) -> int:
-    """Pairs of an output position and a kernel tap that meet an element of the input, along one axis."""
+    """Return the number of pairs of output position and kernel tap that meet an input element, along one axis."""
     at = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * dilation - padding[0]
     return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
 
 
-def _attention(equation: JaxprEqn, products: int) -> Shape:
-    """Queries ...xTxK, keys ...xSxK and values ...xSxV are the first floating-point operands of every such kernel.
+def _attention(equation: JaxprEqn, products: int) -> Contraction:
+    """Count an attention kernel: two products forward, four backward without recomputation.
 
-    Forward has two products; backward has four: what it computes again of the forward counts nothing.
+    Its first floating-point operands are queries ...xTxK, keys ...xSxK and values ...xSxV.
     """
     operands: list[Any] = [v.aval for v in equation.invars]
-    q, k, v = [each.shape for each in operands if jnp.issubdtype(each.dtype, jnp.inexact)][:3]
+    q, k, v = [operand.shape for operand in operands if jnp.issubdtype(operand.dtype, jnp.inexact)][:3]
     if equation.params.get("layout") == CUDNN_BTNH:
         q, k, v = ((B, N, T, K) for B, T, N, K in (q, k, v))
     T, K, S, V = q[-2], q[-1], k[-2], v[-1]
-    once = math.prod(q[:-2]) * T * S * (K + V)  # the mean of a product with K and one with V, two FLOPs each
-    return Shape(ATTENTION, products * once, (T,), (K,), (S,))
+    once = math.prod(q[:-2]) * T * S * (K + V)  # mean of a product with K and one with V, two FLOPs each
+    return Contraction(ATTENTION, products * once, (T,), (K,), (S,))
 
 
-PRIMITIVES: Mapping[str, Callable[[JaxprEqn], Shape]] = {
+PRIMITIVES: Mapping[str, Callable[[JaxprEqn], Contraction]] = {
     "dot_general": _dot,
     "ragged_dot_general": _dot,
     "conv_general_dilated": _convolution,
     "dot_product_attention_fwd_wrapper": partial(_attention, products=2),
     "dot_product_attention_bwd_wrapper": partial(_attention, products=4),
 }
-"""Primitive → what it computes; the last two are cuDNN's attention."""
+"""Counting functions by primitive; the last two are cuDNN's attention."""
 
-KERNELS: Mapping[str, Callable[[JaxprEqn], Shape]] = {
+KERNELS: Mapping[str, Callable[[JaxprEqn], Contraction]] = {
     f"splash_{heads}_{part}": partial(_attention, products=products)
     for heads in ("mha", "mqa")
     for part, products in (("fwd", 2), ("dkv", 4), ("dq", 0))
 }
-"""Start of a Pallas kernel's name → what it computes. The queries' gradient has a kernel of its own or not: all four
-products of the backward pass are counted with dkv, which is always there."""
+"""Counting functions by the start of a Pallas kernel's name. Not every backward pass has a dq kernel, so dkv counts
+all four products."""

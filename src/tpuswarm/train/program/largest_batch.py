@@ -1,124 +1,183 @@
-"""The largest batch that devices hold, by compiling: those of this run (`--batch auto`), or described ones (plan)."""
+"""Find the largest batch that devices hold, by compiling: of this run (`--batch auto`) or of a described TPU (plan)."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.program.compiled import (
     Compiled,
+    CompilerRefused,
     DoesNotFit,
-    Refused,
     TooLarge,
     compile_step,
     compile_traced,
     device_memory,
-    mine,
+    local_device,
     trace,
 )
-from tpuswarm.train.program.largest import largest
-from tpuswarm.train.program.request import Request, usual_request
+from tpuswarm.train.program.request import Request, default_request
 from tpuswarm.train.recipe import Recipe
 
 AUTO = "auto"
+MAX_ROWS = 2**20
+"""Largest number of rows per device to try."""
+SIGNIFICANT_BITS = 4
+"""Of the sizes to try: 1 to 16 one by one, then in steps of an eighth to a sixteenth."""
+MAX_GROWTH_FACTOR = 64
+"""From the largest size that fits to the next one to try."""
 
 
-def largest_batch(recipe: Recipe, asked: Mapping[str, Any], devices: Sequence[Any], say: Callable[[str], None]) -> int:
-    """Rows of the largest step that fits; InputError for devices that have no memory of their own, or hide it."""
+def largest_batch(recipe: Recipe, asked: Mapping[str, Any], devices: Sequence[Any], log: Callable[[str], None]) -> int:
+    """Return the rows of the largest step that fits; InputError for a CPU and for devices that hide their memory."""
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         raise InputError(f"--batch auto fills the memory of devices, and {kind} shares the machine's: give a number")
-    memory = device_memory(mine(devices))
+    memory = device_memory(local_device(devices))
     if memory is None:
         raise InputError(f"{kind} does not say how much memory it has: give --batch a number")
     names = set(Request.__dataclass_fields__) - {"batch"}
-    request = usual_request(recipe, **{name: asked[name] for name in names & asked.keys()})
-    found, _ = Sizes(recipe, request, devices, memory, say).largest()
+    request = default_request(recipe, **{name: asked[name] for name in names & asked.keys()})
+    found, _ = BatchSearch(recipe, request, devices, memory, log).find_largest()
     return found.batch
 
 
-class Sized(NamedTuple):
-    """A compiled step."""
+class CompiledBatch(NamedTuple):
+    """A step compiled for a batch; rows: of one micro-batch on one device."""
 
     rows: int
-    """Of one micro-batch on one device."""
     batch: int
     compiled: Compiled
 
 
-class Sizes:
-    """Compiles one program for the same devices in several sizes."""
+class BatchSearch:
+    """Compile one program for the same devices with several batches.
+
+    memory: bytes of one device; log is called with a line for each compilation.
+    """
 
     def __init__(
-        self, recipe: Recipe, request: Request, devices: Sequence[Any], memory: int, say: Callable[[str], None]
+        self, recipe: Recipe, request: Request, devices: Sequence[Any], memory: int, log: Callable[[str], None]
     ):
-        """memory: bytes of one device; say: told of each size."""
-        self._recipe, self._request, self._devices, self._memory, self._say = recipe, request, devices, memory, say
+        self._recipe, self._request, self._devices, self._memory, self._log = recipe, request, devices, memory, log
         self._micro_batches = request.accumulate or 1
         self.compilations = 0
 
-    def asked(self) -> Sized:
-        """The batch of the request, in as many micro-batches as it takes. Raises DoesNotFit and Refused."""
+    def compile_requested(self) -> CompiledBatch:
+        """Compile the request's batch, in as many micro-batches as it needs. Raises DoesNotFit and CompilerRefused."""
         compiled = self._compile(self._request)
         batch = self._request.batch
-        return Sized(batch // len(self._devices) // compiled.choice.accumulate, batch, compiled)
+        return CompiledBatch(batch // len(self._devices) // compiled.choice.accumulate, batch, compiled)
 
-    def largest(self) -> tuple[Sized, int | None]:
-        """The largest micro-batch, and the next size, which does not fit (None: it was not looked for).
+    def find_largest(self) -> tuple[CompiledBatch, int | None]:
+        """Return the largest micro-batch and the next size, which does not fit (None if untried).
 
-        It runs in the way that the recipe's usual batch takes: what more recomputing of layers and more micro-batches
-        cost in time, a larger batch does not bring back. Raises DoesNotFit, for one row a device, and Refused.
+        It runs with the choice for the recipe's usual batch: a larger batch does not pay for more recomputation or more
+        micro-batches. Raises DoesNotFit, if not even one row per device fits, and CompilerRefused.
         """
-        best = self._usual()
+        best = self._compile_usual()
         usual = best.compiled
 
-        def used(rows: int) -> int | None:
+        def measure(rows: int) -> int | None:
             nonlocal best
             self.compilations += 1
-            batch = self._sized(rows).batch
+            batch = self._with_rows(rows).batch
             try:
                 traced = trace(self._recipe, usual.options, usual.choice, batch, usual.mesh)
                 tried = compile_traced(traced, self._memory)
-            except Refused as error:  # a kernel that is too large at this size, where a smaller one was not
-                self._say(f"{rows} rows per device: {error}")
+            except CompilerRefused as error:  # a kernel may be too large at this size only
+                self._log(f"{rows} rows per device: {error}")
                 return None
             if not isinstance(tried, Compiled):
-                self._say(f"{rows} rows per device are too many")
+                self._log(f"{rows} rows per device are too many")
                 return None
-            self._say(f"{rows} rows per device fit")
-            best = Sized(rows, batch, tried)
+            self._log(f"{rows} rows per device fit")
+            best = CompiledBatch(rows, batch, tried)
             return tried.memory.total
 
-        _, above = largest(used, best.rows, usual.memory.total, self._memory)
+        _, above = find_largest(measure, best.rows, usual.memory.total, self._memory)
         return best, above
 
-    def _usual(self) -> Sized:
-        """The request's batch, or half of it, and so on until it fits."""
+    def _compile_usual(self) -> CompiledBatch:
+        """Compile the request's batch, or a half, a quarter and so on, until it fits."""
         rows = max(1, self._request.batch // self._micro_batches // len(self._devices))
         while True:
-            request = self._sized(rows)
+            request = self._with_rows(rows)
             try:
                 compiled = self._compile(request)
             except DoesNotFit:
                 if rows == 1:
                     raise
-                self._say(f"{rows} rows per device are too many")
+                self._log(f"{rows} rows per device are too many")
                 rows //= 2
             else:
-                self._say(f"{rows} rows per device fit")
-                return Sized(rows, request.batch, compiled)
+                self._log(f"{rows} rows per device fit")
+                return CompiledBatch(rows, request.batch, compiled)
 
     def _compile(self, request: Request) -> Compiled:
-        """What a run would find; each way that it leaves behind is told, and counted."""
-
-        def refused(tried: TooLarge) -> None:
+        def count_too_large(tried: TooLarge) -> None:
             self.compilations += 1
-            self._say(f"too large: {tried.choice.why}")
+            self._log(f"too large: {tried.choice.why}")
 
-        compiled = compile_step(self._recipe, request, self._devices, self._memory, refused)
+        compiled = compile_step(self._recipe, request, self._devices, self._memory, count_too_large)
         self.compilations += 1
         return compiled
 
-    def _sized(self, rows: int) -> Request:
+    def _with_rows(self, rows: int) -> Request:
         count = self._micro_batches
         return replace(self._request, batch=rows * len(self._devices) * count, accumulate=count)
+
+
+def next_size(rows: int) -> int:
+    """Return the next larger size to try."""
+    step = 1 << max(0, rows.bit_length() - SIGNIFICANT_BITS)
+    return (rows // step + 1) * step
+
+
+def find_largest(
+    measure: Callable[[int], int | None], start: int, start_used: int, memory: int
+) -> tuple[int, int | None]:
+    """Return the largest size that fits, and the next one, which does not (None if untried).
+
+    measure(size) compiles and returns the bytes used, None if they do not fit; `start` fits and uses `start_used`. A
+    size that does not fit costs seconds, one that fits a minute, so the search comes from above. A line through the two
+    largest known sizes predicts the memory of the next one.
+    """
+    points = [(start, start_used)]
+    too_large: int | None = None
+    size = next_size(2 * start - 1)
+    while size <= MAX_ROWS:
+        used = measure(size)
+        if used is None:
+            too_large = size
+        else:
+            points.append((size, used))
+        largest = points[-1][0]
+        if too_large == next_size(largest):
+            return largest, too_large
+        size = _size_to_try(points, too_large, memory)
+    return points[-1][0], too_large
+
+
+def _size_to_try(points: list[tuple[int, int]], too_large: int | None, memory: int) -> int:
+    largest, used = points[-1]
+    predicted = math.inf
+    if len(points) > 1:
+        before, used_before = points[-2]
+        slope = (used - used_before) / (largest - before)
+        predicted = largest + (memory - used) / slope if slope > 0 else math.inf
+    if too_large is None:
+        wanted = min(max(predicted, 1.25 * largest), MAX_GROWTH_FACTOR * largest)
+        return next(size for size in _sizes_above(largest) if size > wanted)
+    between = list(takewhile(lambda size: size < too_large, _sizes_above(largest)))
+    if between[0] <= predicted < too_large:
+        return max(size for size in between if size <= predicted)
+    return between[len(between) * 3 // 4]
+
+
+def _sizes_above(size: int) -> Iterator[int]:
+    while True:
+        size = next_size(size)
+        yield size

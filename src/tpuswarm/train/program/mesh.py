@@ -1,4 +1,4 @@
-"""Devices, the mesh over them, and where each array of a state lies."""
+"""Select devices, make the mesh over them, and shard the arrays of a state."""
 
 import math
 from collections.abc import Sequence
@@ -13,20 +13,19 @@ from tpuswarm.config.limits import parse_devices
 from tpuswarm.errors import InputError
 
 AXIS = "data"
-"""The one mesh axis: batches are split over it and, with fsdp, so are large parameters."""
+"""The mesh axis. Batches are split over it and, with fsdp, large parameters."""
 
 MIN_SHARDED_BYTES = 2**20
 """Smaller leaves are replicated under fsdp: gathering them costs more than holding them."""
 
-
-MIN_PART = 64
-"""Rows of a part: a TPU lays them out in tiles of 8, which a few rows fill badly."""
+MIN_PART_ROWS = 64
+"""Fewer rows per device would fill a TPU's tiles of 8 rows badly."""
 
 
 def select_devices(which: str | int | Sequence[int], devices: Sequence[Any]) -> list[Any]:
-    """The devices meant by `all`, a number of devices (8), or indices from 0 ([5], [0, 1]).
+    """Return `all` devices, a number of them (8), or those at indices from 0 ([5], [0, 1]).
 
-    Raises InputError for more devices than there are, and for an index out of range.
+    Raises InputError for too many devices and for an index out of range.
     """
     have = f"this machine has {len(devices)} ({devices[0].device_kind})"
     wanted = parse_devices(which)
@@ -43,27 +42,28 @@ def select_devices(which: str | int | Sequence[int], devices: Sequence[Any]) -> 
 
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:
-    """A one-axis mesh in automatic mode over `devices`; those of one host stand together, as its rows of a batch do."""
+    """Return a one-axis mesh over `devices`; devices of one host are adjacent, like its rows of a batch."""
     return Mesh(np.asarray(sorted(devices, key=lambda device: device.process_index)), (AXIS,))
 
 
 def leaf_sharding(shape: tuple[int, ...], itemsize: int, mesh: Mesh, shard: str) -> NamedSharding:
-    """Where one leaf lies: with fsdp it is split, if it is large, along its largest axis that the devices divide.
+    """Return the sharding of one leaf. Small leaves are replicated, and so are all without fsdp.
 
-    The last axis is taken where no other gives parts of MIN_PART rows: where it is split, the TPU compiler sums a
-    gradient whole on every device (all-reduce) instead of each device's part (reduce-scatter), for twice the bytes.
+    fsdp splits a large leaf along its largest axis that the number of devices divides. It takes the last axis only if
+    no other has MIN_PART_ROWS per device: with a split last axis, the TPU compiler sums whole gradients on every device
+    (all-reduce) instead of parts (reduce-scatter), for twice the bytes.
 
-    Where they divide none, their prime factors are shared out among its axes, the largest first: 128 devices split
-    [48, 1600, 4800] into 2 and 64 parts. Factors that no axis takes repeat the parts. Else it is replicated.
+    If the number divides no axis, its prime factors are spread over the axes, the largest first: 128 devices split
+    [48, 1600, 4800] into 2 and 64 parts. Parts repeat over the remaining factors.
     """
     if shard != "fsdp" or mesh.size == 1 or math.prod(shape) * itemsize < MIN_SHARDED_BYTES:
         return replicated(mesh)
     order = sorted(range(len(shape)), key=lambda axis: -shape[axis])
     divided = [axis for axis in order if shape[axis] % mesh.size == 0]
-    roomy = [axis for axis in divided if axis < len(shape) - 1 and shape[axis] >= MIN_PART * mesh.size]
+    roomy = [axis for axis in divided if axis < len(shape) - 1 and shape[axis] >= MIN_PART_ROWS * mesh.size]
     if divided:
         axis = (roomy or divided)[0]
-        return NamedSharding(mesh, PartitionSpec(*[AXIS if each == axis else None for each in range(axis + 1)]))
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
     factors = prime_factors(mesh.size)
     names = [f"{AXIS}{number}" for number in range(len(factors))]
     free, taken = dict(zip(names, factors, strict=True)), [list[str]() for _ in shape]
@@ -73,11 +73,11 @@ def leaf_sharding(shape: tuple[int, ...], itemsize: int, mesh: Mesh, shard: str)
             if left % factor == 0:
                 left //= free.pop(name)
                 taken[axis].append(name)
-    return NamedSharding(Mesh(mesh.devices.reshape(factors), names), PartitionSpec(*[tuple(each) for each in taken]))
+    return NamedSharding(Mesh(mesh.devices.reshape(factors), names), PartitionSpec(*map(tuple, taken)))
 
 
 def prime_factors(number: int) -> list[int]:
-    """In ascending order; [] of 1."""
+    """Return prime factors in ascending order."""
     found, factor = list[int](), 2
     while number > 1:
         while number % factor == 0:
@@ -88,24 +88,24 @@ def prime_factors(number: int) -> list[int]:
 
 
 def state_shardings(state: Any, mesh: Mesh, shard: str) -> Any:
-    """A NamedSharding for every leaf of an (abstract) state."""
+    """Return a sharding for every leaf of a state, which may be abstract."""
     return jax.tree.map(lambda leaf: leaf_sharding(leaf.shape, leaf.dtype.itemsize, mesh, shard), state)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows are split over all devices."""
+    """Split rows over all devices."""
     return NamedSharding(mesh, PartitionSpec(AXIS))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """Put the whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def gathered(weights: jax.Array) -> jax.Array:
-    """`weights` whole on every device, where a mesh is visible: for the place where a sharded weight is used.
+    """Return `weights` whole on every device of the visible mesh, for use of a sharded weight.
 
-    Left to itself the partitioner may move activations instead, which are larger. Without fsdp this does nothing.
+    The partitioner might move activations instead, which are larger. Without fsdp or a mesh this does nothing.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return weights
@@ -114,21 +114,21 @@ def gathered(weights: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered_as(weights: jax.Array, dtype: Any) -> jax.Array:
-    """`weights` rounded to `dtype` and gathered so, then in their own dtype again; their gradient is not rounded.
+    """Return `weights` rounded to `dtype`, gathered, and cast back; their gradient is not rounded.
 
-    In bfloat16 half the bytes travel, and what is added up from many uses, chunk by chunk, stays exact.
+    Gathering in bfloat16 moves half the bytes, while gradients of many uses, chunk by chunk, add up exactly.
     """
     return gathered(weights.astype(dtype)).astype(weights.dtype)
 
 
-def _backward(dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (gathered(gradient),)  # whole until all uses are added up: else it is reduced in every chunk
+def _gathered_as_backward(dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (gathered(gradient),)  # replicated, or every chunk would reduce it over the devices
 
 
-gathered_as.defvjp(lambda weights, dtype: (gathered_as(weights, dtype), None), _backward)
+gathered_as.defvjp(lambda weights, dtype: (gathered_as(weights, dtype), None), _gathered_as_backward)
 
 
 def bytes_per_device(state: Any) -> int:
-    """Bytes of an (abstract) state that one device holds."""
+    """Return the bytes of a state on one device; the state may be abstract."""
     leaves = jax.tree.leaves(state)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -1,4 +1,4 @@
-"""What is asked of a program, and the ways to run it on given devices, best first."""
+"""Describe a requested program, and list choices of how to run it, best first."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,24 +8,23 @@ from typing import Any, Literal
 from tpuswarm.config.limits import check_settings
 from tpuswarm.train.recipe import Options, Recipe, Remat, default_precision
 
-BATCH = 32
-"""Rows of a step for a recipe that wants no number of its own."""
+DEFAULT_BATCH = 32
+"""Rows of a step for a recipe without a default."""
 
-STATE_SHARE = 0.6
-"""With `auto`, a replicated state may take this share of a device's memory; activations need the rest."""
-
+MAX_REPLICATED_STATE_SHARE = 0.6
+"""With `auto`, a replicated state takes at most this share of a device's memory; activations need the rest."""
 
 REMATS: Mapping[Remat, str] = {
     "none": "",
     "dots": ", layers recomputed but for their products",
     "full": ", layers recomputed",
 }
-"""From the one that takes no time to the one that takes no memory, with the words for it."""
+"""Recomputation from fastest to smallest, with its description."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks of a program; None leaves accumulate to `compile_step`, and precision to the platform."""
+    """The user's request; None leaves accumulate to `compile_step`, and precision to the platform."""
 
     batch: int
     shard: str = "auto"
@@ -37,7 +36,7 @@ class Request:
     ema: float | None = None
 
     def options(self, platform: str, kind: str) -> Options:
-        """The program's options on devices of this platform and kind, before any choice that depends on memory."""
+        """Return the program's options on this platform and kind of device, before choices that depend on memory."""
         precision: Any = self.precision or default_precision(platform)
         check_settings({"precision": precision})
         attention, loop = attention_and_loop(platform, kind)
@@ -53,22 +52,22 @@ class Request:
         )
 
 
-def usual_request(recipe: Recipe, **asked: Any) -> Request:
-    """What the trainer asks for: what is asked (None is not), and what the recipe wants where nothing is."""
-    wanted = ("batch", "accumulate", "clip", "freeze", "decay", "ema")
-    usual = {"batch": BATCH} | {name: recipe.defaults[name] for name in wanted if name in recipe.defaults}
-    return Request(**usual | {name: value for name, value in asked.items() if value is not None})
+def default_request(recipe: Recipe, **asked: Any) -> Request:
+    """Return the user's request, with the recipe's defaults for settings that are None."""
+    names = ("batch", "accumulate", "clip", "freeze", "decay", "ema")
+    defaults = {"batch": DEFAULT_BATCH} | {name: recipe.defaults[name] for name in names if name in recipe.defaults}
+    return Request(**defaults | {name: value for name, value in asked.items() if value is not None})
 
 
 def default_batch(recipe: Recipe, devices: int, accumulate: int | None) -> int:
-    """The recipe's batch, or the next larger one that the devices and micro-batches (None: the recipe's) divide."""
+    """Return the recipe's batch, rounded up to a multiple of devices and micro-batches (default: the recipe's)."""
     unit = devices * (accumulate or recipe.defaults.get("accumulate") or 1)
-    return math.ceil(int(recipe.defaults.get("batch", BATCH)) / unit) * unit
+    return math.ceil(int(recipe.defaults.get("batch", DEFAULT_BATCH)) / unit) * unit
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a program, with the reason for it in words."""
+    """How to run a program, and why, in words."""
 
     shard: Literal["replicate", "fsdp"]
     remat: Remat
@@ -77,10 +76,9 @@ class Choice:
 
 
 def attention_and_loop(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:
-    """Attention and layer loop for a platform and its kind of device.
+    """Return attention and layer loop for a platform and its kind of device.
 
-    cuDNN's kernel and an unrolled loop on GPU; on TPU a scanned loop and, from v4 on, the splash kernel (on v2 and v3
-    its compiler refuses the kernel's matmuls); on CPU plain XLA.
+    The compiler of TPU v2 and v3 refuses the matmuls of the splash kernel.
     """
     if platform == "gpu":
         return "cudnn", "unroll"
@@ -91,38 +89,40 @@ def attention_and_loop(platform: str, kind: str) -> tuple[Literal["xla", "cudnn"
 
 def choices(
     request: Request,
-    honoured: Sequence[str],
+    forms: Sequence[str],
     platform: str,
     kind: str,
     devices: int,
     state_bytes: int,
     memory_bytes: int | None,
 ) -> Iterator[Choice]:
-    """Ways to run, best first: no recomputation before some, replicated before sharded, then smaller micro-batches.
+    """Yield choices, best first: no recomputation before some, replicated before sharded, then smaller micro-batches.
 
-    honoured: `forms` of the recipe (optional.py); what is neither there nor asked is not tried.
+    forms: of the recipe (Recipe.forms); the only ones to try unless the request names others.
     """
-    many = devices > 1
+    has_many = devices > 1
     held = f"{state_bytes / 2**30:.2f} GiB of state"
     shards: list[tuple[Literal["replicate", "fsdp"], str]]
-    if request.shard == "replicate" or not many:
-        shards = [("replicate", "replicated" if many else "one device")]
+    if request.shard == "replicate" or not has_many:
+        shards = [("replicate", "replicated" if has_many else "one device")]
     elif request.shard == "fsdp":
         shards = [("fsdp", "sharded, as asked")]
-    elif memory_bytes is None or state_bytes <= STATE_SHARE * memory_bytes:
+    elif memory_bytes is None or state_bytes <= MAX_REPLICATED_STATE_SHARE * memory_bytes:
         shards = [("replicate", f"replicated: {held}"), ("fsdp", f"sharded: {held} plus activations is too much")]
     else:
-        shards = [("fsdp", f"sharded: {held} is over {STATE_SHARE:.0%} of {memory_bytes / 2**30:.2f} GiB")]
+        shards = [
+            ("fsdp", f"sharded: {held} is over {MAX_REPLICATED_STATE_SHARE:.0%} of {memory_bytes / 2**30:.2f} GiB")
+        ]
     remats = list(REMATS)
-    if "remat" not in honoured:
+    if "remat" not in forms:
         remats = ["none"]
-    elif platform == "tpu" and kind in ("TPU v2", "TPU v3"):  # without a kernel all scores of all layers would be kept
+    elif platform == "tpu" and kind in ("TPU v2", "TPU v3"):  # without a kernel, all layers would keep their scores
         remats.remove("none")
     accumulate = request.accumulate or 1
     for shard, why in shards:
         for remat in remats:
             yield Choice(shard, remat, accumulate, why + REMATS[remat])
-    if request.accumulate is None and "accumulate" in honoured:
+    if request.accumulate is None and "accumulate" in forms:
         rows = request.batch // devices
         small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
         for count in sorted({*small, *(rows // count for count in small)} - {1}):

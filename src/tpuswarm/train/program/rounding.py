@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 that keeps sums of gradients in float32."""
+"""Keep sums of gradients in float32 when values are rounded to bfloat16."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,24 +8,23 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 MAX_TERMS = 256
-"""Terms of a sum in bfloat16, of 8 significant bits, above which small ones are lost."""
-SUMS, SCATTERED = ("reduce_sum", "cumsum", "reduce_window_sum"), ("scatter-add",)
-"""Primitives that add: each number of the result has many terms, or as many as there are equal indices."""
-INSIDE = ("jit", "pjit", "closed_call", "remat2", "scan", "while", "cond", "custom_jvp_call")
-"""Primitives whose inner programs are rewritten; kernels and the bodies of a shard_map are not."""
+"""A longer sum in bfloat16, which has 8 significant bits, loses small terms."""
+SUM_PRIMITIVES, SCATTER_PRIMITIVES = ("reduce_sum", "cumsum", "reduce_window_sum"), ("scatter-add",)
+"""Primitives that add: a result of the first has many terms, one of the second as many as equal indices."""
+OUTER_PRIMITIVES = ("jit", "pjit", "closed_call", "remat2", "scan", "while", "cond", "custom_jvp_call")
+"""Primitives whose inner programs are rewritten, unlike those of kernels and shard_map."""
 
 
-def widened(values: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_then_round(values: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcast `values` to the shape of `like`, then round them to its dtype.
 
-    The other way round a bias's gradient would be summed over all rows in bfloat16, where a sum of 256 terms has lost
-    most of their digits.
+    If a bias were rounded first, its gradient would be a sum over all rows in bfloat16.
     """
     return jnp.broadcast_to(values, like.shape).astype(like.dtype)
 
 
 def sums_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its sums of many bfloat16 numbers made in float32 and rounded once, as PyTorch does.
+    """Return `function` with long sums of bfloat16 numbers computed in float32 and rounded once, as in PyTorch.
 
     JAX sums in bfloat16 in the gradient of a broadcast, such as a bias, a scale or an embedding.
     """
@@ -39,21 +38,21 @@ def sums_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_long_sum(equation: JaxprEqn) -> bool:
-    """Whether an equation sums more than MAX_TERMS bfloat16 numbers to one."""
+    """Return whether an equation sums more than MAX_TERMS bfloat16 numbers to one."""
     name = equation.primitive.name
-    given: Any = equation.outvars[0].aval if equation.outvars else None
-    if name not in SUMS + SCATTERED or given.dtype != jnp.bfloat16:
+    result: Any = equation.outvars[0].aval if equation.outvars else None
+    if name not in SUM_PRIMITIVES + SCATTER_PRIMITIVES or result.dtype != jnp.bfloat16:
         return False
-    taken: Any = equation.invars[0].aval
+    operand: Any = equation.invars[0].aval
     if name == "cumsum":
-        return bool(taken.shape[equation.params["axis"]] > MAX_TERMS)
-    return name in SCATTERED or taken.size > MAX_TERMS * max(given.size, 1)
+        return bool(operand.shape[equation.params["axis"]] > MAX_TERMS)
+    return name in SCATTER_PRIMITIVES or operand.size > MAX_TERMS * max(result.size, 1)
 
 
 def _wide(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
     """Rewrite the long sums of a program; return the same object if it has none, so that JAX lowers it once.
 
-    done: results by the id of the program.
+    done: results by id of the program.
     """
     if id(jaxpr) not in done:
         equations = [_wide_equation(equation, done) for equation in jaxpr.eqns]
@@ -64,10 +63,10 @@ def _wide(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
 
 def _wide_equation(equation: JaxprEqn, done: dict[int, Jaxpr]) -> JaxprEqn:
     if is_long_sum(equation):
-        shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in equation.invars]  # type: ignore[attr-defined]
+        shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]  # type: ignore[attr-defined]
         (call,) = jax.make_jaxpr(jax.jit(_in_float32(equation)))(*shapes).eqns
         return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
-    if equation.primitive.name not in INSIDE:
+    if equation.primitive.name not in OUTER_PRIMITIVES:
         return equation
     params = {name: _inside(value, done) for name, value in equation.params.items()}
     is_same = all(params[name] is value for name, value in equation.params.items())
@@ -76,8 +75,8 @@ def _wide_equation(equation: JaxprEqn, done: dict[int, Jaxpr]) -> JaxprEqn:
 
 def _in_float32(equation: JaxprEqn) -> Callable[..., jax.Array]:
     def summed(*args: jax.Array) -> jax.Array:
-        args = tuple(each.astype(jnp.float32) if each.dtype == jnp.bfloat16 else each for each in args)
-        if equation.primitive.name in SCATTERED:  # its parameters hold the addition in bfloat16, too
+        args = tuple(arg.astype(jnp.float32) if arg.dtype == jnp.bfloat16 else arg for arg in args)
+        if equation.primitive.name in SCATTER_PRIMITIVES:  # its parameters hold an addition in bfloat16
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             operand, indices, updates = args
             result = jax.lax.scatter_add(operand, indices, updates, **{name: equation.params[name] for name in names})

@@ -1,7 +1,7 @@
-"""Products that leave a TPU's matrix unit half empty.
+"""Find products that leave a TPU's matrix unit half empty.
 
 A matrix unit multiplies `unit` x `unit` numbers at a time (tpuswarm.catalog: 128, since v6e 256). It holds a tile of
-one operand, contracted x columns, and the rows of the other run through it (Jouppi et al. 2017, section 2): both sides
+one operand, contracted x columns, and the rows of the other run through it (Jouppi et al. 2017, section 2). Both sides
 of the tile are padded to the unit, and fewer rows than the unit do not hide the loading of the next tile.
 """
 
@@ -14,9 +14,9 @@ from tpuswarm.config.formatting import format_share
 from tpuswarm.train.program.flops import Flops, Product
 from tpuswarm.train.user_code import CodeLine
 
-HALF = 0.5
-WASTE = 0.05
-"""Of the matrix unit's time: what is lost at a smaller place is noise."""
+MAX_FILL = 0.5
+MIN_WASTE_SHARE = 0.05
+"""Smallest reported waste at one line, as a share of the matrix unit's time."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Underfilled:
     fill: float
     """Share of the unit that these products use."""
     waste: float
-    """Share of the unit's time in the whole step that is lost so."""
+    """Share of the unit's time in the whole step that these products waste."""
 
     def __str__(self) -> str:
         return (
@@ -39,32 +39,32 @@ class Underfilled:
 
 
 def underfilled(flops: Flops, unit: int, batch: int, devices: int) -> list[Underfilled]:
-    """What wastes most, first.
+    """Return the lines with the most waste first.
 
-    unit: side of the matrix unit; batch: rows of a micro-batch over all `devices`: that axis is divided among them.
+    unit: side of the matrix unit; batch: rows of a micro-batch over all `devices`, which share that axis.
     """
     found: dict[tuple[CodeLine | None, int], list[tuple[float, float]]] = defaultdict(list)
-    everything = 0.0
+    total_time = 0.0
     for product in flops.products:
         sizes = _on_a_device(product, batch, devices)
         if 1 in sizes:
-            continue  # with a vector, the compiler leaves the matrix unit alone
+            continue  # the compiler does not use the matrix unit for vectors
         fill = _fill(sizes, unit)
         time = product.flops / fill
-        everything += time
-        if fill <= HALF:
+        total_time += time
+        if fill <= MAX_FILL:
             worst = min(sizes, key=lambda size: _padded(size, unit))
             found[product.place, worst].append((product.flops, time))
     places = []
     for (place, size), products in found.items():
-        useful, time = (sum(each) for each in zip(*products, strict=True))
-        if time - useful >= WASTE * everything:
-            places.append(Underfilled(place, size, unit, useful / time, (time - useful) / everything))
-    return sorted(places, key=lambda each: -each.waste)
+        useful, time = map(sum, zip(*products, strict=True))
+        if time - useful >= MIN_WASTE_SHARE * total_time:
+            places.append(Underfilled(place, size, unit, useful / time, (time - useful) / total_time))
+    return sorted(places, key=lambda line: -line.waste)
 
 
 def _on_a_device(product: Product, batch: int, devices: int) -> list[int]:
-    """Rows, contracted and columns; the one that holds the batch's axis is divided among the devices."""
+    """Return rows, contracted and columns on one device: it has a part of the batch's axis."""
     sizes = [math.prod(axes) for axes in (product.rows, product.contracted, product.columns)]
     if batch in product.leading:
         sizes[product.leading.index(batch)] //= devices
@@ -72,7 +72,7 @@ def _on_a_device(product: Product, batch: int, devices: int) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], unit: int) -> float:
-    """Share of the unit in use, with either operand as the one that is held: the compiler chooses."""
+    """Return the share of the unit in use, for the better choice of the operand to hold."""
     rows, contracted, columns = sizes
     held = max(
         _padded(columns, unit) * min(1.0, rows / unit),

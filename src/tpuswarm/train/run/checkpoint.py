@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.paths import by_path, other_model
+from tpuswarm.train.paths import by_path, describe_mismatch
 from tpuswarm.train.process.atomic import fsync_path, write_atomically
 from tpuswarm.train.run.directory import writing
 
@@ -254,7 +254,7 @@ def restore(saved: Saved, abstract: Any) -> Any:
     args = ocp.checkpoint_utils.construct_restore_args(abstract)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         there, here = _shapes(orbax.metadata(path).item_metadata.tree), _shapes(abstract)
-        if different := other_model(there, here):
+        if different := describe_mismatch(there, here):
             raise RunFailed(f"checkpoint {saved.folder} holds a different model: {different}")
         return orbax.restore(path, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
 

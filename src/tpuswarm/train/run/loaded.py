@@ -9,11 +9,10 @@ import jax
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import place_array
-from tpuswarm.train.optional import ComparesPublished, ReadsPublished, identity_of
-from tpuswarm.train.paths import by_path, matching, other_model
-from tpuswarm.train.program.compiled import Placed, place
+from tpuswarm.train.paths import by_path, describe_mismatch, match_paths
+from tpuswarm.train.program.compiled import Placed, place_program
 from tpuswarm.train.program.request import Request
-from tpuswarm.train.recipe import Recipe, State
+from tpuswarm.train.recipe import Recipe, State, supports
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import best_checkpoint
 from tpuswarm.train.run.directory import read_config
@@ -68,7 +67,7 @@ def load_run(
         recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
-    placed = place(recipe, Request(**{name: train.get(name) for name in names}), devices)
+    placed = place_program(recipe, Request(**{name: train.get(name) for name in names}), devices)
     return LoadedRun(folder, config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
 
 
@@ -84,7 +83,7 @@ def initial_parameters(
     folder = parent_folder(parent)
     theirs: Mapping[str, Any]
     if folder is None:
-        if not isinstance(recipe, ReadsPublished):
+        if not supports(recipe, "load_shared"):
             raise not_a_run(parent, recipe.name)
         agree(lambda: _digest_fact(parent, _published_digest(recipe, parent)))
         theirs = by_path(recipe.load_shared(parent, onto.program.exchange().get(onto.state)))
@@ -95,7 +94,7 @@ def initial_parameters(
     names = [parameter.path for parameter in onto.program.parameters(onto.state)]
     is_wanted = [True] * len(names)
     if only is not None:  # statistics are matched like the parameters of their layer
-        matches = matching([*names, *(name.removeprefix("extra/") for name in names)], only, "init-only")
+        matches = match_paths([*names, *(name.removeprefix("extra/") for name in names)], only, "init-only")
         is_wanted = [any(pair) for pair in zip(matches[: len(names)], matches[len(names) :], strict=True)]
     ours = {path: leaf for (path, leaf), wanted in zip(leaves.items(), is_wanted, strict=True) if wanted}
     if folder is not None:
@@ -128,7 +127,7 @@ def _read_shared(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Ma
 
 
 def _published_digest(recipe: Recipe, parent: str) -> str:
-    if not isinstance(recipe, ComparesPublished):
+    if not supports(recipe, "shared_digest"):
         raise InputError(
             f"{recipe.name} has no shared_digest, by which hosts compare their {parent}: define it next to "
             "load_shared, or start from a run"
@@ -157,15 +156,14 @@ def _read_shared_by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agre
 
 def _refuse_other_meaning(folder: Path, recipe: Recipe, theirs: Mapping[str, Any]) -> None:
     """Raise InputError if an option, the tokenizer for example, gives the run's parameters another meaning."""
-    names = identity_of(recipe)
-    there, here = ({name: options.get(name) for name in names} for options in (theirs, recipe.options()))
+    there, here = ({name: options.get(name) for name in recipe.identity} for options in (theirs, recipe.options()))
     if found := differences(there, here):
         raise InputError(f"the parameters of {shown(folder)} do not fit this recipe: {'; '.join(found)}")
 
 
 def _refuse_other_shapes(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     there, here = ({name: leaf.shape for name, leaf in tree.items()} for tree in (theirs, ours))
-    if different := other_model(there, here, "parameters"):
+    if different := describe_mismatch(there, here, "parameters"):
         raise InputError(f"{shown(folder)} holds a different model: {different}")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.optional import DescribesPublished, ReadsPublished, identity_of
+from tpuswarm.train.recipe import Recipe, supports
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.storage.copy import bring
@@ -43,11 +43,13 @@ def parent_options(parent: str, maker: Any) -> dict[str, Any]:
     """
     folder = parent_folder(parent)
     if folder is None:
-        if isinstance(maker, type) and not issubclass(maker, ReadsPublished):
-            raise not_a_run(parent, getattr(maker, "name", maker.__name__))
-        return maker.options_at(parent) if isinstance(maker, DescribesPublished) else {}
+        if not isinstance(maker, type) or not issubclass(maker, Recipe):
+            return {}
+        if not supports(maker, "load_shared"):
+            raise not_a_run(parent, maker.name)
+        return maker.options_at(parent)
     options = read_config(folder)["recipe"]["options"]
-    return {name: value for name, value in options.items() if name in identity_of(maker)}
+    return {name: value for name, value in options.items() if name in getattr(maker, "identity", ())}
 
 
 def not_a_run(parent: str, name: str) -> InputError:

@@ -13,7 +13,7 @@ from safetensors.numpy import save as to_bytes
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.entry_point import entry_point
-from tpuswarm.train.paths import by_path, leaf_paths, other_model
+from tpuswarm.train.paths import by_path, describe_mismatch, leaf_paths
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.run import checkpoint
@@ -136,6 +136,6 @@ def _to_nested_dicts(arrays: Mapping[str, np.ndarray]) -> Any:
 
 def _like(arrays: Mapping[str, np.ndarray], like: Any, place: str) -> Any:
     there, here = ({path: np.shape(leaf) for path, leaf in tree.items()} for tree in (arrays, by_path(like)))
-    if different := other_model(there, here):
+    if different := describe_mismatch(there, here):
         raise InputError(f"{place} holds another tree: {different}")
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in here])

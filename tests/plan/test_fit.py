@@ -36,7 +36,7 @@ REQUESTS = {
     "refused": request("refused", "v5e-1", batch=128),
     "large evaluation": request("evaluated", "v5e-1", batch=1024),
     "refused evaluation": request("evaluated", "v5e-1", {"refused": "true"}, batch=128),
-    "too large": request("gpt2-tiny", "v2-8", {**GPT2, "layers": "40000"}, batch=8),
+    "too large": request("gpt2-tiny", "v2-8", {**GPT2, "layers": "60000"}, batch=8),
     "bad trace": request("bad_trace", "v5e-1"),
     "frozen": request("two_layers", "v5e-1", batch=8, freeze="first"),
     "indivisible": request("two_layers", "v5e-8", batch=8),

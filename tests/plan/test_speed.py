@@ -98,4 +98,4 @@ def test_replicated_state_that_is_too_large_can_be_split():
 
 def test_needed_memory_is_read_in_tebibytes():
     refusal = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (8.00T) "
-    assert compiled.needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40
+    assert compiled.parse_needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40

@@ -25,15 +25,15 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})
 def go_on():
     signal.sigwait({{signal.SIGUSR1}})
 
-with waiting("reading the data", short=0.0) as far:
+with waiting("reading the data", delay_s=0.0) as far:
     go_on()
     far("3 of 7 files")
     go_on()
 live = show_view()
 stderr_console().print("something happened")
-with waiting("evaluating", short=0.1):
+with waiting("evaluating", delay_s=0.1):
     go_on()
-with waiting("something short", short=3600):
+with waiting("something short", delay_s=3600):
     pass
 go_on()
 live.stop()
@@ -43,7 +43,7 @@ READS = f"""{HEAD}
 interrupts = InterruptHandler()
 try:
     live = show_view()
-    with waiting("a wait", short=0.0):
+    with waiting("a wait", delay_s=0.0):
         %s
     live.stop()
     print("it is over")
@@ -93,7 +93,7 @@ def test_typed_text_is_hidden_only_while_a_view_is_drawn(tmp_path, then, code):
 
 
 def test_nothing_is_written_elsewhere_and_errors_pass(capsys):
-    with pytest.raises(KeyError), waiting("reading the data", short=0.0) as far:
+    with pytest.raises(KeyError), waiting("reading the data", delay_s=0.0) as far:
         far("half")
         raise KeyError("x")
     assert capsys.readouterr() == ("", "")

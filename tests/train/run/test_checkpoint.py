@@ -38,7 +38,7 @@ def save_steps(folder, steps, keep=3):
     for step in steps:
         checkpoints.save(step, state(step), {"wall_s": float(step)})
     checkpoints.wait()
-    assert checkpoints.seconds > 0
+    assert checkpoints.last_save_s > 0
     checkpoints.close()
 
 

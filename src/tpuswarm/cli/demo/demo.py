@@ -50,7 +50,7 @@ def demo(
         err=True,
     )
     platform.load_jax()
-    with waiting("loading Ray", short=0.0):
+    with waiting("loading Ray", delay_s=0.0):
         from tpuswarm.cli.train.train import print_swarm_result
         from tpuswarm.recipes.gpt2.recipe import GPT2
         from tpuswarm.swarm.storage.store import Store

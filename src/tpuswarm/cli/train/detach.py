@@ -42,7 +42,7 @@ def start_detached(options: TrainOptions, hosts: int | None, as_json: bool) -> N
         log_start = log.tell()
         try:
             process = _start_process(folder, options.folder is None, log)
-            with waiting(f"starting {options.recipe.name} in {folder}", short=0.0):
+            with waiting(f"starting {options.recipe.name} in {folder}", delay_s=0.0):
                 while process.poll() is None and not _has_made_step(folder, started_at):
                     time.sleep(POLL_INTERVAL_S)
         except Interrupted as interrupted:

@@ -163,7 +163,7 @@ def _print_dry_run(facts: dict[str, str], as_json: bool) -> None:
 
 def _make_trainer(options: TrainOptions, **more: Any) -> Any:
     platform.load_jax()
-    with waiting("loading JAX's libraries", short=0.0):
+    with waiting("loading JAX's libraries", delay_s=0.0):
         from tpuswarm.train.trainer import Trainer
 
     return Trainer(**{name: getattr(options.table, name) for name in TRAINER_OPTIONS}, **more)
@@ -190,7 +190,7 @@ def _train_swarm(options: TrainOptions, as_json: bool) -> int | None:
     """Train in several processes; return the signal that stopped them."""
     table = options.table
     settings = _make_trainer(options).settings(table.steps, table.batch, options.parent, table.init_only)
-    with waiting("loading Ray", short=0.0):
+    with waiting("loading Ray", delay_s=0.0):
         from tpuswarm.swarm.supervision import decide, start
     swarm = decide.SwarmOptions(**options.swarm or {})
     result = start.train(options.recipe, swarm, settings, table.tokens, table.epochs, options.folder)

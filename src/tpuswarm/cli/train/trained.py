@@ -198,7 +198,7 @@ def load(run: str, data: str | None, best: bool = False) -> Any:
     folder = bring(run, whole=True) if is_url(run) else Path(find_run(run))
     is_swarm = "swarm" in read_config(folder)
     platform.load_jax()
-    with waiting(f"reading {shown(folder)}", short=0.0):
+    with waiting(f"reading {shown(folder)}", delay_s=0.0):
         from tpuswarm.swarm.storage.load import load_swarm
         from tpuswarm.train.run.loaded import load_run
 

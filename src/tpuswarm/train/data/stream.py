@@ -76,7 +76,7 @@ class StreamSource:
             self._items, self._buffer, self._last_item = iter(()), [], None
             self._next_row, self._positions = 0, []
         if start - self._next_row > MIN_REPORTED_ROWS:
-            with waiting(f"reading {start - self._next_row:,} rows of the stream again", short=0.0):
+            with waiting(f"reading {start - self._next_row:,} rows of the stream again", delay_s=0.0):
                 self._skip(start - self._next_row)
         else:
             self._skip(start - self._next_row)

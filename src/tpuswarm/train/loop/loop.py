@@ -245,7 +245,7 @@ class Loop:
         """Save, if the grace period is long enough; return a sentence about it."""
         progress, checkpoints = self._progress, self._saver.checkpoints
         left_s = max(0.0, self._session.settings["grace"] - self._agreement.seconds_since_signal())
-        decision = decide_stop(signal, checkpoints.seconds, checkpoints.busy, left_s)
+        decision = decide_stop(signal, checkpoints.last_save_s, checkpoints.is_saving, left_s)
         decision = StopDecision(*self._agreement.broadcast("deciding how to stop", decision))
         if decision.save:
             self._saver.save(wait=True)

@@ -232,7 +232,7 @@ def _find_largest_batch(
     requested["batch"] = None
     if run.config() is not None:
         return []  # the run has a batch
-    with waiting(f"looking for the largest batch of {recipe.name}", short=0.0) as show_progress:
+    with waiting(f"looking for the largest batch of {recipe.name}", delay_s=0.0) as show_progress:
         found = largest_batch(recipe, requested, devices, show_progress)
     requested["batch"] = agreement.broadcast("looking for the largest batch", found)
     return [f"batch {requested['batch']:,}, the largest that fits"]

@@ -49,7 +49,7 @@ def load_jax() -> None:
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not (has_tpu() or has_gpu()):
         keep_freed_memory()  # before a second thread starts
     try:
-        with waiting("loading JAX", short=0.0):
+        with waiting("loading JAX", delay_s=0.0):
             import jax  # noqa: F401
     except ValueError as error:
         raise InputError(f"JAX does not take an environment variable: {error}; correct or unset it") from error

@@ -25,8 +25,8 @@ def stderr_console() -> "Console":
 
 
 @contextmanager
-def waiting(what: str, short: float = DISPLAY_DELAY_S) -> Iterator[Callable[[str], None]]:
-    """On a terminal, show a wait and its duration once it takes longer than `short` seconds.
+def waiting(what: str, delay_s: float = DISPLAY_DELAY_S) -> Iterator[Callable[[str], None]]:
+    """On a terminal, show a wait and its duration once it takes longer than `delay_s`.
 
     Yields a function that takes the progress as text.
     """
@@ -34,10 +34,10 @@ def waiting(what: str, short: float = DISPLAY_DELAY_S) -> Iterator[Callable[[str
     if not sys.stderr.isatty():
         yield line.set_progress
         return
-    timer = threading.Timer(short, line.show)
+    timer = threading.Timer(delay_s, line.show)
     timer.daemon = True
     with defer_interrupts():  # an interrupt in between would leave the region drawn for ever
-        if short:
+        if delay_s:
             timer.start()
         else:
             line.show()

@@ -72,9 +72,9 @@ _MANIFEST = TypeAdapter(_Manifest)
 class Checkpoints:
     """The checkpoints of a run; saves one at a time. Several hosts save their shards together, at the same steps."""
 
-    def __init__(self, folder: Path, keep: int, seconds: float | None = None, leads: bool = True):
-        """keep: number of checkpoints. seconds: duration of the last save. leads: True on one of several hosts."""
-        self._folder, self._keep, self._leads = folder, keep, leads
+    def __init__(self, folder: Path, keep: int, last_save_s: float | None = None, is_leader: bool = True):
+        """keep: number of checkpoints. is_leader: True on one of several hosts, which makes and verifies folders."""
+        self._folder, self._keep, self._is_leader = folder, keep, is_leader
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise
         read_arrays = ocp.type_handlers.ArrayHandler(
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES, array_metadata_store=Store()
@@ -86,8 +86,7 @@ class Checkpoints:
         self.pinned: int | None = None
         """The step of a checkpoint that is never pruned."""
         self._next_pin: tuple[int, Callable[[], None]] | None = None
-        self.seconds = seconds
-        """Duration of the last save."""
+        self.last_save_s = last_save_s
 
     def save(self, step: int, state: Any, about: dict[str, float], position: Any = None) -> None:
         """Begin to save; return once the state is copied off the devices. Raises the error of the previous save.
@@ -98,7 +97,7 @@ class Checkpoints:
         start = time.monotonic()
         folder = self._folder / f"{step:08d}"
         try:
-            if self._leads:
+            if self._is_leader:
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
                 folder.mkdir(parents=True)
                 _require_room(folder, state)
@@ -123,12 +122,12 @@ class Checkpoints:
         self.check()
 
     @property
-    def busy(self) -> bool:
+    def is_saving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
         """Raise the error of a finished save."""
-        if not self.busy:
+        if not self.is_saving:
             self.wait()
 
     def wait(self) -> None:
@@ -141,7 +140,7 @@ class Checkpoints:
             raise error
         if self._next_pin is not None:
             (step, on_complete), self._next_pin = self._next_pin, None
-            if self._leads:
+            if self._is_leader:
                 on_complete()
                 self.pinned = step
                 with writing(self._folder):
@@ -156,14 +155,14 @@ class Checkpoints:
     def _finish(self, step: int, folder: Path, about: dict[str, float], start: float) -> None:
         try:
             self._orbax.wait_until_finished()  # on all hosts
-            if not self._leads:
+            if not self._is_leader:
                 return
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             digests = {str(path.relative_to(folder)): _digest(path) for path in files}
             for path in files:
                 fsync_path(path)
-            self.seconds = time.monotonic() - start
-            manifest = {"step": step, "about": about, "seconds": self.seconds, "files": digests}
+            self.last_save_s = time.monotonic() - start
+            manifest = {"step": step, "about": about, "seconds": self.last_save_s, "files": digests}
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
             self._prune()
         except Exception as error:  # noqa: BLE001  # the training thread raises it

@@ -83,7 +83,7 @@ class Profiler:
 
     def __init__(self, run: Run, first_step: int, last_step: int, trace_first: bool):
         """trace_first: trace after WARMUP_STEPS. Of several hosts only the one that writes the run is traced."""
-        self._run, self._last_step = run.folder, last_step
+        self._run, self._folder, self._last_step = run.folder, run.folder / TENSORBOARD_FOLDER, last_step
         self._takes_requests = run.writes
         first = max(first_step, min(first_step + WARMUP_STEPS, last_step - TRACE_STEPS))
         self._start_after = first if trace_first and run.writes else None
@@ -91,10 +91,6 @@ class Profiler:
         self._end_after: int | None = None
         self._first_traced = self._done = 0
         self._polled_at = time.monotonic()
-
-    @property
-    def _folder(self) -> Path:
-        return self._run / TENSORBOARD_FOLDER
 
     def before(self, done: int) -> str | None:
         """Start a due trace before the step after `done`; return a sentence if it fails."""

@@ -3,12 +3,12 @@
 import importlib.util
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -38,15 +38,6 @@ Draw = Callable[[int, int], RenderableType]
 """Draws a view for a width and a maximum height, in its own thread: it may only read a snapshot."""
 
 
-@dataclass
-class _SizedView:
-    draw: Draw
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Rule(style="dim")
-        yield self.draw(options.max_width, max(MIN_ROWS, console.height - ROWS_ABOVE))
-
-
 def can_draw(console: Console) -> bool:
     """Return whether rich can redraw there: on a terminal, or in a notebook that has ipywidgets."""
     return console.is_terminal or (console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
@@ -54,8 +45,16 @@ def can_draw(console: Console) -> bool:
 
 def start_live_region(console: Console, draw: Draw) -> Live:
     """Redraw the end of a terminal twice a second; printed lines scroll above it."""
-    is_terminal = sys.stdout.isatty()  # the region would overwrite what stdout prints
-    live = LiveRegion(_SizedView(draw), console=console, refresh_per_second=REFRESH_HZ, redirect_stdout=is_terminal)
+
+    def draw_sized() -> RenderableType:
+        return Group(Rule(style="dim"), draw(console.width, max(MIN_ROWS, console.height - ROWS_ABOVE)))
+
+    live = LiveRegion(
+        get_renderable=draw_sized,
+        console=console,
+        refresh_per_second=REFRESH_HZ,
+        redirect_stdout=sys.stdout.isatty(),  # the region would overwrite printed lines
+    )
     live.start()
     return live
 

@@ -53,7 +53,9 @@ def _hide_input() -> None:
     if _Echo.hidden_by == 1:
         with suppress(OSError, termios.error):
             terminal = next((fd for fd in (0, 1, 2) if os.isatty(fd)), None)
-            if terminal is not None and _is_in_foreground(terminal) and _has_echo(terminal):
+            if terminal is None or not _is_in_foreground(terminal):
+                return
+            if termios.tcgetattr(terminal)[LOCAL_MODES] & termios.ECHO:
                 _Echo.terminal = terminal  # first, so that an interrupt from here on turns it on again
                 atexit.register(_restore)
                 _set_echo(terminal, False)
@@ -80,10 +82,6 @@ stop.run_before_exit.append(_restore)
 def _is_in_foreground(terminal: int) -> bool:
     """A background process would be stopped for changing its terminal."""
     return os.tcgetpgrp(terminal) == os.getpgrp()
-
-
-def _has_echo(terminal: int) -> bool:
-    return bool(termios.tcgetattr(terminal)[LOCAL_MODES] & termios.ECHO)
 
 
 def _set_echo(terminal: int, shown: bool) -> None:

@@ -54,11 +54,6 @@ def _install(handler: Handler) -> dict[Signals, Any]:
     return {number: signal.signal(number, handler) for number in numbers}
 
 
-def _restore(handlers: dict[Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 class Interrupted(KeyboardInterrupt):
     """A signal ends this process; nothing needs saving."""
 
@@ -255,7 +250,8 @@ class StopSignals:
             return
         if _State.listeners[-1] is self:
             signal.set_wakeup_fd(self._previous_fd)
-            _restore(self._previous_handlers)
+            for number, handler in self._previous_handlers.items():
+                signal.signal(number, handler)
         else:  # of two interleaved loops the first ends first
             newer = _State.listeners[_State.listeners.index(self) + 1]
             newer._previous_handlers, newer._previous_fd = self._previous_handlers, self._previous_fd

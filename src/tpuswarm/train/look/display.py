@@ -45,7 +45,7 @@ class RunHeader:
     devices: str
     run: str
     step: int
-    """Of the resumed checkpoint."""
+    """The step of the resumed checkpoint."""
     steps: int
     tokens_per_step: int
     unit: str
@@ -111,7 +111,7 @@ class ViewState:
     eval_loss: float | None = None
     eval_step: int | None = None
     losses: Sequence[float] = ()
-    """Of the steps of this process."""
+    """Losses of this process."""
     generated: "np.ndarray | None" = None
     """The newest picture of the model, uint8 (height, width, 3)."""
     ended: bool = False

@@ -69,7 +69,7 @@ class UserLogger:
 
 
 class Outputs:
-    """Of several hosts, only the one that writes the run has loggers."""
+    """Of several hosts, only the writer of the run has loggers."""
 
     def __init__(self, run: Run, display: Display, first_step: int):
         self._run, self._display, self._first_step = run, display, first_step

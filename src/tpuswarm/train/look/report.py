@@ -34,7 +34,7 @@ SMOOTHING_PARTS = 50
 """A curve is smoothed over 1 / SMOOTHING_PARTS of its length."""
 MAX_PICTURES = 6
 MAX_POINTS = 20_000
-"""Of a curve; a longer one is thinned out."""
+"""A longer curve is thinned out."""
 
 
 def write_report(folder: Path) -> Path:

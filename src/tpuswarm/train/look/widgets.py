@@ -32,7 +32,7 @@ STATE_COLORS = {
     "running": "green", "alive": "green", "evaluating": "green", "joining": "yellow",
     "stopped": "yellow", "failed": "red", "killed": "red", "lost": "red",
 }  # fmt: skip
-"""Of runs and members."""
+"""States of runs and members."""
 
 Draw = Callable[[int, int], RenderableType]
 """Draws a view for a width and a maximum height, in its own thread: it may only read a snapshot."""

@@ -15,7 +15,7 @@ class Life(NamedTuple):
     state: str
     """running, finished, stopped, failed or killed."""
     pid: int | None
-    """Of a running process; 0 until it has written it."""
+    """0 until a new process has written it."""
     message: str
     """Why it stopped or failed; else empty."""
 

@@ -19,12 +19,10 @@ from pathlib import Path
 
 from benchmarks.report import Settings, Table, median, verdict
 from tpuswarm.cloud.rehearsal.connect import CloudFolder, send_command
-from tpuswarm.remote.attended import Attended
-from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.everywhere import Everywhere
-from tpuswarm.remote.fan_out import fan_out
-from tpuswarm.remote.host import Host
-from tpuswarm.remote.openssh import openssh
+from tpuswarm.remote.connect import Connections, fan_out
+from tpuswarm.remote.host import Host, openssh_command
+from tpuswarm.remote.remote_process import RemoteProcess
+from tpuswarm.remote.run_on_hosts import ParallelCommand
 
 PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
 TIMES, ONE_BY_ONE = 3, 16
@@ -117,7 +115,7 @@ async def _fan_out(key: Path, hosts: Sequence[Host]) -> tuple[float, float]:
     async with Connections(key) as connections:
 
         async def one(host: Host) -> int:
-            return await Attended(connections, host, "true").run(lambda data, is_error: None)
+            return await RemoteProcess(connections, host, "true").run(lambda data, is_error: None)
 
         found = []
         for _ in range(2):
@@ -131,7 +129,7 @@ async def _fan_out(key: Path, hosts: Sequence[Host]) -> tuple[float, float]:
 def _one_by_one(key: Path, hosts: Sequence[Host]) -> float:
     start = time.perf_counter()
     for host in hosts:
-        words = [*openssh(host, key), "-o", "LogLevel=ERROR", f"{host.user}@{host.address}", "true"]
+        words = [*openssh_command(host, key), "-o", "LogLevel=ERROR", f"{host.user}@{host.address}", "true"]
         subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
     return time.perf_counter() - start
 
@@ -167,11 +165,11 @@ def _flood(folder: Path, hosts: Sequence[Host], total: int) -> tuple[float, int,
 
     (folder / "logs").mkdir()
     before = _resident()
-    everywhere = Everywhere(folder / "user", folder / "logs", say, print)
+    command = ParallelCommand(folder / "user", folder / "logs", say, print)
     start = time.perf_counter()
-    endings = asyncio.run(everywhere.run(hosts, lambda host: f"seq -f '%09.0f{tail.decode()}' 1 {count}"))
+    result = asyncio.run(command.run(hosts, lambda host: f"seq -f '%09.0f{tail.decode()}' 1 {count}"))
     seconds = time.perf_counter() - start
-    wrong += sum(abs(count - each) for each in at.values()) + sum(each.code != 0 for each in endings.each)
+    wrong += sum(abs(count - each) for each in at.values()) + sum(host.code != 0 for host in result.hosts)
     written = sum(each.stat().st_size for each in (folder / "logs").iterdir())
     wrong += abs(written - count * LINE * len(hosts))
     return seconds, wrong, (_resident() - before) / 2**20

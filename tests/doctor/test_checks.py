@@ -15,7 +15,7 @@ from tpuswarm.doctor import collect, processes
 from tpuswarm.doctor.checks import BUSY, CHECKS, VERSIONS
 from tpuswarm.doctor.examine import MODULES, judge
 from tpuswarm.doctor.finding import CheckedHost
-from tpuswarm.remote.modules import boot, sent
+from tpuswarm.remote.modules import bootstrap, pack_modules
 from tpuswarm.watch import follow
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -234,13 +234,13 @@ def test_name_of_a_process_may_be_any_bytes():
 def test_programs_for_hosts_need_python_alone(python, tmp_path):
     if not Path(python).exists():
         pytest.skip(f"there is no {python}")
-    words = [python, "-I", "-c", boot(MODULES[-1])]
-    done = subprocess.run(words, input=sent(*MODULES), capture_output=True, env={"HOME": str(tmp_path)})
+    words = [python, "-I", "-c", bootstrap(MODULES[-1])]
+    done = subprocess.run(words, input=pack_modules(*MODULES), capture_output=True, env={"HOME": str(tmp_path)})
     assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr
-    words = [python, "-I", "-c", boot(follow.MODULES[-1]), "0.01"]
+    words = [python, "-I", "-c", bootstrap(follow.MODULES[-1]), "0.01"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(words, env={"HOME": str(tmp_path)}, **pipes) as program:
-        program.stdin.write(sent(*follow.MODULES))
+        program.stdin.write(pack_modules(*follow.MODULES))
         program.stdin.flush()
         samples = [json.loads(program.stdout.readline()) for _ in range(2)]
         program.stdout.close()  # nobody reads it: it ends

@@ -21,7 +21,7 @@ from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.jobs import Assignment, Job
 from tpuswarm.fleet.spec.file import SwarmFile, read_swarm
 from tpuswarm.fleet.store.document import Document, KeeperLease
-from tpuswarm.remote.host import Host, Silent
+from tpuswarm.remote.host import Host, HostTimeout
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.ports import Ports, parse_ports
 from tpuswarm.swarm.views.status import MemberStatus, RunView, SwarmStatus
@@ -96,7 +96,7 @@ def secrets(monkeypatch):
 
     async def give(connections, host, secret):
         if host.label in held and held[host.label] is None:
-            raise Silent(host, 1.0, "was not done")
+            raise HostTimeout(host, 1.0, "was not done")
         held[host.label] = secret
 
     async def find(connections, host):
@@ -145,7 +145,7 @@ def test_new_head_creates_a_secret_that_all_members_get(secrets):
     start(members, "a", swarm_jobs("unreachable"))
     assert secrets == before, "without the head, the member's secret may be right"
     secrets["second/0"] = None
-    with pytest.raises(Silent):
+    with pytest.raises(HostTimeout):
         start(head, "second", swarm_jobs("second"))
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.errors import RunFailed
-from tpuswarm.remote.setup.bundle import bundle
-from tpuswarm.remote.setup.wheel import wheel
+from tpuswarm.remote.setup.artifacts import build_bundle, build_wheel
 
 PIP = """#!/bin/sh
 while [ "$1" != --dest ]; do shift; done
@@ -44,19 +43,19 @@ def tools(tmp_path, monkeypatch):
 
 
 def test_uv_downloads_where_there_is_no_pip(tools, tmp_path):
-    made = bundle("3.12", tmp_path / "cache")
+    made = build_bundle("3.12", tmp_path / "cache")
     with tarfile.open(made) as tar:
         files = {entry.name: entry for entry in tar if entry.isfile()}
     assert files.keys() == {"./bin/uv", "./python/cpython/bin/python3"}
     assert files["./bin/uv"].mode & stat.S_IXUSR
     (tools / "uv").unlink()
-    assert bundle("3.12", tmp_path / "cache") == made  # made once
+    assert build_bundle("3.12", tmp_path / "cache") == made  # made once
 
 
 def test_error_without_pip_and_uv_names_the_way_out(tools, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunFailed, match=r"uv cannot be downloaded here either: there is no uv; install uv on this"):
-        bundle("3.12", tmp_path / "cache")
+        build_bundle("3.12", tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -66,7 +65,7 @@ def test_wheel_may_be_built_by_several_processes_at_once(tmp_path):
 
     def make(_) -> Path:
         barrier.wait()
-        return wheel(tmp_path / "machines")
+        return build_wheel(tmp_path / "machines")
 
     with ThreadPoolExecutor(4) as pool:
         (made,) = set(pool.map(make, range(4)))

@@ -11,9 +11,8 @@ import pytest
 from tests.remote.conftest import HOSTS, SLICE
 from tpuswarm.errors import InputError
 from tpuswarm.remote import connect
-from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.fan_out import fan_out
-from tpuswarm.remote.host import HostKeyChanged, KeyRefused, NoWay, Silent
+from tpuswarm.remote.connect import Connections, fan_out
+from tpuswarm.remote.host import HostKeyChanged, HostTimeout, HostUnreachable, KeyRefused
 
 
 def names(routes, hosts, key=None) -> list:
@@ -49,13 +48,13 @@ def test_words_for_hosts(routes):
 
 def test_command_whose_connection_breaks_has_no_exit_code(machines):
     async def work(connections):
-        sleeping = asyncio.create_task(connect.ask(connections, machines.hosts[0], "touch ~/asleep; sleep 60"))
+        sleeping = asyncio.create_task(connect.run_shell(connections, machines.hosts[0], "touch ~/asleep; sleep 60"))
         while not (machines[0].home / "asleep").exists():
             await asyncio.sleep(0.02)
         (await connections.to(machines.hosts[0])).abort()
         await sleeping
 
-    with pytest.raises(NoWay, match=r"was lost: the command had not ended yet"):
+    with pytest.raises(HostUnreachable, match=r"was lost: the command had not ended yet"):
         machines.run(work)
 
 
@@ -93,23 +92,24 @@ def test_hung_host_is_reported_and_others_finish(machines):
         well, slow = machines.hosts[0], machines.hosts[2]
         async with Connections(machines.key) as connections:
             await asyncio.gather(connections.to(well), connections.to(slow))
-            connections._answer = 2.0
+            connections._login_timeout_s = 2.0
 
             async def one(host):
                 command = "sleep 60" if host is slow else "true"
                 return (await (await connections.to(host)).run(command)).exit_status
 
             found = await fan_out([well, hung, refused, slow], one, time_out_s=4.0)
-            with pytest.raises(NoWay, match=r"^node-0/0 \(127\.\d+\.1\.1\) cannot be reached: "):
+            with pytest.raises(HostUnreachable, match=r"^node-0/0 \(127\.\d+\.1\.1\) cannot be reached: "):
                 await Connections(machines.key).to(unproxied)
         server.close()
         return found
 
     well, hung, refused, slow = asyncio.run(work())
     assert well == 0
-    assert isinstance(hung, Silent) and str(hung) == "node-1/0 (127.0.0.1) did not answer within 2 s"
-    assert isinstance(refused, NoWay) and "cannot be reached: " in str(refused) and str(refused).endswith("refused")
-    assert isinstance(slow, Silent) and str(slow).endswith("was not done within 4 s")
+    assert isinstance(hung, HostTimeout) and str(hung) == "node-1/0 (127.0.0.1) did not answer within 2 s"
+    assert isinstance(refused, HostUnreachable)
+    assert "cannot be reached: " in str(refused) and str(refused).endswith("refused")
+    assert isinstance(slow, HostTimeout) and str(slow).endswith("was not done within 4 s")
 
 
 def test_second_computer_makes_its_own_key_and_is_let_in(routes, fleet, tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_second_computer_makes_its_own_key_and_is_let_in(routes, fleet, tmp_path
     assert routes.key == tmp_path / ".ssh/tpuswarm" and routes.key.stat().st_mode & 0o777 == 0o600
 
     def errors():
-        return [name for name in names(routes, routes.hosts("all")[0]) if isinstance(name, NoWay)]
+        return [name for name in names(routes, routes.hosts("all")[0]) if isinstance(name, HostUnreachable)]
 
     assert len(names(routes, hosts)) == 5 and not errors()
     fleet.run("up", "--yes", "--paid")  # by the first computer, which keeps the other one's key

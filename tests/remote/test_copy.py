@@ -7,8 +7,8 @@ import asyncssh
 import pytest
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.remote.copy import _walk, get, put, split
-from tpuswarm.remote.host import NoWay
+from tpuswarm.remote.copy import _walk, download, split_location, upload
+from tpuswarm.remote.host import HostUnreachable
 
 
 def test_colon_makes_it_a_path_of_a_machine():
@@ -21,7 +21,7 @@ def test_colon_makes_it_a_path_of_a_machine():
         "./a:b": (None, "./a:b"),
         "/tmp/x:y": (None, "/tmp/x:y"),
     }.items():
-        assert split(text) == parts
+        assert split_location(text) == parts
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def test_file_sent_twice_at_once_arrives_intact(machines, tmp_path):
     async def both():
         async with machines.connections() as first, machines.connections() as second:
             begun = asyncio.Event()
-            one = asyncio.create_task(put(first, host, source, "large", lambda count: begun.set()))
+            one = asyncio.create_task(upload(first, host, source, "large", lambda count: begun.set()))
             await begun.wait()
-            return await asyncio.gather(one, put(second, host, source, "large"), return_exceptions=True)
+            return await asyncio.gather(one, upload(second, host, source, "large"), return_exceptions=True)
 
     for copied in asyncio.run(both()):
         assert copied == 1 or isinstance(copied, RunFailed), copied
@@ -56,7 +56,7 @@ def test_host_cannot_choose_where_a_file_goes(tmp_path):
     async def names():
         return [name async for name in _walk(Bad(), "runs")]
 
-    with pytest.raises(RunFailed, match=r"a host names a file '\.\./\.\./\.ssh/authorized_keys' in runs/"):
+    with pytest.raises(RunFailed, match=r"a host sent an invalid file name '\.\./\.\./\.ssh/authorized_keys' in runs/"):
         asyncio.run(names())
 
 
@@ -67,21 +67,21 @@ def test_folder_is_copied_there_and_back(machines, over, tmp_path):
     (source / "deep/run.sh").chmod(0o755)
     (source / "a").write_bytes(os.urandom(3_000_000))
     machine = machines[0]
-    assert over(put, machine.host, source, "copies/") == 2
+    assert over(upload, machine.host, source, "copies/") == 2
     there = machine.home / "copies/data"
     assert (there / "a").read_bytes() == (source / "a").read_bytes() and os.access(there / "deep/run.sh", os.X_OK)
     inode = (there / "a").stat().st_ino
-    over(put, machine.host, source, "copies/")
+    over(upload, machine.host, source, "copies/")
     assert (there / "a").stat().st_ino == inode, "an identical file is not written again"
     (source / "a").write_bytes(b"other")
-    over(put, machine.host, source, "copies/")
-    assert over(get, machine.host, "copies/data", tmp_path / "back") == 2
+    over(upload, machine.host, source, "copies/")
+    assert over(download, machine.host, "copies/data", tmp_path / "back") == 2
     assert (tmp_path / "back/a").read_bytes() == (source / "a").read_bytes()
     assert (tmp_path / "back/deep/run.sh").stat().st_mtime == int((source / "deep/run.sh").stat().st_mtime)
     with pytest.raises(InputError, match=r"^node-0/0 has no file or folder nowhere$"):
-        over(get, machine.host, "nowhere", tmp_path)
+        over(download, machine.host, "nowhere", tmp_path)
     with pytest.raises(RunFailed, match=r"^node-0/0: "):
-        over(put, machine.host, source / "a", "copies/data/a/")
+        over(upload, machine.host, source / "a", "copies/data/a/")
 
 
 def test_broken_copy_leaves_no_half_file_and_continues(machines, over, tmp_path):
@@ -94,10 +94,10 @@ def test_broken_copy_leaves_no_half_file_and_continues(machines, over, tmp_path)
         if sum(seen) == 8 << 20:
             machines.disconnect(0)
 
-    with pytest.raises(NoWay, match=r"the same command goes on"):
-        over(put, machine.host, source, "big", told=cut)
+    with pytest.raises(HostUnreachable, match=r"the same command resumes"):
+        over(upload, machine.host, source, "big", on_bytes=cut)
     assert not (machine.home / "big").exists()
     again = []
-    over(put, machine.host, source, "big", told=again.append)
+    over(upload, machine.host, source, "big", on_bytes=again.append)
     assert again[0] >= 6 << 20 and (machine.home / "big").read_bytes() == source.read_bytes()
     assert [path.name for path in machine.home.iterdir()] == ["big"]

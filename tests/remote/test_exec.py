@@ -12,7 +12,7 @@ from tests.processes import finish
 from tests.remote.conftest import HOSTS, ONE, SLICE
 from tests.terminal import CTRL_C, PROGRAM, terminal
 from tpuswarm.cloud.rehearsal.connect import send_command
-from tpuswarm.remote import attended
+from tpuswarm.remote import remote_process
 
 
 def test_words_are_taken_as_they_are_and_standard_input_is_empty(fleet):
@@ -74,18 +74,18 @@ def test_ctrl_c_ends_it_on_all_hosts_with_its_children_and_a_second_one_at_once(
 
 
 def test_what_ignores_sigint_is_terminated_then_killed(machines, monkeypatch):
-    original = attended._script()
+    original = remote_process._script()
     assert "turn < 100" in original and "turn = 50" in original
 
     def end(ignore: str, kill_turn: int) -> int:
         script = original.replace("turn < 100", f"turn < {kill_turn}").replace("turn = 50", "turn = 2")
-        monkeypatch.setattr(attended, "_script", lambda: script)
+        monkeypatch.setattr(remote_process, "_script", lambda: script)
         up = machines[0].home / "up"
         up.unlink(missing_ok=True)
 
         async def work(connections) -> int:
             line = f"{ignore}; touch up; while :; do sleep 0.05; done"
-            running = attended.Attended(connections, machines.hosts[0], line)
+            running = remote_process.RemoteProcess(connections, machines.hosts[0], line)
             task = asyncio.create_task(running.run(lambda data, is_error: None))
             while not up.exists():
                 await asyncio.sleep(0.02)
@@ -101,7 +101,7 @@ def test_what_ignores_sigint_is_terminated_then_killed(machines, monkeypatch):
 @pytest.mark.parametrize("word", [b"end\n", b"now\n", b""])
 def test_command_that_is_to_end_before_it_begins_does_not_run_on(word):
     """The script's own shell may be slower than the word that ends the command, as on a busy machine."""
-    script = attended._script().replace("export TPUSWARM_EXEC=", "sleep 1; export TPUSWARM_EXEC=")
+    script = remote_process._script().replace("export TPUSWARM_EXEC=", "sleep 1; export TPUSWARM_EXEC=")
     line = "sleep 5679"
     command = ["/bin/sh", "-c", script, "tpuswarm-exec", line, secrets.token_hex(8)]
     done = subprocess.run(command, input=word, capture_output=True, timeout=240)

@@ -10,7 +10,7 @@ import pytest
 from tests.remote.conftest import ONE, SLICE
 from tpuswarm.doctor.examine import MODULES
 from tpuswarm.errors import RunFailed
-from tpuswarm.remote.modules import sent
+from tpuswarm.remote.modules import pack_modules
 from tpuswarm.remote.notebook import worker
 from tpuswarm.remote.notebook.begin import line_that_reads
 
@@ -35,7 +35,7 @@ def test_process_that_holds_the_tpu_is_named(fleet):
 
 
 def test_unknown_holder_of_the_tpu_is_a_warning(fleet, monkeypatch):
-    program = sent(*MODULES)
+    program = pack_modules(*MODULES)
     broken = program.replace(b"    wanted = {}", b"    raise ValueError(7)")
     assert broken != program
 

@@ -18,7 +18,7 @@ from tests.remote.cells import Server, opened
 from tests.remote.conftest import ONE
 from tpuswarm.cli.look import notebook
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.host import NoWay
+from tpuswarm.remote.host import HostUnreachable
 from tpuswarm.remote.notebook.begin import COLAB
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ class Unplugged(Connections):
 
     async def to(self, host):
         if self.away.is_set():
-            raise NoWay(host, "cannot be reached: network is unreachable")
+            raise HostUnreachable(host, "cannot be reached: network is unreachable")
         connection = await super().to(host)
         self.opened.append((asyncio.get_running_loop(), connection))
         return connection

@@ -14,10 +14,9 @@ from tpuswarm.cloud.protocol import Machine, Worker
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.fleet.hosts.targets import Target
-from tpuswarm.remote.connect import ask
-from tpuswarm.remote.copy import put
-from tpuswarm.remote.host import Host
-from tpuswarm.remote.openssh import openssh
+from tpuswarm.remote.connect import run_shell
+from tpuswarm.remote.copy import upload
+from tpuswarm.remote.host import Host, openssh_command
 
 GCLOUD = """\
 #!{python}
@@ -42,10 +41,10 @@ def check_route(machines, host: Host, tmp_path: Path) -> None:
     (tmp_path / "python.tar").write_bytes(os.urandom(300_000))
 
     line, name = "echo $TPUSWARM_REHEARSAL_MACHINE", machines[1].id
-    machines.run(lambda connections: put(connections, host, tmp_path / "python.tar", "python.tar"))
+    machines.run(lambda connections: upload(connections, host, tmp_path / "python.tar", "python.tar"))
     assert (machines[1].home / "python.tar").read_bytes() == (tmp_path / "python.tar").read_bytes()
-    assert machines.run(lambda connections: ask(connections, host, line))[1].decode().strip() == name
-    words = [*openssh(host, machines.key), f"{host.user}@{host.address}", line]
+    assert machines.run(lambda connections: run_shell(connections, host, line))[1].decode().strip() == name
+    words = [*openssh_command(host, machines.key), f"{host.user}@{host.address}", line]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == name, done.stderr
 

@@ -11,14 +11,13 @@ import pytest
 
 from tests.cloud.rehearsal.conftest import until
 from tpuswarm.errors import InputError
-from tpuswarm.remote.connect import ask
-from tpuswarm.remote.copy import put
-from tpuswarm.remote.places import as_set_up
+from tpuswarm.remote.connect import run_shell
+from tpuswarm.remote.copy import upload
+from tpuswarm.remote.paths import in_environment
 from tpuswarm.remote.setup import step
-from tpuswarm.remote.setup.plan import Machine, steps
+from tpuswarm.remote.setup.machine_steps import Machine, steps
 from tpuswarm.remote.setup.run import set_up
-from tpuswarm.remote.setup.secrets import Secrets
-from tpuswarm.remote.setup.table import Setup
+from tpuswarm.remote.setup.table import Setup, gather_secrets
 
 WHOLE = {
     "python": "3.12",
@@ -81,7 +80,7 @@ def apply(machines):
 
 
 def sh(machines, number: int, command: str) -> str:
-    code, out, err = machines.run(lambda connections: ask(connections, machines.hosts[number], command))
+    code, out, err = machines.run(lambda connections: run_shell(connections, machines.hosts[number], command))
     assert code == 0, err
     return out.decode().strip()
 
@@ -98,7 +97,7 @@ def test_all_steps_run_once(machines, apply):
     assert outcome.notes == [f"3 hosts: rehearsed: {python}; nobodys-package is not among them"]
     assert done["node-0/0"] == [*ALL, "nfs-server", "nfs-clients", "run-clone"]
     assert done["node-1/0"] == [*ALL, "nfs", "run-clone"]
-    assert outcome.settled == "nobodys-package\nnumpy==2.1.0\n# Python 3.12\n"
+    assert outcome.versions == "nobodys-package\nnumpy==2.1.0\n# Python 3.12\n"
     for machine in machines:
         root = machine.root
         assert (root / "etc/timezone").read_text() == "Asia/Tokyo\n"
@@ -112,9 +111,9 @@ def test_all_steps_run_once(machines, apply):
     exports = (machines[0].root / "etc/exports.d/tpuswarm.exports").read_text().splitlines()
     assert exports == [f"/srv/shared {client}(rw,async,no_subtree_check)" for client in clients]
     assert f"{address}:/srv/shared on /mnt/shared" in (machines[2].root / "run/mounts").read_text()
-    out = sh(machines, 1, as_set_up('which python; echo "$GREETING $HF_TOKEN"'))
+    out = sh(machines, 1, in_environment('which python; echo "$GREETING $HF_TOKEN"'))
     assert out == f'{machines[1].home}/.tpuswarm/venv/bin/python\nit\'s a "good" $day hf_s3cret'
-    assert sh(machines, 1, as_set_up("python -c 'import sys, numpy; print(sys.executable)'")) == sys.executable
+    assert sh(machines, 1, in_environment("python -c 'import sys, numpy; print(sys.executable)'")) == sys.executable
 
     done, failed, outcome = apply(table())
     assert not failed and set(map(tuple, done.values())) == {()}
@@ -160,7 +159,7 @@ def test_failed_step_is_named_and_repeated_with_those_after_it(machines, apply, 
     log.mkdir(parents=True)  # its log cannot be written
     done, failed, _ = apply(table(), only=[1])
     assert not done and failed["node-1/0"].startswith(f"node-1/0: {step}: ")
-    assert "goes on from there" in failed["node-1/0"]
+    assert "the same command resumes" in failed["node-1/0"]
     log.rmdir()
     done, failed, _ = apply(table(), only=[1])
     assert not failed and done == {"node-1/0": [*STEPS[STEPS.index(step) :]]}
@@ -221,8 +220,8 @@ def test_hung_step_is_ended_on_its_machine_with_its_children(machines, apply, mo
     assert "seq 50" in step.WITHIN
     monkeypatch.setattr(step, "WITHIN", step.WITHIN.replace("seq 50", "seq 2"))  # before they are killed
     stubborn = "(trap '' TERM; while :; do sleep 0.1; done) & echo $! >stubborn; echo waits for its server; sleep 4321"
-    _, failed, _ = apply(one_step("hangs", stubborn), only=[0], limit_s=2.0)
-    assert "node-0/0: run-hangs: not done after 0.0333 minutes, and ended there" in failed["node-0/0"]
+    _, failed, _ = apply(one_step("hangs", stubborn), only=[0], timeout_s=2.0)
+    assert "node-0/0: run-hangs: not done after 0.0333 minutes; ended with all its programs" in failed["node-0/0"]
     command = Path("/proc") / (machines[0].home / "stubborn").read_text().strip() / "cmdline"
     assert not command.exists() or not command.read_bytes()  # a zombie at most
     sh(machines, 0, "flock -n ~/.tpuswarm/setup/lock true")
@@ -244,18 +243,18 @@ def test_hung_check_is_ended_and_named(machines, apply, monkeypatch):
     _, failed, _ = apply(once, only=[0])
     assert not failed
     for module in ("run", "step"):
-        monkeypatch.setattr(f"tpuswarm.remote.setup.{module}.CHECKS_S", 1.0)
+        monkeypatch.setattr(f"tpuswarm.remote.setup.{module}.CHECKS_TIMEOUT_S", 1.0)
     (machines[0].home / "hang").touch()
     _, failed, _ = apply(once, only=[0])
-    assert failed["node-0/0"] == "node-0/0: run-mount: whether it still holds could not be told within 1 s"
+    assert failed["node-0/0"] == "node-0/0: run-mount: its check did not end within 1 s"
 
 
 def test_all_machines_get_the_versions_of_the_first(machines, apply):
     wanted = Setup.model_validate({"pip": ["numpy"]})
     _, _, outcome = apply(wanted, only=[0])
-    _, _, later = apply(wanted, only=[1], versions=outcome.settled)
+    _, _, later = apply(wanted, only=[1], versions=outcome.versions)
     given = (machines[1].home / ".tpuswarm/setup/packages.given").read_text()
-    assert given == outcome.settled == later.settled
+    assert given == outcome.versions == later.versions
     (machines[1].home / ".tpuswarm/setup/versions").write_text("numpy==1.0\n# Python 3.12\n")
     _, failed, _ = apply(wanted)
     assert "node-1/0 has other versions than the fleet (numpy==1.0 there, numpy elsewhere)" in failed["node-1/0"]
@@ -274,7 +273,7 @@ def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(machines, appl
     subprocess.run(["tar", "-cf", "python.tar", "./bin", "./python"], check=True, cwd=tmp_path)
 
     async def send(connections, host, step):
-        await put(connections, host, tmp_path / "python.tar", ".tpuswarm/python.tar")
+        await upload(connections, host, tmp_path / "python.tar", ".tpuswarm/python.tar")
         return "uv and Python"
 
     wanted, reports = Setup.model_validate({"pip": ["numpy"]}), []
@@ -299,13 +298,12 @@ def test_secrets_are_in_no_log_or_command_line_and_only_their_owner_reads_them(m
 
 def test_secrets_come_from_the_environment_or_an_earlier_one_and_missing_ones_are_named(tmp_path):
     file = tmp_path / "state/secrets.json"
-    secrets = Secrets(file)
     with pytest.raises(InputError, match=r"^A, B are not set in this shell.*`export A=…`"):
-        secrets.gather(["A", "B"], {})
+        gather_secrets(file, ["A", "B"], {})
     assert not file.exists()
-    assert secrets.gather(["A", "B"], {"A": "1", "B": "2", "C": "3"}) == {"A": "1", "B": "2"}
+    assert gather_secrets(file, ["A", "B"], {"A": "1", "B": "2", "C": "3"}) == {"A": "1", "B": "2"}
     assert file.stat().st_mode & 0o077 == 0
-    assert secrets.gather(["A", "B"], {"B": "3"}) == {"A": "1", "B": "3"}
-    assert secrets.gather(["A"], {}) == {"A": "1"}
+    assert gather_secrets(file, ["A", "B"], {"B": "3"}) == {"A": "1", "B": "3"}
+    assert gather_secrets(file, ["A"], {}) == {"A": "1"}
     with pytest.raises(InputError, match=r"^D is not set in this shell"):
-        secrets.gather(["A", "D"], {})
+        gather_secrets(file, ["A", "D"], {})

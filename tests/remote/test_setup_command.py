@@ -104,7 +104,7 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
     assert (home / "later/train.py").read_text() == "print('mended there')"
     assert "s3cret" in (home / ".tpuswarm/secrets").read_text()
     (project / "more.py").write_text("print(2)")
-    routes.fleet.tree.take(project, lambda total, new: None)
+    routes.fleet.tree_store.take(project, lambda total, new: None)
     assert asyncio.run(prepare_machine(routes, ONE)) == ({}, ("train.py",))
     assert (home / "later/more.py").exists() and "mended" in (home / "later/train.py").read_text()
     (project / "train.py").touch()
@@ -115,7 +115,7 @@ def test_returning_machine_gets_the_folder_and_set_up_of_before(fleet, file, tmp
 def test_keeper_learns_which_step_hangs(fleet, file, routes):
     SavedSetup(routes.fleet).save(Setup.model_validate({"run": [{"name": "hangs", "do": "sleep 4321"}]}))
     (error,) = asyncio.run(prepare_machine(routes, ONE, limit_s=1.5)).failed.values()
-    assert f"{ONE}/0: run-hangs: not done after 0.025 minutes, and ended there" in str(error)
+    assert f"{ONE}/0: run-hangs: not done after 0.025 minutes; ended with all its programs" in str(error)
     fleet.wait_until_gone("sleep 4321")
 
 

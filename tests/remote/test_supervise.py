@@ -127,7 +127,7 @@ def test_nothing_restarts_on_a_machine_that_is_being_preempted(there):
 
 @pytest.mark.parametrize("ignored", ["", "INT", "INT TERM"])
 def test_end_of_a_run_ends_an_earlier_one_too_whatever_signals_it_ignores(there, ignored):
-    there.program.write_text(there.program.read_text().replace("GRACE = 20.0", "GRACE = 0.4"))
+    there.program.write_text(there.program.read_text().replace("KILL_AFTER_S = 20.0", "KILL_AFTER_S = 0.4"))
     there.start("train", 1, f"trap '' {ignored or 'USR1'}; touch {there.home}/up; sleep 1234")
     assert until((there.home / "up").exists)
     there.raw("end", "train", "2")

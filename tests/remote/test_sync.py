@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.errors import InputError
-from tpuswarm.remote.sync.listed import listed
+from tpuswarm.remote.sync.listing import list_files
 from tpuswarm.remote.sync.send import send
-from tpuswarm.remote.sync.tree import KeptTree
+from tpuswarm.remote.sync.tree_store import TreeStore
 
 
 def write(root: Path, **files: str) -> Path:
@@ -31,7 +31,7 @@ def project(tmp_path):
 @pytest.fixture
 def sync(machines, tmp_path):
     def run(root, hosts=None, **options):
-        kept = KeptTree(tmp_path / "kept")
+        kept = TreeStore(tmp_path / "kept")
         tree = kept.take(root, lambda total, new: None)
 
         return machines.run(lambda connections: send(connections, hosts or machines.hosts, tree, kept, **options))
@@ -45,18 +45,18 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def test_files_that_git_does_not_ignore_are_listed(project):
-    assert listed(project) == [".gitignore", "new.txt", "train.py"]
+    assert list_files(project) == [".gitignore", "new.txt", "train.py"]
     (project / "train.py").unlink()
     inner = write(project / "inner", own_py="x")
     subprocess.run("git init -q . && git add own.py", shell=True, cwd=inner, check=True)
-    assert listed(project) == [".gitignore", "inner/own.py", "new.txt"]
+    assert list_files(project) == [".gitignore", "inner/own.py", "new.txt"]
 
 
 def test_files_are_listed_without_a_repository(tmp_path):
     root = write(tmp_path / "plain", a_py="", _venv__x_py="", out__log_txt="", _gitignore="out/\n")
     (root / "__pycache__").mkdir()
     (root / "__pycache__" / "a.pyc").touch()
-    assert listed(root) == [".gitignore", "a.py"]
+    assert list_files(root) == [".gitignore", "a.py"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_files_are_listed_without_a_repository(tmp_path):
 )
 def test_secrets_are_refused_with_the_ways_out(project, tmp_path, name, text):
     def take():
-        return KeptTree(tmp_path / "kept").take(project, lambda total, new: None).files
+        return TreeStore(tmp_path / "kept").take(project, lambda total, new: None).files
 
     write(project, _env_example="A=", cert_pem="-----BEGIN CERTIFICATE-----\n")
     assert ".env.example" in take()
@@ -98,7 +98,7 @@ def test_all_machines_get_the_folder_and_later_only_changes(project, sync, machi
     assert len(first.changed) == 3 and not first.failed
     for machine in machines:
         there = machine.home / "project"
-        assert files(there) == {name: (project / name).read_bytes() for name in listed(project) if name != "link"}
+        assert files(there) == {name: (project / name).read_bytes() for name in list_files(project) if name != "link"}
         assert os.access(there / "run.sh", os.X_OK) and (there / "link").readlink() == Path("train.py")
     assert len(sync(project).same) == 3
 
@@ -116,7 +116,7 @@ def test_deleted_file_is_deleted_there_and_files_made_there_stay(project, sync, 
     made.write_text("{}")
     (project / "sub/old.py").unlink()
     asked = []
-    outcome = sync(project, agree=asked.append)
+    outcome = sync(project, confirm=lambda changes: asked.append(dict(changes)) or True)
     assert {change.delete for change in asked[0].values()} == {("sub/old.py",)} and not outcome.failed
     assert made.exists() and not (machines[0].home / "project/sub").exists()
 
@@ -129,8 +129,8 @@ def test_file_made_there_is_left_or_named_also_without_the_list(project, sync, m
     (homes[1] / "project/train.py").write_text("print('edited')")
     (project / "results.txt").write_text("of here")
     edited = {"node-0/0": ("results.txt",), "node-1/0": ("train.py",)}
-    left = sync(project, leaves=True)
-    assert {host.label: paths for host, paths in left.left.items()} == edited
+    left = sync(project, keep_edited=True)
+    assert {host.label: paths for host, paths in left.kept.items()} == edited
     assert (homes[0] / "project/results.txt").read_text() == "made there"
     assert (homes[1] / "project/train.py").read_text() == "print('edited')"
     assert [(home / "project/results.txt").read_text() for home in homes[1:]] == ["of here"] * 2
@@ -148,12 +148,12 @@ def test_lost_connection_leaves_whole_files_and_the_next_sync_continues(project,
         if host == lost.host and len(list((lost.home / "project").glob("*.bin"))) >= 3:
             machines.disconnect(0)
 
-    outcome = sync(project, told=cut)
+    outcome = sync(project, on_bytes=cut)
     assert [host.label for host in outcome.failed] == ["node-0/0"] and len(outcome.changed) == 2
-    assert "the same command goes on" in str(outcome.failed[lost.host])
+    assert "the same command resumes" in str(outcome.failed[lost.host])
     arrived = {path.name for path in (lost.home / "project").glob("*.bin")}
     assert 0 < len(arrived) < 30
     assert all((lost.home / "project" / name).read_bytes() == (project / name).read_bytes() for name in arrived)
     (again,) = sync(project).changed.values()
     assert len(again.send) <= 33 - len(arrived)
-    assert files(lost.home / "project") == {name: (project / name).read_bytes() for name in listed(project)}
+    assert files(lost.home / "project") == {name: (project / name).read_bytes() for name in list_files(project)}

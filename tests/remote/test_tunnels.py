@@ -13,18 +13,18 @@ from tests.remote.conftest import HOSTS, ONE
 from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.errors import InputError
 from tpuswarm.remote import forward as forwarding
-from tpuswarm.remote.forward import forward, ports
+from tpuswarm.remote.forward import forward, parse_ports
 
 
 def test_ports_are_given_once_or_twice():
-    assert ports("8888") == (8888, 8888) and ports("8889:8888") == (8889, 8888)
+    assert parse_ports("8888") == (8888, 8888) and parse_ports("8889:8888") == (8889, 8888)
     for text in ("0", "65536", "x", "1:", ":1", "1:2:3", ""):
-        with pytest.raises(InputError, match=r"^a port here and one there are like 8888"):
-            ports(text)
+        with pytest.raises(InputError, match=r"^ports are like 8888"):
+            parse_ports(text)
 
 
 def test_forwarded_port_comes_back_after_a_lost_connection(machines, monkeypatch):
-    monkeypatch.setattr(forwarding, "AGAIN_S", 0.1)
+    monkeypatch.setattr(forwarding, "RETRY_S", 0.1)
     port, printed = free_port(), []
 
     async def answer() -> str:
@@ -60,7 +60,7 @@ def test_forwarded_port_comes_back_after_a_lost_connection(machines, monkeypatch
                 await asyncio.sleep(0.02)
             assert await answer() == "pong ping\n" and not errors
             errors.append(None)
-            with pytest.raises(InputError, match=rf"^port {port} of this computer is taken .*{port + 1}:{there}"):
+            with pytest.raises(InputError, match=rf"^another program .* {port}; .*{port + 1}:{there}"):
                 await forward(connections, find, port, there, printed.append)
             task.cancel()
         server.close()

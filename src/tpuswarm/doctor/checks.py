@@ -12,7 +12,7 @@ from tpuswarm.config.formatting import format_age
 from tpuswarm.config.units import GIB
 from tpuswarm.doctor.finding import THIS_COMPUTER, Check, CheckedHost, Finding, Problem
 from tpuswarm.errors import InputError
-from tpuswarm.remote.places import SERVICE
+from tpuswarm.remote.paths import SERVICE_PREFIX
 
 LOCK = "/tmp/libtpu_lockfile"
 LOGS = "/tmp/tpu_logs"
@@ -59,7 +59,9 @@ def check_busy(host: CheckedHost) -> Iterator[Problem]:
 
 def _holders(host: CheckedHost) -> Iterator[Mapping[str, Any]]:
     for process in host.facts["holders"]:
-        is_service = process["job"].startswith(SERVICE) or "tpu-runtime" in process["command"]  # TensorFlow's service
+        is_service = (
+            process["job"].startswith(SERVICE_PREFIX) or "tpu-runtime" in process["command"]
+        )  # TensorFlow's service
         if process["path"].startswith("/dev") and not is_service:
             yield process
 

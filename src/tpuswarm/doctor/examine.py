@@ -15,10 +15,9 @@ from tpuswarm.doctor.finding import THIS_COMPUTER, Check, CheckedHost, Facts, Fi
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.hosts.routes import ReachableHosts
-from tpuswarm.remote.connect import Connections, ask
-from tpuswarm.remote.fan_out import fan_out
-from tpuswarm.remote.host import Host, NoWay
-from tpuswarm.remote.modules import boot, sent
+from tpuswarm.remote.connect import Connections, fan_out, run_shell
+from tpuswarm.remote.host import Host, HostUnreachable
+from tpuswarm.remote.modules import bootstrap, pack_modules
 
 MODULES = "tpuswarm.doctor.processes", "tpuswarm.doctor.collect"
 """Sent to a host; the last one runs."""
@@ -28,7 +27,7 @@ HOST_TIMEOUT_S = 30.0
 def examine_here() -> list[Finding]:
     """Check this computer."""
     before = time.time()
-    done = _run_here([sys.executable, "-c", boot(MODULES[-1])], sent(*MODULES))
+    done = _run_here([sys.executable, "-c", bootstrap(MODULES[-1])], pack_modules(*MODULES))
     facts = _parse_facts(done.returncode, done.stdout, done.stderr)
     if isinstance(facts, str):
         raise RunFailed(f"this computer cannot be checked: {facts}")
@@ -52,13 +51,13 @@ async def examine(
 
     head: HOST:PORT of the swarm's head; bucket: the fleet's. Empty: none.
     """
-    line = shlex.join(["exec", "python3", "-c", boot(MODULES[-1]), head, bucket])
+    line = shlex.join(["exec", "python3", "-c", bootstrap(MODULES[-1]), head, bucket])
 
     async def collect_from(host: Host) -> CheckedHost:
         before = time.time()
-        facts = _parse_facts(*await ask(connections, host, line, sent(*MODULES)))
+        facts = _parse_facts(*await run_shell(connections, host, line, pack_modules(*MODULES)))
         if isinstance(facts, str):
-            raise NoWay(host, facts)
+            raise HostUnreachable(host, facts)
         skew_s = _clock_skew(facts, before, time.time())
         return _describe_host(host.label, reached.machines[host.label], facts, skew_s)
 
@@ -118,7 +117,7 @@ async def fix_hosts(connections: Connections, hosts: Mapping[str, Host], finding
 
     async def fix_host(host: Host) -> None:
         for finding in by_host[host.label]:
-            code, _, err = await ask(connections, host, finding.fix or "true")
+            code, _, err = await run_shell(connections, host, finding.fix or "true")
             sentences.setdefault(host.label, []).append(_fix_result(finding, code, err))
 
     answers = await fan_out([hosts[name] for name in by_host], fix_host, time_out_s=HOST_TIMEOUT_S)

@@ -19,7 +19,7 @@ ENVIRONMENT_MARK = b"\0TPUSWARM_ROOT=" + os.fsencode(ROOT) if "TPUSWARM_ROOT" in
 MARKS = re.compile(rb"(?:^|\0)TPUSWARM_(JOB|EXEC)=([^\0]*)")
 EXEC_PID = re.compile(rb"(?:^|\0)TPUSWARM_EXEC_PID=(\d+)")
 """In the environment of requested processes: a job has its folder (remote/supervise.py), an `exec` a random mark and
-the process of its command (remote/attended.sh).
+the process of its command (remote/remote_process.sh).
 """
 LIST_OPEN_CHIPS = "find /proc/[0-9]*/fd -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' 2>/dev/null; true"
 """Shell command that lists the open chips of all processes."""

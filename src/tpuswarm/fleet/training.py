@@ -9,13 +9,12 @@ from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.spec.file import HEAD, Pool, SwarmFile
-from tpuswarm.remote.connect import Connections, on_host
-from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.connect import Connections, fan_out, on_host
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.places import OURS
+from tpuswarm.remote.paths import STATE_FOLDER
 from tpuswarm.train.storage.folders import is_url
 
-TOKEN_FILE = f"{OURS}/swarm-token"
+TOKEN_FILE = f"{STATE_FOLDER}/swarm-token"
 """The token's file on each machine, relative to the home and readable by its owner only."""
 TOKEN_TIMEOUT_S = 10.0
 """A new head does not wait longer for a host that may be going."""
@@ -86,7 +85,7 @@ def _check_train(file: SwarmFile, train: Train) -> None:
         raise InputError(f'train.wandb needs a key on the head: add secrets = ["{WANDB_KEY}"] to [setup]')
     if file.provider != "google":
         return
-    packages = file.setup.whole().pip if file.setup else ()
+    packages = file.setup.without_files().pip if file.setup else ()
     example = 'name it in pip or requirements of [setup], such as pip = ["tpuswarm[gcloud,tpu'
     if not any("tpuswarm" in package for package in packages):
         raise InputError(f'the machines need tpuswarm: {example}]"]')
@@ -188,7 +187,9 @@ async def share_token(
 
 async def give_token(connections: Connections, host: Host, token: str) -> None:
     """Write the token through the connection, so that no command line shows it."""
-    line = f"umask 077 && mkdir -p ~/{OURS} && cat >~/{TOKEN_FILE}.part && mv ~/{TOKEN_FILE}.part ~/{TOKEN_FILE}"
+    line = (
+        f"umask 077 && mkdir -p ~/{STATE_FOLDER} && cat >~/{TOKEN_FILE}.part && mv ~/{TOKEN_FILE}.part ~/{TOKEN_FILE}"
+    )
     connection = await connections.to(host)
     await on_host(host, lambda: connection.run(line, input=token, check=True))
 

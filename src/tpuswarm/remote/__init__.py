@@ -1,4 +1,5 @@
-"""Reaches machines: connections, the same on many hosts at once, programs that go on without us.
+"""Reach hosts over SSH: run commands and jobs, copy and sync files, forward ports, set machines up.
 
-It knows hosts as plain values; which machines of which fleet they are is `fleet/hosts/routes.py`'s.
+This package knows hosts as values; `fleet/hosts/routes.py` finds them. It cannot lean on installed programs: hosts have
+only their own Python and shell, so supervise.py, sync/receive.py and the scripts of set-up are sent as text.
 """

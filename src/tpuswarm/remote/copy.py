@@ -1,171 +1,179 @@
-"""Files and folders to hosts and back, over SFTP: each is there whole or not at all, and a broken copy goes on."""
+"""Copy files and folders to and from hosts over SFTP: each file arrives whole, and a broken copy resumes."""
 
 import os
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.host import Host, NoWay
+from tpuswarm.remote.host import Host, HostUnreachable
 
 if TYPE_CHECKING:
     import asyncssh
 
-CHUNK = 1 << 20
-Told = Callable[[int], None]
-"""Called with the bytes of each part that has arrived, or was there already."""
+CHUNK_BYTES = 1 << 20
+OnBytes = Callable[[int], None]
+"""Called with the bytes of each part that was copied or had arrived before."""
 
 
-def split(text: str) -> tuple[str | None, str]:
-    """WHERE and path of `WHERE:path`; None for a path of this computer, which has a slash before a colon if any."""
+def split_location(text: str) -> tuple[str | None, str]:
+    """Split `WHERE:path`. WHERE is None for a local path, whose first colon follows a second slash, if any."""
     where, colon, path = text.partition(":")
     if not colon or "/" in where.partition("/")[2] or where.startswith((".", "/", "~")) or not where:
         return None, text
     return where, path.removeprefix("~/")
 
 
-async def put(connections: Connections, host: Host, source: Path, target: str, told: Told = lambda count: None) -> int:
-    """Copy a file or folder to a host; how many files. A target that is a folder, or ends in /, gets it inside."""
-
-    async def work(files: "asyncssh.SFTPClient") -> int:
-        to = target or "."
-        if to.endswith("/") or await files.isdir(to):
-            await files.makedirs(to, exist_ok=True)
-            to = f"{to.rstrip('/')}/{source.name}"
-        if not source.is_dir():
-            await _put_file(files, source, to, told)
-            return 1
-        count = 0
-        for folder, _, names in os.walk(source):
-            inside = f"{to}/{Path(folder).relative_to(source)}".removesuffix("/.")
-            await files.makedirs(inside, exist_ok=True)
-            for name in sorted(names):
-                await _put_file(files, Path(folder) / name, f"{inside}/{name}", told)
-                count += 1
-        return count
-
-    return await _over(connections, host, work)
-
-
-def name_of(path: str) -> str:
-    """What something that is copied from there is called here; nothing for a path that ends in no name."""
+def base_name(path: str) -> str:
+    """Return the last name of a path on a host; empty if it has none."""
     name = path.rstrip("/").rpartition("/")[2]
     return "" if name in (".", "..") else name
 
 
-async def get(connections: Connections, host: Host, source: str, target: Path, told: Told = lambda count: None) -> int:
-    """Copy a file or folder from a host; how many files. A target that is a folder gets it inside."""
+async def upload(
+    connections: Connections, host: Host, source: Path, target: str, on_bytes: OnBytes = lambda count: None
+) -> int:
+    """Copy a file or folder to a host, into the target if that is a folder or ends in /. Return the number of files."""
 
-    async def work(files: "asyncssh.SFTPClient") -> int:
-        if not await files.exists(source or "."):
-            raise InputError(f"{host.label} has no file or folder {source}")
-        to = target / name_of(source) if target.is_dir() else target
-        if not await files.isdir(source or "."):
-            to.parent.mkdir(parents=True, exist_ok=True)
-            await _get_file(files, source, to, told)
+    async def copy(sftp: "asyncssh.SFTPClient") -> int:
+        to = target or "."
+        if to.endswith("/") or await sftp.isdir(to):
+            await sftp.makedirs(to, exist_ok=True)
+            to = f"{to.rstrip('/')}/{source.name}"
+        if not source.is_dir():
+            await _upload_file(sftp, source, to, on_bytes)
             return 1
         count = 0
-        async for path, relative in _walk(files, source.rstrip("/") or "."):
-            (to / relative).parent.mkdir(parents=True, exist_ok=True)
-            await _get_file(files, path, to / relative, told)
+        for folder, _, names in os.walk(source):
+            inside = f"{to}/{Path(folder).relative_to(source)}".removesuffix("/.")
+            await sftp.makedirs(inside, exist_ok=True)
+            for name in sorted(names):
+                await _upload_file(sftp, Path(folder) / name, f"{inside}/{name}", on_bytes)
+                count += 1
+        return count
+
+    return await _with_sftp(connections, host, copy)
+
+
+async def download(
+    connections: Connections, host: Host, source: str, target: Path, on_bytes: OnBytes = lambda count: None
+) -> int:
+    """Copy a file or folder from a host, into the target if that is a folder. Return the number of files."""
+
+    async def copy(sftp: "asyncssh.SFTPClient") -> int:
+        if not await sftp.exists(source or "."):
+            raise InputError(f"{host.label} has no file or folder {source}")
+        to = target / base_name(source) if target.is_dir() else target
+        if not await sftp.isdir(source or "."):
+            await _download_file(sftp, source, to, on_bytes)
+            return 1
+        count = 0
+        async for path, relative in _walk(sftp, source.rstrip("/") or "."):
+            await _download_file(sftp, path, to / relative, on_bytes)
             count += 1
         return count
 
-    return await _over(connections, host, work)
+    return await _with_sftp(connections, host, copy)
 
 
-async def _over(connections: Connections, host: Host, work: Callable[[Any], Any]) -> int:
+async def _with_sftp(
+    connections: Connections, host: Host, copy: "Callable[[asyncssh.SFTPClient], Awaitable[int]]"
+) -> int:
     import asyncssh
 
     connection = await connections.to(host)
     try:
-        async with connection.start_sftp_client() as files:
-            return int(await work(files))
+        async with connection.start_sftp_client() as sftp:
+            return await copy(sftp)
     except (asyncssh.Error, OSError) as error:
         if connection.is_closed() or isinstance(error, ConnectionError | asyncssh.ConnectionLost):
-            raise NoWay(host, "was lost: what has arrived stays, and the same command goes on from there") from error
+            raise HostUnreachable(host, "was lost; copied files stay, and the same command resumes") from error
         if isinstance(error, asyncssh.Error):
             raise RunFailed(f"{host.label}: {error.reason or type(error).__name__}") from error
         raise
 
 
-async def _walk(files: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tuple[str, str]]:
-    """All files below a folder, as (path, path from the folder)."""
-    waiting = [""]
-    while waiting:
-        below = waiting.pop()
-        for each in sorted(await files.readdir(f"{folder}/{below}"), key=lambda one: str(one.filename)):
-            name = str(each.filename)
+async def _walk(sftp: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tuple[str, str]]:
+    """Yield all files below a folder: their path, and their path relative to the folder."""
+    pending = [""]
+    while pending:
+        inside = pending.pop()
+        for entry in sorted(await sftp.readdir(f"{folder}/{inside}"), key=lambda entry: str(entry.filename)):
+            name = str(entry.filename)
             if name in (".", ".."):
                 continue
-            if "/" in name or "\0" in name:  # it would be written to where the host wants
-                raise RunFailed(f"a host names a file {name!r} in {folder}/{below}, which no file can be called")
-            if stat.S_ISDIR(each.attrs.permissions or 0):
-                waiting.append(f"{below}{name}/")
+            if "/" in name or "\0" in name:  # the host would choose where we write
+                raise RunFailed(f"a host sent an invalid file name {name!r} in {folder}/{inside}")
+            if stat.S_ISDIR(entry.attrs.permissions or 0):
+                pending.append(f"{inside}{name}/")
             else:
-                yield f"{folder}/{below}{name}", f"{below}{name}"
+                yield f"{folder}/{inside}{name}", f"{inside}{name}"
 
 
-async def _put_file(files: "asyncssh.SFTPClient", source: Path, target: str, told: Told) -> None:
+async def _upload_file(sftp: "asyncssh.SFTPClient", source: Path, target: str, on_bytes: OnBytes) -> None:
     import asyncssh
 
-    about = source.stat()
+    wanted = source.stat()
+    size, modified = wanted.st_size, int(wanted.st_mtime)
     try:
-        there = await files.stat(target)
+        present = await sftp.stat(target)
     except asyncssh.SFTPNoSuchFile:
-        there = None
-    if there is not None and (there.size, there.mtime) == (about.st_size, int(about.st_mtime)):
-        told(about.st_size)
+        present = None
+    if present is not None and (present.size, present.mtime) == (size, modified):
+        on_bytes(size)
         return
-    part = _part(target, about.st_size, int(about.st_mtime))
-    begun = (await files.stat(part)).size or 0 if await files.exists(part) else 0
-    told(begun)
-    # At offsets, not appended: where the same is copied by two at once, both write the same bytes to the same places.
-    async with files.open(part, "r+b" if begun else "wb") as out:
-        await out.seek(begun)
+    part = _part_path(target, size, modified)
+    offset = (await sftp.stat(part)).size or 0 if await sftp.exists(part) else 0
+    on_bytes(offset)
+    # Written at offsets, not appended: two copies of the same file write the same bytes to the same places.
+    async with sftp.open(part, "r+b" if offset else "wb") as out:
+        await out.seek(offset)
         with source.open("rb") as file:
-            file.seek(begun)
-            while chunk := file.read(CHUNK):
+            file.seek(offset)
+            while chunk := file.read(CHUNK_BYTES):
                 await out.write(chunk)
-                told(len(chunk))
-    if (size := (await files.stat(part)).size) != about.st_size:
-        await files.remove(part)
-        raise RunFailed(_grew(str(source), about.st_size, size or 0))
-    mode, at = stat.S_IMODE(about.st_mode), int(about.st_mtime)
-    await files.setstat(part, asyncssh.SFTPAttrs(permissions=mode, atime=at, mtime=at))
-    await files.posix_rename(part, target)
+                on_bytes(len(chunk))
+    copied = (await sftp.stat(part)).size or 0
+    if copied != size:
+        await sftp.remove(part)
+        raise _changed(str(source), size, copied)
+    mode = stat.S_IMODE(wanted.st_mode)
+    await sftp.setstat(part, asyncssh.SFTPAttrs(permissions=mode, atime=modified, mtime=modified))
+    await sftp.posix_rename(part, target)
 
 
-async def _get_file(files: "asyncssh.SFTPClient", source: str, target: Path, told: Told) -> None:
-    about = await files.stat(source)
-    size, written = about.size or 0, about.mtime or 0
-    if target.is_file() and (target.stat().st_size, int(target.stat().st_mtime)) == (size, written):
-        told(size)
+async def _download_file(sftp: "asyncssh.SFTPClient", source: str, target: Path, on_bytes: OnBytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    wanted = await sftp.stat(source)
+    size, modified = wanted.size or 0, wanted.mtime or 0
+    if target.is_file() and (target.stat().st_size, int(target.stat().st_mtime)) == (size, modified):
+        on_bytes(size)
         return
-    part = Path(_part(str(target), size, written))
-    begun = part.stat().st_size if part.exists() else 0
-    told(begun)
-    with part.open("r+b" if begun else "wb") as out:
-        out.seek(begun)
-        async with files.open(source, "rb") as file:
-            await file.seek(begun)
-            while chunk := await file.read(CHUNK):
+    part = Path(_part_path(str(target), size, modified))
+    offset = part.stat().st_size if part.exists() else 0
+    on_bytes(offset)
+    with part.open("r+b" if offset else "wb") as out:
+        out.seek(offset)
+        async with sftp.open(source, "rb") as file:
+            await file.seek(offset)
+            while chunk := await file.read(CHUNK_BYTES):
                 out.write(cast(bytes, chunk))
-                told(len(chunk))
-    if (came := part.stat().st_size) != size:
+                on_bytes(len(chunk))
+    copied = part.stat().st_size
+    if copied != size:
         part.unlink()
-        raise RunFailed(_grew(source, size, came))
-    part.chmod(stat.S_IMODE(about.permissions or 0o644))
-    os.utime(part, (written, written))
+        raise _changed(source, size, copied)
+    part.chmod(stat.S_IMODE(wanted.permissions or 0o644))
+    os.utime(part, (modified, modified))
     part.replace(target)
 
 
-def _grew(path: str, size: int, came: int) -> str:
-    return f"{path} has changed while it was copied, from {size:,} bytes to {came:,}: give the same command again"
+def _changed(path: str, size: int, copied: int) -> RunFailed:
+    return RunFailed(f"{path} changed during the copy, from {size:,} bytes to {copied:,}; run the same command again")
 
 
-def _part(path: str, size: int, written: int) -> str:
-    """Where a file is while it is not whole: another version of it has another name."""
-    return f"{path}.{size}-{written}.part"
+def _part_path(path: str, size: int, modified: int) -> str:
+    """Return where an incomplete file lies; another version of the file has another path."""
+    return f"{path}.{size}-{modified}.part"

@@ -1,4 +1,4 @@
-"""A port of a machine as a port of this computer: loopback at both ends, and there again after a lost connection."""
+"""Forward a port of a machine to a port of this computer, loopback to loopback; reconnect after a lost connection."""
 
 import asyncio
 import errno
@@ -9,79 +9,81 @@ from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host, HostKeyChanged
 
-AGAIN_S, MOST_S = 1.0, 30.0
-"""Seconds before the connection is tried again: at first, and at most."""
+RETRY_S, MAX_RETRY_S = 1.0, 30.0
 
 
-class Taken(InputError):
-    """A port of this computer is another program's."""
+class PortInUse(InputError):
+    """Another program uses the port of this computer."""
 
 
 async def forward(
     connections: Connections,
     find: Callable[[], Awaitable[Host]],
-    here: int,
-    there: int,
-    say: Callable[[str], None],
-    opened: Callable[[Host], str] | None = None,
+    local: int,
+    remote: int,
+    notify: Callable[[str], None],
+    describe: Callable[[Host], str] | None = None,
 ) -> None:
-    """Until it is cancelled. `find`: the host as it is now, asked again before each connection.
+    """Forward a port until cancelled.
 
-    opened: what is said when the port is there, and again after a lost connection; None: which port it is.
-
-    Raises Taken where the port of this computer is, and NoWay or what `find` raises where there is no first connection.
+    find: returns the current host before each connection. describe: the message after each connection; None: a default.
+    Raise PortInUse; HostUnreachable, or an error of `find`, if there is no first connection.
     """
-    wait, first, held = AGAIN_S, True, None
+    retry_s, is_first, held = RETRY_S, True, None
     try:
         while True:
             try:
                 host = await find()
                 connection = await connections.to(host)
+                command = f"tpuswarm forward {host.label} {local + 1}:{remote}"
                 if held is None:
-                    held = _take(here, f"tpuswarm forward {host.label} {here + 1}:{there}")
+                    held = _hold(local, command)
                 held.close()
-                listener = await connection.forward_local_port("127.0.0.1", here, "127.0.0.1", there)
+                listener = await connection.forward_local_port("127.0.0.1", local, "127.0.0.1", remote)
             except TpuswarmError as error:
-                # Later whatever it is passes: the cloud may not answer, the machine may be repaired or made again.
-                if first or isinstance(error, HostKeyChanged | Taken):
+                # Later errors pass: the cloud may not answer, the machine may be repaired or replaced.
+                if is_first or isinstance(error, HostKeyChanged | PortInUse):
                     raise
-                say(f"{error}; retrying in {wait:g} s")
-                await asyncio.sleep(wait)
-                wait = min(MOST_S, wait * 2)
+                notify(f"{error}; retrying in {retry_s:g} s")
+                await asyncio.sleep(retry_s)
+                retry_s = min(MAX_RETRY_S, retry_s * 2)
                 continue
-            mine = f"http://127.0.0.1:{here} is port {there} of {host.label}; Ctrl-C ends it"
-            say(opened(host) if opened else mine)
-            first, wait = False, AGAIN_S
+            default = f"http://127.0.0.1:{local} is port {remote} of {host.label}; Ctrl-C ends it"
+            notify(describe(host) if describe else default)
+            is_first, retry_s = False, RETRY_S
             await connection.wait_closed()
             listener.close()
-            # Who comes meanwhile waits: a page that is refused again and again gives up.
-            held = hold(here)
-            say(f"the connection to {host.label} was lost; reconnecting")
+            # Clients wait meanwhile: a browser gives up after several refused connections.
+            held = _hold(local, command)
+            notify(f"the connection to {host.label} was lost; reconnecting")
     finally:
         if held is not None:
             held.close()
 
 
-def hold(port: int) -> socket.socket:
-    """A port of this computer, taken and not answered yet. Raises Taken."""
-    return _take(port, f"tpuswarm forward NAME {port + 1}:{port}")
+def is_port_used(port: int) -> bool:
+    """Return whether a program of this computer listens at the port."""
+    try:
+        _hold(port, "").close()
+    except PortInUse:
+        return True
+    return False
 
 
-def _take(port: int, way_out: str) -> socket.socket:
+def _hold(port: int, command: str) -> socket.socket:
+    """Listen at a local port without accepting. `command`: the hint of the error."""
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise Taken(
-            f"port {port} of this computer is taken by another program: `{way_out}` takes the next one"
-        ) from error
+        raise PortInUse(f"another program of this computer uses port {port}; try `{command}`") from error
 
 
-def ports(text: str) -> tuple[int, int]:
-    """PORT or PORT:PORT, here and there. Raises InputError."""
-    here, colon, there = text.partition(":")
-    found = (here, there if colon else here)
-    if not all(each.isdecimal() and 0 < int(each) < 65_536 for each in found):
-        raise InputError(f"a port here and one there are like 8888 or 8889:8888, from 1 to 65535, not {text!r}")
-    return int(found[0]), int(found[1])
+def parse_ports(text: str) -> tuple[int, int]:
+    """Parse PORT or LOCAL:REMOTE. Raise InputError."""
+    local, colon, remote = text.partition(":")
+    ports = (local, remote if colon else local)
+    if not all(port.isdecimal() and 0 < int(port) < 65_536 for port in ports):
+        raise InputError(f"ports are like 8888, or 8889:8888 (local:remote), from 1 to 65535, not {text!r}")
+    return int(ports[0]), int(ports[1])

@@ -1,9 +1,14 @@
-"""A host as it is reached, and what may go wrong on the way."""
+"""A host that SSH reaches, its OpenSSH command line, and the errors of a connection to it."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from tpuswarm.errors import RunFailed
+
+OPENSSH_OPTIONS = (
+    "IdentitiesOnly=yes", "GlobalKnownHostsFile=none", "StrictHostKeyChecking=yes", "CheckHostIP=no",
+    "PreferredAuthentications=publickey", "ServerAliveInterval=15", "ServerAliveCountMax=3", "ConnectTimeout=20",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -11,56 +16,66 @@ class Host:
     """One worker of a machine."""
 
     label: str
-    """What people call it: node-3/1."""
+    """Its name for people, such as node-3/1."""
     address: str
     port: int
     user: str
     alias: str
-    """Its name in `known_hosts`: a machine that was created again has another one."""
+    """Its name in `known_hosts`; a machine that is created again gets another one."""
     keys: tuple[str, ...]
-    """Its host keys, a line of an OpenSSH public key each."""
+    """Its host keys, each a line of an OpenSSH public key."""
     known_hosts: Path
-    """Where those are written down, for OpenSSH and for a person."""
     proxy: str | None = None
-    """A command whose standard input and output are the way to it; %h and %p stand for address and port."""
+    """A command whose standard input and output connect to the host; %h and %p stand for address and port."""
     exports: str = ""
-    """What a shell does there before a program of ours begins: the flags of the machine."""
+    """Shell code that exports the machine's flags."""
 
 
-class NoWay(RunFailed):
-    """A host cannot be reached, or was lost."""
+def openssh_command(host: Host, key: Path) -> list[str]:
+    """Return the words of `ssh` up to the destination: our key, the host's known keys, its port and proxy."""
+    options = [f"UserKnownHostsFile={host.known_hosts}", f"HostKeyAlias={host.alias}", f"Port={host.port}"]
+    if host.proxy:
+        options.append(f"ProxyCommand={host.proxy}")
+    words = ["ssh", "-F", "none", "-i", str(key)]
+    for option in (*options, *OPENSSH_OPTIONS):
+        words += ["-o", option]
+    return words
+
+
+class HostUnreachable(RunFailed):
+    """A host cannot be reached, or its connection was lost."""
 
     def __init__(self, host: Host, why: str):
         super().__init__(f"{host.label} ({host.address}) {why}")
         self.host = host
 
 
-class HostKeyChanged(NoWay):
-    """It shows another key than it wrote down when it was made."""
+class HostKeyChanged(HostUnreachable):
+    """The host shows another key than it published when it was created."""
 
     def __init__(self, host: Host):
         super().__init__(
             host,
-            "shows another host key than the one it had when it was made: it was reinstalled, or somebody stands in "
-            f"between. If you know why, `ssh-keygen -R {host.alias} -f {host.known_hosts}` forgets the old key, and "
-            "the next command takes the one that the cloud names",
+            "shows another host key than when it was created: it was reinstalled, or somebody intercepts the "
+            f"connection. If you know why, forget the old key with `ssh-keygen -R {host.alias} -f {host.known_hosts}`; "
+            "the next command takes the key that the cloud names",
         )
 
 
-class KeyRefused(NoWay):
-    """It does not let us in."""
+class KeyRefused(HostUnreachable):
+    """The host refuses our key."""
 
     def __init__(self, host: Host, key: Path):
         super().__init__(
             host,
-            f"does not take the key {key} for user {host.user}: its metadata does not name it (yet; a new machine may "
-            "need a minute), or its program that reads the metadata has ended, or OS Login is on there, which takes no "
-            "keys from metadata (enable-oslogin; a policy, constraints/compute.requireOsLogin, may force it)",
+            f"does not take the key {key} for user {host.user}. A new machine may need a minute to read its metadata. "
+            "Otherwise its guest agent has stopped, or it uses OS Login, which ignores keys in metadata "
+            "(enable-oslogin; the policy constraints/compute.requireOsLogin may force it)",
         )
 
 
-class Silent(NoWay):
-    """It does not answer in time."""
+class HostTimeout(HostUnreachable):
+    """The host takes too long."""
 
-    def __init__(self, host: Host, seconds: float, doing: str = "did not answer"):
-        super().__init__(host, f"{doing} within {seconds:g} s")
+    def __init__(self, host: Host, seconds: float, problem: str = "did not answer"):
+        super().__init__(host, f"{problem} within {seconds:g} s")

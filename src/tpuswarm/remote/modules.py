@@ -1,10 +1,10 @@
-"""Modules of ours that run on a host with its own Python (3.6 or later) and nothing else: sent there, not installed."""
+"""Run modules of ours on a host that has only Python 3.6 or later: send their source, install nothing."""
 
 import json
 from functools import cache
 from importlib.resources import files
 
-BOOT = """\
+BOOTSTRAP = """\
 import json, sys, types
 for name, text in json.loads(sys.stdin.readline()):
     module = sys.modules[name] = types.ModuleType(name)
@@ -14,17 +14,17 @@ sys.modules["{main}"].main()
 """
 
 
-def boot(main: str) -> str:
-    """What the host's Python is given with -c: it reads a line of `sent`, and calls `main()` of one of the modules."""
-    return BOOT.format(main=main)
+def bootstrap(main: str) -> str:
+    """Return a program for `python3 -c`: it reads the modules of `pack_modules` and calls `main()` of one."""
+    return BOOTSTRAP.format(main=main)
 
 
 @cache
-def sent(*names: str) -> bytes:
-    """Modules by the names that they know each other by, those that are imported first: one line."""
+def pack_modules(*names: str) -> bytes:
+    """Return one line with modules and their parents, in the order of their imports."""
     parents = sorted({name.rpartition(".")[0] for name in names} | {"tpuswarm"})
-    found = [(name, "") for name in parents]
+    modules = [(name, "") for name in parents]
     for name in names:
         package, _, module = name.rpartition(".")
-        found.append((name, files(package).joinpath(f"{module}.py").read_text(encoding="utf-8")))
-    return json.dumps(found).encode() + b"\n"
+        modules.append((name, files(package).joinpath(f"{module}.py").read_text(encoding="utf-8")))
+    return json.dumps(modules).encode() + b"\n"

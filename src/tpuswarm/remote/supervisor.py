@@ -1,4 +1,4 @@
-"""The supervisor of a host, asked over SSH: `supervise.py`, sent there when it is asked for the first time."""
+"""Call `supervise.py` on a host over SSH; send it there first if it is missing."""
 
 import hashlib
 import json
@@ -9,75 +9,71 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from tpuswarm.remote.connect import Connections, ask
-from tpuswarm.remote.host import Host, NoWay
+from tpuswarm.remote.connect import Connections, run_shell
+from tpuswarm.remote.host import Host, HostUnreachable
 
 MISSING = 66
-"""Exit code of the shell where the host does not have the supervisor."""
+"""Exit code if the host lacks this version of the program."""
 
 
 @cache
 def _program() -> tuple[bytes, str]:
-    """The file, and where it lies on hosts: another version has another name."""
+    """Return the program, and its path on hosts, which names its version."""
     data = files("tpuswarm.remote").joinpath("supervise.py").read_bytes()
     return data, f"$HOME/.tpuswarm/supervise-{hashlib.sha256(data).hexdigest()[:12]}.py"
 
 
 class Supervisor:
-    """Of one host."""
+    """The jobs of one host. All methods raise HostUnreachable."""
 
     def __init__(self, connections: Connections, host: Host):
         self._connections, self._host = connections, host
 
     async def show(self) -> dict[str, dict[str, Any]]:
-        """How all jobs stand that it has ever run, by name. Raises NoWay."""
-        return {each["name"]: each for each in await self._objects("show")}
+        """Return the states of all jobs that have ever run there, by name."""
+        return {state["name"]: state for state in await self._read_states("show")}
 
     async def start(self, name: str, run: int, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """Start a run unless it was started before; how the job stands. `spec`: line, alive_s."""
-        return (await self._objects("start", name, str(run), data=json.dumps(spec).encode()))[0]
+        """Start a run unless it has started before; return the job's state. `spec`: see supervise.start."""
+        return (await self._read_states("start", name, str(run), data=json.dumps(spec).encode()))[0]
 
     async def end(self, name: str, run: int) -> dict[str, Any]:
-        """Ask a run to end; how the job stands."""
-        return (await self._objects("end", name, str(run)))[0]
+        """Ask a run to end; return the job's state."""
+        return (await self._read_states("end", name, str(run)))[0]
 
     async def log(self, name: str, lines: int, since: tuple[int, int] | None = None) -> tuple[tuple[int, int], bytes]:
-        """The last lines of what a job printed, or what came since a place; and the place to which that goes.
+        """Return a position (inode, offset), and the last lines of a job's log or, with `since`, the output after it.
 
-        A place is a file's inode and an offset. What came may go on: it does until nothing comes.
+        More output may follow: ask again until there is none.
         """
-        asked = [] if since is None else [str(since[1]), str(since[0])]
-        head, _, data = (await self._ask("log", name, str(lines), *asked)).partition(b"\n")
+        words = [] if since is None else [str(since[1]), str(since[0])]
+        head, _, data = (await self._call("log", name, str(lines), *words)).partition(b"\n")
         inode, offset = map(int, head.split())
         return (inode, offset), data
 
-    async def _objects(self, *words: str, data: bytes = b"") -> list[dict[str, Any]]:
-        """The lines that are its answer: what a ~/.bashrc prints comes before them."""
-        found = []
-        for line in (await self._ask(*words, data=data)).decode(errors="replace").splitlines():
-            with suppress(ValueError):
-                if isinstance(each := json.loads(line), dict) and "name" in each:
-                    found.append(each)
-        if not found and words[0] != "show":
-            raise NoWay(self._host, "does not say how the job stands: its supervisor answered nothing")
-        return found
+    async def _read_states(self, *words: str, data: bytes = b"") -> list[dict[str, Any]]:
+        states = []
+        for line in (await self._call(*words, data=data)).decode(errors="replace").splitlines():
+            with suppress(ValueError):  # a ~/.bashrc may print lines first
+                if isinstance(state := json.loads(line), dict) and "name" in state:
+                    states.append(state)
+        if not states and words[0] != "show":
+            raise HostUnreachable(self._host, "does not return the job's state: its supervisor printed nothing")
+        return states
 
-    async def _ask(self, *words: str, data: bytes = b"") -> bytes:
+    async def _call(self, *words: str, data: bytes = b"") -> bytes:
         program, path = _program()
-        said = shlex.join(words)
-        line = f'[ -e "{path}" ] || exit {MISSING}; exec python3 "{path}" {said}'
-        code, out, err = await self._run(line, data)
+        line = f'[ -e "{path}" ] || exit {MISSING}; exec python3 "{path}" {shlex.join(words)}'
+        code, out, err = await run_shell(self._connections, self._host, line, data)
         if code == MISSING:
-            # A connection that breaks is the end of the file there too: only what is whole gets its name.
-            whole = f'[ "$(wc -c <"{path}.$$")" = {len(program)} ]'
-            send = f'mkdir -p ~/.tpuswarm && cat >"{path}.$$" && {whole} && mv "{path}.$$" "{path}"'
-            code, out, err = await self._run(send, program)
+            # A lost connection looks like the end of the file: check the size before naming it.
+            is_whole = f'[ "$(wc -c <"{path}.$$")" = {len(program)} ]'
+            save = f'mkdir -p ~/.tpuswarm && cat >"{path}.$$" && {is_whole} && mv "{path}.$$" "{path}"'
+            code, out, err = await run_shell(self._connections, self._host, save, program)
             if code == 0:
-                code, out, err = await self._run(line, data)
+                code, out, err = await run_shell(self._connections, self._host, line, data)
         if code != 0:
             last = err.decode(errors="replace").strip().rpartition("\n")[2]
-            raise NoWay(self._host, f"cannot run its supervisor of jobs (exit {code}): {last or 'it said nothing'}")
+            reason = f"cannot run its supervisor of jobs (exit {code}): {last or 'it printed nothing'}"
+            raise HostUnreachable(self._host, reason)
         return out
-
-    async def _run(self, line: str, data: bytes) -> tuple[int, bytes, bytes]:
-        return await ask(self._connections, self._host, line, data)

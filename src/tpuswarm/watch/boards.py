@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tpuswarm.errors import InputError
-from tpuswarm.remote.connect import Connections, ask
-from tpuswarm.remote.host import Host, NoWay
+from tpuswarm.remote.connect import Connections, run_shell
+from tpuswarm.remote.host import Host, HostUnreachable
 from tpuswarm.train.look.profile import TENSORBOARD_FOLDER
 from tpuswarm.train.look.tensorboard_log import TensorBoardLog
 from tpuswarm.train.run.directory import METRICS
@@ -121,10 +121,10 @@ class MachineBoards:
             copied += len(data)
 
     async def _run(self, host: Host, line: str) -> bytes:
-        code, out, err = await ask(self._connections, host, line)
+        code, out, err = await run_shell(self._connections, host, line)
         if code:
             reason = err.decode(errors="replace").strip() or f"has no folder {self._folder}"
-            raise NoWay(host, reason.splitlines()[-1])
+            raise HostUnreachable(host, reason.splitlines()[-1])
         return out
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.remote.connect import Connections, on_host
-from tpuswarm.remote.host import Host, NoWay
-from tpuswarm.remote.modules import boot, sent
+from tpuswarm.remote.host import Host, HostUnreachable
+from tpuswarm.remote.modules import bootstrap, pack_modules
 
 SAMPLE_INTERVAL_S = 2.0
 RETRY_S = 5.0
@@ -70,17 +70,17 @@ class Follower:
         connection = await self._connections.to(host)
 
         async def read_samples() -> None:
-            command = shlex.join(["python3", "-c", boot(MODULES[-1]), str(SAMPLE_INTERVAL_S)])
+            command = shlex.join(["python3", "-c", bootstrap(MODULES[-1]), str(SAMPLE_INTERVAL_S)])
             process = await connection.create_process(shlex.join(["/bin/bash", "-c", f"exec {command}"]), encoding=None)
             try:
-                process.stdin.write(sent(*MODULES))
+                process.stdin.write(pack_modules(*MODULES))
                 async for line in process.stdout:
                     if line.endswith(b"\n"):  # else it ended while writing
                         self.samples[host.label] = Sample(time.time(), _parse_sample(host, line))
                 last = (await process.stderr.read()).decode(errors="replace").strip().rpartition("\n")[2]
             finally:
                 process.close()
-            raise NoWay(host, f"stopped answering: {last or 'its program ended'}")
+            raise HostUnreachable(host, f"stopped answering: {last or 'its program ended'}")
 
         with suppress(BrokenPipeError):  # it ended before it read the program; the next try reports why
             await on_host(host, read_samples)
@@ -90,5 +90,5 @@ def _parse_sample(host: Host, line: bytes) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(line)
     except ValueError as error:  # such as the output of a login script
-        raise NoWay(host, f"sent no sample: {line.decode(errors='replace').strip()[:80]}") from error
+        raise HostUnreachable(host, f"sent no sample: {line.decode(errors='replace').strip()[:80]}") from error
     return found

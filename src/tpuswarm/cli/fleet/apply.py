@@ -36,7 +36,7 @@ from tpuswarm.fleet.store import fleets
 from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import is_tf_pod, outdated_pods
-from tpuswarm.remote.setup.table import Setup
+from tpuswarm.remote.setup.table import Setup, gather_secrets
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
@@ -64,7 +64,7 @@ def preview_and_confirm(
     `adjust` applies the command's options, `print_more` adds to the preview. Raises InputError if a check fails.
     """
     if file.setup:
-        SavedSetup(fleet).secrets.gather(file.setup.secrets, os.environ)
+        gather_secrets(SavedSetup(fleet).secrets_file, file.setup.secrets, os.environ)
     cloud = fleet.provider()
     store = fleet.store(cloud)
     document, listing, note = fleets.inspect_fleet(fleet, store, cloud, file, adopt)

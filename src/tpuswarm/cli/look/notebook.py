@@ -17,10 +17,10 @@ from tpuswarm.fleet.hosts.routes import ReachableHosts, Routes, open_routes
 from tpuswarm.fleet.hosts.setup import install_notebook
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.forward import Taken, forward, hold
+from tpuswarm.remote.forward import forward, is_port_used
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.notebook.begin import NoJupyter, Notebook, start, stop
-from tpuswarm.remote.places import there
+from tpuswarm.remote.paths import remote_folder
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
@@ -44,8 +44,8 @@ def notebook(
     if stop:
         asyncio.run(_stop(routes, machine))
         return
-    if _is_used(port):
-        free = next((other for other in range(port + 1, 65536) if not _is_used(other)), None)
+    if is_port_used(port):
+        free = next((other for other in range(port + 1, 65536) if not is_port_used(other)), None)
         hint = f"`tpuswarm notebook {name} --port {free}`" if free else "another --port"
         raise InputError(f"another program on this computer uses port {port}. Try {hint}.")
     try:
@@ -94,7 +94,7 @@ async def _start(routes: Routes, machine: ReachableHosts) -> Notebook:
 async def _begin_jupyter(connections: Connections, machine: ReachableHosts, before: Notebook | None) -> Notebook:
     workers = machine.machines[machine.hosts[0].label].workers
     addresses = [worker.internal or "" for worker in workers]
-    return await start(connections, machine.hosts, addresses, there(Path.cwd()), before)
+    return await start(connections, machine.hosts, addresses, remote_folder(Path.cwd()), before)
 
 
 async def _forward(routes: Routes, name: str, port: int, started: Notebook) -> None:
@@ -125,14 +125,6 @@ def _describe_notebook(notebook: Notebook, name: str, port: int, is_new: bool) -
         f"  Colab:   {notebook.url(port, 'localhost')} (Connect, Connect to a local runtime)",
         f"Ctrl-C disconnects, and kernels keep running. To end them: `tpuswarm notebook {name} --stop`",
     ]
-
-
-def _is_used(port: int) -> bool:
-    try:
-        hold(port).close()
-    except Taken:
-        return True
-    return False
 
 
 def _install_after_question(routes: Routes, machine: ReachableHosts, missing: NoJupyter, yes: bool) -> None:

@@ -17,10 +17,9 @@ from tpuswarm.config.units import check_number, parse_seconds
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.store.fleets import find_fleet
-from tpuswarm.remote.attended import line_of
-from tpuswarm.remote.everywhere import Endings, Everywhere, log_folder
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.places import as_set_up, there
+from tpuswarm.remote.paths import command_line, in_environment, remote_folder
+from tpuswarm.remote.run_on_hosts import CommandResult, ParallelCommand, make_log_folder
 from tpuswarm.train.process.terminal import echo, print_temporary_line
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
@@ -69,10 +68,10 @@ def exec_(
     if time_out_s is not None:
         check_number(time_out_s, "--time-out", above=0)
     routes, hosts = find_hosts(where, fleet)
-    endings = run_on_hosts(routes, hosts, words, time_out_s)
-    if endings.interrupted:
+    result = run_on_hosts(routes, hosts, words, time_out_s)
+    if result.is_interrupted:
         raise KeyboardInterrupt
-    raise typer.Exit(endings.code)
+    raise typer.Exit(result.code)
 
 
 def find_hosts(where: str, fleet: str | None) -> tuple[Routes, list[Host]]:
@@ -84,26 +83,28 @@ def find_hosts(where: str, fleet: str | None) -> tuple[Routes, list[Host]]:
     return routes, hosts
 
 
-def run_on_hosts(routes: Routes, hosts: list[Host], words: list[str], time_out_s: float | None) -> Endings:
+def run_on_hosts(routes: Routes, hosts: list[Host], words: list[str], time_out_s: float | None) -> CommandResult:
     """Run a command on hosts; print its output and a summary."""
-    folder = there(Path.cwd())
-    logs = log_folder(routes.fleet.folder / "exec")
+    folder = remote_folder(Path.cwd())
+    logs = make_log_folder(routes.fleet.folder / "exec")
     output = HostOutput([host.label for host in hosts])
-    everywhere = Everywhere(routes.key, logs, output.print_lines, output.print_note)
-    output.on_closed = everywhere.stop
+    command = ParallelCommand(routes.key, logs, output.print_lines, output.print_note)
+    output.on_closed = command.stop
 
-    async def run() -> Endings:
-        drawing = asyncio.ensure_future(output.draw_progress(everywhere.waiting))
+    async def run() -> CommandResult:
+        drawing = asyncio.ensure_future(output.draw_progress(command.waiting))
         try:
-            return await everywhere.run(hosts, lambda host: as_set_up(line_of(words), folder, host.exports), time_out_s)
+            return await command.run(
+                hosts, lambda host: in_environment(command_line(words), folder, host.exports), time_out_s
+            )
         finally:
             drawing.cancel()
 
-    endings = asyncio.run(run())
-    echo(endings.summary(), err=True)
+    result = asyncio.run(run())
+    echo(result.summary(), err=True)
     home = Path.home()
     echo(f"logs: {Path('~') / logs.relative_to(home) if logs.is_relative_to(home) else logs}", err=True)
-    return endings
+    return result
 
 
 class HostOutput:

@@ -13,13 +13,12 @@ from tpuswarm.cli.machine.setup import describe_hosts, print_outcome, update_hea
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.store.fleets import find_fleet
-from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.copy import get, name_of, put, split
-from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.connect import Connections, fan_out
+from tpuswarm.remote.copy import base_name, download, split_location, upload
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.places import root_of
-from tpuswarm.remote.sync.send import Outcome, send
-from tpuswarm.remote.sync.tree import Change, Tree
+from tpuswarm.remote.paths import find_project_root
+from tpuswarm.remote.sync.send import Change, Outcome, send
+from tpuswarm.remote.sync.tree_store import Tree
 from tpuswarm.train.process.live_region import hidden_input
 from tpuswarm.train.process.terminal import echo
 
@@ -35,9 +34,9 @@ def sync(
 ) -> None:
     """Send this folder to machines, all at once: the files that git does not ignore, without those already there."""
     confirmation = SizeConfirmation(yes or dry_run)
-    root = root_of(Path.cwd())
+    root = find_project_root(Path.cwd())
     routes = open_routes(find_fleet(fleet)[0])
-    tree = routes.fleet.tree.take(root, confirmation.check_folder)
+    tree = routes.fleet.tree_store.take(root, confirmation.check_folder)
     hosts, unreachable = routes.hosts(where)
     for reason in unreachable:
         echo(f"not now: {reason}")
@@ -81,10 +80,6 @@ class SizeConfirmation:
         self._is_given = True
 
 
-class _DryRunEnded(Exception):
-    """Ends a dry run before the first change."""
-
-
 async def _send(
     routes: Routes, hosts: Sequence[Host], tree: Tree, confirmation: SizeConfirmation, dry_run: bool
 ) -> Outcome:
@@ -93,29 +88,25 @@ async def _send(
     console = make_console()
     progress = Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console, transient=True)
     bar = progress.add_task("", total=None, visible=False)
-    planned: dict[Host, Change] = {}
 
-    def confirm_changes(changes: Mapping[Host, Change]) -> None:
-        planned.update(changes)
+    def confirm_changes(changes: Mapping[Host, Change]) -> bool:
         for line in _describe_changes(tree, changes):
             echo(line)
         if dry_run:
-            raise _DryRunEnded
+            return False
         confirmation.check_changes(tree, changes)
         if console.is_terminal:
             stack.enter_context(hidden_input())
             progress.start()
             stack.callback(progress.stop)
+        return True
 
     def advance(host: Host, count: int) -> None:
         progress.update(bar, advance=count, visible=True)
 
     with ExitStack() as stack:
         async with Connections(routes.key) as connections:
-            try:
-                return await send(connections, hosts, tree, routes.fleet.tree, confirm_changes, advance)
-            except _DryRunEnded:
-                return Outcome(changed=planned)
+            return await send(connections, hosts, tree, routes.fleet.tree_store, confirm_changes, advance)
 
 
 def _describe_changes(tree: Tree, changes: Mapping[Host, Change]) -> list[str]:
@@ -165,7 +156,7 @@ def copy(
 
     From several hosts, the files of each go to a folder with its name. After a lost connection, copied files stay.
     """
-    (from_where, from_path), (to_where, to_path) = split(source), split(target)
+    (from_where, from_path), (to_where, to_path) = split_location(source), split_location(target)
     if (from_where is None) == (to_where is None):
         raise InputError("exactly one of SRC and DST is on machines, as WHERE:path, such as node-1:data")
     here = Path(from_path if from_where is None else to_path)
@@ -181,9 +172,9 @@ def copy(
 
     async def copy_one(connections: Connections, host: Host, advance: Any) -> int:
         if from_where is None:
-            return await put(connections, host, here, to_path, advance)
-        to = here / host.label.replace("/", "-") / name_of(from_path) if has_folders else here
-        return await get(connections, host, from_path, to, advance)
+            return await upload(connections, host, here, to_path, advance)
+        to = here / host.label.replace("/", "-") / base_name(from_path) if has_folders else here
+        return await download(connections, host, from_path, to, advance)
 
     results = asyncio.run(_copy_all(routes.key, hosts, copy_one))
     counts = [result for result in results if isinstance(result, int)]

@@ -23,8 +23,7 @@ from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.fleet.training import is_member
 from tpuswarm.plan import flags as libraries
-from tpuswarm.remote.connect import Connections, ask
-from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.connect import Connections, fan_out, run_shell
 from tpuswarm.train.process.terminal import echo
 
 app = typer.Typer(help="Set flags of XLA and libtpu for the programs on machines.", rich_markup_mode=None)
@@ -215,7 +214,7 @@ def _restart_runtime(routes: Routes, machine: str) -> None:
         async with Connections(routes.key) as connections:
             return await fan_out(
                 hosts,
-                lambda host: ask(connections, host, machine_flags.RESTART_RUNTIME),
+                lambda host: run_shell(connections, host, machine_flags.RESTART_RUNTIME),
                 time_out_s=RESTART_TIMEOUT_S,
             )
 

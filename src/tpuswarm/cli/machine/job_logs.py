@@ -14,10 +14,9 @@ from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.fleet.hosts.targets import Target, unreachable_reason
 from tpuswarm.fleet.store.fleets import Fleet
-from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.connect import Connections, fan_out
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.lines import Lines
+from tpuswarm.remote.run_on_hosts import LineBuffer
 from tpuswarm.remote.supervisor import Supervisor
 from tpuswarm.train.process.terminal import echo
 
@@ -47,7 +46,7 @@ class JobLogs:
         self._fleet, self._job, self._machine, self._worker = fleet, job, machine, worker
         self._positions: dict[tuple[str, str], tuple[int, int]] = {}
         """How far each log was read, by alias of the host and job."""
-        self._lines: dict[tuple[str, str], Lines] = {}
+        self._lines: dict[tuple[str, str], LineBuffer] = {}
         self._notes: set[str] = set()
 
     async def run(self, follow: bool) -> None:
@@ -115,7 +114,7 @@ class JobLogs:
         async def print_host(host: Host) -> None:
             for job in (job for label_host, job in labels if label_host == host):
                 key, supervisor = (host.alias, job), Supervisor(connections, host)
-                lines = self._lines.setdefault(key, Lines())
+                lines = self._lines.setdefault(key, LineBuffer())
                 while True:
                     before = self._positions.get(key)
                     self._positions[key], data = await supervisor.log(job, FIRST_LINES, before)

@@ -25,9 +25,8 @@ from tpuswarm.fleet.keeper import job_runner
 from tpuswarm.fleet.keeper.keeper import LEASE_S
 from tpuswarm.fleet.store.document import Document, DocumentStore, is_holder_alive, with_job
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
-from tpuswarm.remote.attended import line_of
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.places import there
+from tpuswarm.remote.paths import command_line, remote_folder
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
@@ -189,7 +188,7 @@ def store_job(
         new = create_assignments(where, machine, desired)
         assignments = tuple(replace(assignment, run=last_run) for assignment in new)
         job = Job(
-            job_name, where, line_of(words), restart or "preempted", assignments, there(Path.cwd()),  # type: ignore[arg-type]
+            job_name, where, command_line(words), restart or "preempted", assignments, remote_folder(Path.cwd()),  # type: ignore[arg-type]
             machine.name if machine else None, worker, failures, alive_s, time.time(),
         )  # fmt: skip
         stored[:] = [job]
@@ -202,7 +201,7 @@ def store_job(
 def store_main_job(fleet: Fleet, pool: str, words: list[str]) -> None:
     """Store the command of `up -- CMD`, which runs until it exits 0. The same command continues."""
     current = next((job for job in read_document(fleet).jobs if job.name == MAIN_JOB), None)
-    if current is None or current.is_over or current.line != line_of(words):
+    if current is None or current.is_over or current.line != command_line(words):
         store_job(fleet, pool, words, MAIN_JOB, "always", 0, None, None)
 
 

@@ -16,7 +16,7 @@ from tpuswarm.fleet.keeper.head_keeper import install_head_keeper, wait_for_head
 from tpuswarm.fleet.store.document import DocumentStore
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.plan import Machine, steps
+from tpuswarm.remote.setup.machine_steps import Machine, steps
 from tpuswarm.remote.setup.step import Step
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.terminal import echo
@@ -134,7 +134,7 @@ def _print_steps(table: Setup, has_router: bool) -> None:
     found: dict[str, Step] = {}
     for is_server, server in ((True, None), (False, "SERVER")):
         machine = Machine(no_host, is_server, server, has_disk=True, settings=settings)
-        found |= {step.id: step for step in steps(table.whole(), machine, secrets)}
+        found |= {step.id: step for step in steps(table.without_files(), machine, secrets)}
     details = _step_details(table)
     for number, step in enumerate(found, 1):
         echo(f"{number}. {step}{': ' if details.get(step) else ''}{details.get(step, '')}", hang=3)

@@ -18,10 +18,9 @@ from tpuswarm.fleet.hosts.ssh_config import config_file, host_alias, render_conf
 from tpuswarm.fleet.hosts.targets import find_targets
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote import forward as forwarding
-from tpuswarm.remote.attended import line_of
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.host import Host
-from tpuswarm.remote.openssh import openssh
+from tpuswarm.remote.host import Host, openssh_command
+from tpuswarm.remote.paths import command_line
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.terminal import clear_temporary_line, echo
 
@@ -47,7 +46,7 @@ def ssh(
     routes = open_routes(find_fleet(fleet)[0])
     host = _find_host(routes, name)
     is_shell = not words and sys.stdin.isatty()
-    line = line_of(words) if words else SHELL if is_shell else ""
+    line = command_line(words) if words else SHELL if is_shell else ""
     with tempfile.TemporaryDirectory() as folder:
         connected = Path(folder) / "connected"
         pause_s = 1.0
@@ -70,7 +69,7 @@ def _find_host(routes: Routes, name: str) -> Host:
 
 
 def _run_openssh(routes: Routes, host: Host, line: str, connected: Path) -> int:
-    words = openssh(host, routes.key)
+    words = openssh_command(host, routes.key)
     if sys.stdin.isatty():
         words += ["-t"]
     clear_temporary_line()
@@ -86,7 +85,7 @@ def forward(
     fleet: FleetOption = None,
 ) -> None:
     """Forward a port of a machine to this computer until Ctrl-C, from loopback to loopback. Reconnects by itself."""
-    local, remote = forwarding.ports(port)
+    local, remote = forwarding.parse_ports(port)
     routes = open_routes(find_fleet(fleet)[0])
 
     async def find() -> Host:

@@ -14,7 +14,7 @@ from pydantic import Field
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.names import ALL
-from tpuswarm.remote.places import SERVICE
+from tpuswarm.remote.paths import SERVICE_PREFIX
 
 Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
@@ -228,7 +228,7 @@ def find_strays(jobs: Iterable[Job], reports: Mapping[str, RunReports]) -> froze
         for name, found in reports.items()
         for (machine, worker), report in found.items()
         if report is not None and report.state == "running" and (name, machine) not in assigned
-        if not name.startswith(SERVICE)
+        if not name.startswith(SERVICE_PREFIX)
     )
 
 

@@ -13,15 +13,10 @@ from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.bundle import bundle
-from tpuswarm.remote.setup.package import PYTHON
-from tpuswarm.remote.setup.python import BUNDLE
-from tpuswarm.remote.setup.router import FOLDER, router
-from tpuswarm.remote.setup.run import Told, set_up
-from tpuswarm.remote.setup.step import Step
-from tpuswarm.remote.setup.wheel import versions, wheel
+from tpuswarm.remote.setup.artifacts import build_wheel, installed_versions, package_sender
+from tpuswarm.remote.setup.run import OnProgress, set_up
+from tpuswarm.remote.setup.services import ROUTER_FOLDER, router
 from tpuswarm.router.file import RouterFile, Single
 from tpuswarm.router.settings import endpoint_settings
 from tpuswarm.train.process.platform import cache_folder
@@ -79,7 +74,7 @@ def client_settings(desired: Desired) -> tuple[tuple[str, str], ...]:
 
 
 async def configure_routers(
-    routes: Routes, hosts: list[Host], told: Told = lambda host, step, what: None
+    routes: Routes, hosts: list[Host], on_progress: OnProgress = lambda host, step, state: None
 ) -> dict[int, str]:
     """Apply the rules on these hosts, skip what holds already, and return each port's worker.
 
@@ -87,18 +82,10 @@ async def configure_routers(
     """
     snapshot, cache = routes.snapshot(), cache_folder("machines")
     file, ports = router_file(snapshot.document.desired, snapshot.listing.machines)
-    package = wheel(cache)
-    steps = router(router_toml(file, ports), package.name, versions())
-
-    async def send(connections: Connections, host: Host, step: Step) -> str:
-        if step.id == "router-python":
-            await put(connections, host, await asyncio.to_thread(bundle, PYTHON, cache), BUNDLE)
-            return "uv and Python"
-        await put(connections, host, package, f"{FOLDER}/{package.name}")
-        return package.name
-
+    steps = router(router_toml(file, ports), build_wheel(cache).name, installed_versions())
+    send = package_sender(ROUTER_FOLDER, cache)
     async with Connections(routes.key) as connections:
-        outcome = await set_up(connections, dict.fromkeys(hosts, steps), told, send=send)
+        outcome = await set_up(connections, dict.fromkeys(hosts, steps), on_progress, send=send)
     for error in outcome.failed.values():
         raise error
     return ports

@@ -27,9 +27,8 @@ from tpuswarm.fleet.spec.desired_from_file import SSH_KEYS, add_ssh_key, login_u
 from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import machine_exports
-from tpuswarm.remote.host import Host
-from tpuswarm.remote.known import Known
-from tpuswarm.remote.openssh import openssh
+from tpuswarm.remote.host import Host, openssh_command
+from tpuswarm.remote.known_hosts import KnownHosts
 from tpuswarm.train.process.atomic import write_atomically
 
 HOST_KEYS_PATH = "hostkeys/"
@@ -94,7 +93,7 @@ def _machine_id(machine: Machine) -> str:
 class Routes:
     def __init__(self, fleet: Fleet, cloud: Provider, store: DocumentStore):
         self.fleet, self._cloud, self._store = fleet, cloud, store
-        self.known = Known(fleet.folder / "known_hosts")
+        self.known = KnownHosts(fleet.folder / "known_hosts")
         self._in_network = fleet.provider_name == "rehearsal" or _is_google_vm()
 
     @property
@@ -280,7 +279,7 @@ class Routes:
         """Return the command that connects to a machine without an external address."""
         machine = target.machine
         if jump is not None:
-            return shlex.join([*openssh(jump, self.key), "-W", "%h:%p", f"{jump.user}@{jump.address}"])
+            return shlex.join([*openssh_command(jump, self.key), "-W", "%h:%p", f"{jump.user}@{jump.address}"])
         if machine.kind == "vm":
             return shlex.join(
                 ["gcloud", "compute", "start-iap-tunnel", machine.name, "%p", "--listen-on-stdin", "--zone",

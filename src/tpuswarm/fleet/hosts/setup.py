@@ -16,16 +16,13 @@ from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.fleet.hosts.targets import find_targets
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.copy import put
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.bundle import bundle
-from tpuswarm.remote.setup.notebook import notebook
-from tpuswarm.remote.setup.plan import Machine, steps
-from tpuswarm.remote.setup.python import BUNDLE
-from tpuswarm.remote.setup.run import Outcome, Send, Told, set_up
-from tpuswarm.remote.setup.secrets import Secrets
-from tpuswarm.remote.setup.step import LIMIT_S, Step
-from tpuswarm.remote.setup.table import Setup
+from tpuswarm.remote.setup.artifacts import bundle_sender
+from tpuswarm.remote.setup.machine_steps import Machine, steps
+from tpuswarm.remote.setup.python import notebook
+from tpuswarm.remote.setup.run import OnProgress, Outcome, set_up
+from tpuswarm.remote.setup.step import STEP_TIMEOUT_S, Send
+from tpuswarm.remote.setup.table import Setup, gather_secrets
 from tpuswarm.remote.sync.send import send
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
@@ -42,7 +39,7 @@ NO_TABLE = "null"
 class SavedSetup:
     def __init__(self, fleet: Fleet):
         self._table, self._versions = fleet.folder / "setup.json", fleet.folder / "versions.json"
-        self.secrets = Secrets(fleet.folder / "secrets.json")
+        self.secrets_file = fleet.folder / "secrets.json"
 
     def table(self) -> Setup | None:
         text = _read_text(self._table)
@@ -51,7 +48,7 @@ class SavedSetup:
     def save(self, table: Setup | None) -> None:
         """Save the table, even if empty: a keeper elsewhere may have an older one."""
         self._table.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._table, NO_TABLE if table is None else table.whole().model_dump_json())
+        write_atomically(self._table, NO_TABLE if table is None else table.without_files().model_dump_json())
 
     def versions(self, packages: str) -> str:
         """Return the installed versions of a list of packages, given its stamp; empty if none is installed."""
@@ -110,43 +107,37 @@ async def set_up_all(
     routes: Routes,
     table: Setup,
     machines: Iterable[Machine],
-    told: Told = lambda host, step, what: None,
+    on_progress: OnProgress = lambda host, step, state: None,
     environment: Mapping[str, str] = os.environ,
-    limit_s: float = LIMIT_S,
+    limit_s: float = STEP_TIMEOUT_S,
 ) -> Outcome:
     """Set up these machines. Raise InputError for a secret that is neither in `environment` nor saved.
 
     `limit_s`: for each step.
     """
-    saved, table = SavedSetup(routes.fleet), table.whole()
-    secrets = saved.secrets.gather(table.secrets, environment)
+    saved, table = SavedSetup(routes.fleet), table.without_files()
+    secrets = gather_secrets(saved.secrets_file, table.secrets, environment)
     saved.save(table)
     steps_by_host = {machine.host: steps(table, machine, secrets) for machine in machines}
-    packages = next(step.stamp for step in next(iter(steps_by_host.values())) if step.settles)
+    packages = next(step.stamp for step in next(iter(steps_by_host.values())) if step.decides_versions)
 
     async with Connections(routes.key) as connections:
         outcome = await set_up(
-            connections, steps_by_host, told, saved.versions(packages), _python_sender(table.python), limit_s
+            connections, steps_by_host, on_progress, saved.versions(packages), _bundle_sender(table), limit_s
         )
-    saved.save_versions(packages, outcome.settled)
+    saved.save_versions(packages, outcome.versions)
     return outcome
 
 
-async def install_notebook(routes: Routes, hosts: Iterable[Host], told: Told) -> Outcome:
+async def install_notebook(routes: Routes, hosts: Iterable[Host], on_progress: OnProgress) -> Outcome:
     table = SavedSetup(routes.fleet).table() or Setup()
     async with Connections(routes.key) as connections:
         steps_by_host = dict.fromkeys(hosts, notebook(table.python))
-        return await set_up(connections, steps_by_host, told, send=_python_sender(table.python))
+        return await set_up(connections, steps_by_host, on_progress, send=_bundle_sender(table))
 
 
-def _python_sender(python: str) -> Send:
-
-    async def send_python(connections: Connections, host: Host, step: Step) -> str:
-        packed = await asyncio.to_thread(bundle, python, cache_folder("machines"))
-        await put(connections, host, packed, BUNDLE)
-        return "uv and Python"
-
-    return send_python
+def _bundle_sender(table: Setup) -> Send:
+    return bundle_sender(table.python, cache_folder("machines"))
 
 
 class PrepareResult(NamedTuple):
@@ -155,7 +146,7 @@ class PrepareResult(NamedTuple):
     """Synced files that keep the changes made on a host."""
 
 
-async def prepare_machine(routes: Routes, where: str, limit_s: float = LIMIT_S) -> PrepareResult:
+async def prepare_machine(routes: Routes, where: str, limit_s: float = STEP_TIMEOUT_S) -> PrepareResult:
     """Sync the last folder and run set-up on a machine that comes back, without a person.
 
     Files that were changed on a host stay. A step that takes longer than `limit_s` fails. Raise InputError for a
@@ -164,7 +155,7 @@ async def prepare_machine(routes: Routes, where: str, limit_s: float = LIMIT_S) 
     failed: dict[str, TpuswarmError] = {}
     kept: set[str] = set()
     progress: dict[str, str] = {}
-    tree, table = routes.fleet.tree.load(), SavedSetup(routes.fleet).table()
+    tree, table = routes.fleet.tree_store.load(), SavedSetup(routes.fleet).table()
     timeout_s = limit_s + HANG_GRACE_S
     try:
         async with asyncio.timeout(timeout_s) as timeout:
@@ -172,20 +163,20 @@ async def prepare_machine(routes: Routes, where: str, limit_s: float = LIMIT_S) 
                 hosts, _ = await asyncio.to_thread(routes.hosts, where)
                 progress.update({host.label: "sync" for host in hosts})
                 async with Connections(routes.key) as connections:
-                    sent = await send(connections, hosts, tree, routes.fleet.tree, leaves=True)
+                    sent = await send(connections, hosts, tree, routes.fleet.tree_store, keep_edited=True)
                 failed |= {host.label: error for host, error in sent.failed.items()}
-                kept.update(path for paths in sent.left.values() for path in paths)
+                kept.update(path for paths in sent.kept.values() for path in paths)
             if table is not None:
                 targets = await asyncio.to_thread(find_setup_targets, routes, table, where)
                 machines = [machine for machine in targets.machines if machine.host.label not in failed]
 
-                def told(host: Host, step: str, what: str) -> None:
+                def on_progress(host: Host, step: str, state: str) -> None:
                     progress[host.label] = step
                     timeout.reschedule(asyncio.get_running_loop().time() + timeout_s)
 
                 if machines:
                     # A keeper's own environment may be older than the secrets that a person has saved since.
-                    outcome = await set_up_all(routes, table, machines, told, {}, limit_s)
+                    outcome = await set_up_all(routes, table, machines, on_progress, {}, limit_s)
                     failed |= {host.label: error for host, error in outcome.failed.items()}
     except TimeoutError:
         step = "; ".join(f"{label}: {step}" for label, step in sorted(progress.items()) if step) or where
@@ -240,7 +231,7 @@ class Preparer:
         """
         table = SavedSetup(self._routes.fleet).table()
         self._table = None if table is None else table.model_dump_json()
-        if table is None and self._routes.fleet.tree.load() is None:
+        if table is None and self._routes.fleet.tree_store.load() is None:
             return {}
         unprepared = {}
         for name, boot in machines.items():

@@ -18,55 +18,49 @@ from tpuswarm.fleet.keeper.keeper import Keeper, Tick
 from tpuswarm.fleet.spec.file import HEAD
 from tpuswarm.fleet.store.document import DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
-from tpuswarm.remote.attended import Attended
-from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.copy import put
+from tpuswarm.remote.connect import Connections, run_shell
+from tpuswarm.remote.copy import upload
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.bundle import bundle
-from tpuswarm.remote.setup.keeper import FOLDER, TREE, Home, keeper
-from tpuswarm.remote.setup.package import PYTHON
-from tpuswarm.remote.setup.python import BUNDLE
-from tpuswarm.remote.setup.run import Told, set_up
+from tpuswarm.remote.setup.artifacts import build_wheel, installed_versions, package_sender
+from tpuswarm.remote.setup.run import OnProgress, set_up
+from tpuswarm.remote.setup.services import KEEPER_FOLDER, TREE, KeeperOptions, keeper
 from tpuswarm.remote.setup.step import Step
-from tpuswarm.remote.setup.wheel import versions, wheel
 from tpuswarm.train.process.platform import cache_folder
 
 SETUP_FILES = ("setup.json", "versions.json", "secrets.json")
 LEAD_TIMEOUT_S = 90.0
 
 
-async def install_head_keeper(routes: Routes, told: Told = lambda host, step, what: None) -> Host:
+async def install_head_keeper(routes: Routes, on_progress: OnProgress = lambda host, step, state: None) -> Host:
     """Install and start the keeper on the head with this computer's files of the fleet; skip finished steps."""
     (host,), _ = await asyncio.to_thread(routes.hosts, HEAD)
     fleet, cache = routes.fleet, cache_folder("machines")
-    package, tree = wheel(cache), fleet.tree.load()
-    home = Home(
+    tree = fleet.tree_store.load()
+    options = KeeperOptions(
         machine=host.label.partition("/")[0],
         user=host.user,
         fleet=fleet.name,
         state=f".local/state/tpuswarm/fleets/{fleet.project}/{fleet.name}",
         files=_fleet_files(fleet),
         tree=tree.digest if tree else None,
-        wheel=package.name,
-        versions=versions(),
+        wheel=build_wheel(cache).name,
+        constraints=installed_versions(),
     )
 
+    send_package = package_sender(KEEPER_FOLDER, cache)
+
     async def send(connections: Connections, host: Host, step: Step) -> str:
-        if step.id == "keeper-python":
-            await put(connections, host, await asyncio.to_thread(bundle, PYTHON, cache), BUNDLE)
-            return "uv and Python"
-        if step.id == "keeper-tree":
-            with TemporaryDirectory() as folder:
-                packed = Path(folder) / "tree.tar"
-                with tarfile.open(packed, "w") as tar:
-                    tar.add(fleet.folder / "tree", ".")
-                await put(connections, host, packed, TREE)
-            return "the synced folder"
-        await put(connections, host, package, f"{FOLDER}/{package.name}")
-        return package.name
+        if step.id != "keeper-tree":
+            return await send_package(connections, host, step)
+        with TemporaryDirectory() as folder:
+            packed = Path(folder) / "tree.tar"
+            with tarfile.open(packed, "w") as tar:
+                tar.add(fleet.folder / "tree", ".")
+            await upload(connections, host, packed, TREE)
+        return "the synced folder"
 
     async with Connections(routes.key) as connections:
-        outcome = await set_up(connections, {host: keeper(home)}, told, send=send)
+        outcome = await set_up(connections, {host: keeper(options)}, on_progress, send=send)
     for error in outcome.failed.values():
         raise error
     return host
@@ -88,11 +82,10 @@ async def wait_for_head_keeper(routes: Routes, store: DocumentStore, host: Host)
         if document and document.lease and document.lease.host == machine:
             return
         await asyncio.sleep(0.5)
-    output: list[bytes] = []
     log = f"~/.local/state/tpuswarm/fleets/{routes.fleet.project}/{routes.fleet.name}/keeper.log"
     async with Connections(routes.key) as connections:
-        await Attended(connections, host, f"tail -n 1 {log}").run(lambda data, is_error: output.append(data))
-    words = b"".join(output).decode(errors="replace").strip() or "its log is empty"
+        _, output, errors = await run_shell(connections, host, f"tail -n 1 {log}")
+    words = (output or errors).decode(errors="replace").strip() or "its log is empty"
     raise RunFailed(
         f"the keeper on {machine} does not lead after {LEAD_TIMEOUT_S:.0f} s: {words}; "
         "`tpuswarm keep` keeps the fleet from here"

@@ -33,10 +33,9 @@ from tpuswarm.fleet.hosts.targets import Target
 from tpuswarm.fleet.store.document import Document, DocumentStore, with_events
 from tpuswarm.fleet.store.machine_flags import machine_exports
 from tpuswarm.fleet.training import is_head, is_member, share_token
-from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.connect import Connections, fan_out
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.places import as_set_up
+from tpuswarm.remote.paths import in_environment
 from tpuswarm.remote.supervisor import Supervisor
 from tpuswarm.train.process.computer import boot_time
 
@@ -185,7 +184,7 @@ class JobRunner:
                 async with asyncio.timeout(HOST_TIMEOUT_S):
                     if isinstance(action, StartRun):
                         spec = {
-                            "line": as_set_up(job.line, job.folder, action.flags),
+                            "line": in_environment(job.line, job.folder, action.flags),
                             "alive_s": job.alive_s,
                             "again": _may_restart_itself(job, target),
                         }

@@ -32,7 +32,7 @@ from tpuswarm.fleet.store.document import (
     state_folder_mark,
 )
 from tpuswarm.fleet.store.history import History
-from tpuswarm.remote.sync.tree import KeptTree
+from tpuswarm.remote.sync.tree_store import TreeStore
 from tpuswarm.train.process.atomic import write_atomically
 
 LEAD_TIMEOUT_S = 60.0
@@ -69,9 +69,9 @@ class Fleet:
         return self.folder / "keeper.log"
 
     @property
-    def tree(self) -> KeptTree:
+    def tree_store(self) -> TreeStore:
         """A copy of the folder that `sync` sent last, for machines that come later."""
-        return KeptTree(self.folder / "tree")
+        return TreeStore(self.folder / "tree")
 
     @property
     def mark(self) -> str:

@@ -11,15 +11,14 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.remote.connect import Connections, ask
-from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.connect import Connections, fan_out, run_shell
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.places import NOTEBOOK, SERVICE, VENV, as_set_up
+from tpuswarm.remote.paths import NOTEBOOK, SERVICE_PREFIX, VENV, in_environment
 from tpuswarm.remote.supervisor import Supervisor
 
 T = TypeVar("T")
 FOLDER = f"~/{NOTEBOOK}"
-SERVER, WORKER = f"{SERVICE}notebook", f"{SERVICE}notebook-worker"
+SERVER, WORKER = f"{SERVICE_PREFIX}notebook", f"{SERVICE_PREFIX}notebook-worker"
 COLAB = "https://colab.research.google.com"
 """The only foreign origin that may use the server, with its token."""
 START_TIMEOUT_S = 60.0
@@ -68,7 +67,7 @@ async def start(
 
     hosts: all hosts of the machine; addresses: theirs in its network. folder: the notebooks' folder, from the home.
     before: the server that this command knew; a replaced machine gets the same port and token. Raises NoJupyter;
-    RunFailed if the server does not start; NoWay.
+    RunFailed if the server does not start; HostUnreachable.
     """
     supervisors = {host: Supervisor(connections, host) for host in hosts}
     jobs = dict(zip(hosts, await _on_all(hosts, lambda host: supervisors[host].show()), strict=True))
@@ -79,8 +78,8 @@ async def start(
 
     async def prepare(host: Host, needs: Sequence[str], texts: Mapping[str, str]) -> dict[str, Any]:
         about = {"needs": needs, "files": texts, "server": server if "jupyterlab" in needs else None}
-        line = as_set_up(f"{PATHS}exec python3 -c {shlex.quote(_text('prepare.py'))}")
-        status, out, err = await ask(connections, host, line, json.dumps(about).encode())
+        line = in_environment(f"{PATHS}exec python3 -c {shlex.quote(_text('prepare.py'))}")
+        status, out, err = await run_shell(connections, host, line, json.dumps(about).encode())
         if status != 0:
             raise RunFailed(f"{host.label} cannot be prepared for a notebook (exit {status}): {_last_line(err)}")
         return dict(json.loads(out.decode().strip().rpartition("\n")[2]))
@@ -88,7 +87,7 @@ async def start(
     async def start_job(host: Host, name: str, line: Callable[[str], str], file: str) -> str:
         """Start a job unless it runs; return the text of a file that it writes below its own path."""
         run, is_on = _last_run(jobs[host], name)
-        path = f"{FOLDER}/{name.removeprefix(SERVICE)}-{run + (not is_on)}"
+        path = f"{FOLDER}/{name.removeprefix(SERVICE_PREFIX)}-{run + (not is_on)}"
         if not is_on:
             await supervisors[host].start(name, run + 1, {"line": line(path), "alive_s": None})
         return await _wait_for_file(connections, host, name, path + file)
@@ -105,17 +104,19 @@ async def start(
         address_of = dict(zip(hosts, addresses, strict=True))
         ports = await _on_all(
             others,
-            lambda host: start_job(host, WORKER, lambda path: as_set_up(f"{program} {address_of[host]} {path}"), ""),
+            lambda host: start_job(
+                host, WORKER, lambda path: in_environment(f"{program} {address_of[host]} {path}"), ""
+            ),
         )
         workers = list(zip(addresses[1:], map(int, ports), strict=True))
         await prepare(first, (), {"slice.json": json.dumps({"address": addresses[0], "workers": workers})})
-    text = await start_job(first, SERVER, lambda path: as_set_up(_server_line(path), folder), "/jpserver-*.json")
+    text = await start_job(first, SERVER, lambda path: in_environment(_server_line(path), folder), "/jpserver-*.json")
     about = json.loads(text)
     return Notebook(first, about["port"], about["token"], not is_running)
 
 
 async def stop(connections: Connections, hosts: Sequence[Host]) -> bool:
-    """Stop the server and everything it started; return whether anything ran. Raises NoWay."""
+    """Stop the server and everything it started; return whether anything ran. Raises HostUnreachable."""
 
     async def stop_jobs(host: Host) -> bool:
         supervisor = Supervisor(connections, host)
@@ -139,7 +140,7 @@ async def _wait_for_file(connections: Connections, host: Host, job: str, file: s
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
-                status, out, _ = await ask(connections, host, line_that_reads(file))
+                status, out, _ = await run_shell(connections, host, line_that_reads(file))
                 if status == 0:
                     return out.decode()
                 if not _last_run(await supervisor.show(), job)[1]:
@@ -172,7 +173,7 @@ def _server_line(runtime: str) -> str:
 
 
 def _begin_script(host: Host) -> str:
-    line = as_set_up(f'{PATHS}export PYTHONHASHSEED=0; exec "$@"', exports=host.exports)
+    line = in_environment(f'{PATHS}export PYTHONHASHSEED=0; exec "$@"', exports=host.exports)
     return f"#!/bin/bash\n{line}\n"
 
 

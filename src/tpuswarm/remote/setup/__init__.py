@@ -1,1 +1,1 @@
-"""Sets machines up: steps as data, each with what it does, how it is seen to hold, and a stamp of what was done."""
+"""Set machines up in steps, each with a check, and a stamp on the machine once it is done."""

@@ -1,41 +1,45 @@
-"""Steps for Python, which comes from uv and never from the image, its packages, and the environment of programs."""
+"""Steps for Python from uv, packages, the environment of programs, Jupyter, and tpuswarm itself."""
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 
-from tpuswarm.remote.places import ENVIRONMENT, OURS, VENV
-from tpuswarm.remote.setup.step import FOLDER, SEND, VERSIONS, Step
+from tpuswarm.remote.paths import ENVIRONMENT, NOTEBOOK, STATE_FOLDER, VENV
+from tpuswarm.remote.setup.step import FOLDER, NEEDS_FILE, VERSIONS, Step
 from tpuswarm.remote.setup.table import Setup
 
 UV = "0.13.9"
-"""Of one version of uv, 3.12 is the same Python on all machines."""
-SECRETS = f"{OURS}/secrets"
-BUNDLE = f"{OURS}/python.tar"
-"""uv and a Python, where they had to be sent."""
+"""One version of uv installs the same Python 3.12 everywhere."""
+OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""The version that runs here; our constraints fit it."""
+SECRETS = f"{STATE_FOLDER}/secrets"
+BUNDLE = f"{STATE_FOLDER}/python.tar"
+"""uv and a Python, sent to machines that cannot download them."""
+NOTEBOOK_VENV = f"{NOTEBOOK}/venv"
 FIND_UV = f"""\
 uv=$(command -v uv || true)
-if [ -z "$uv" ]; then uv=~/{OURS}/bin/uv; fi
+if [ -z "$uv" ]; then uv=~/{STATE_FOLDER}/bin/uv; fi
 """
 
 
-def environment_of(python: str, folder: str, id: str = "python") -> Step:
-    """An empty virtual environment, in that folder below the home."""
+def venv(python: str, folder: str, id: str = "python") -> Step:
+    """Return the step that creates an empty virtual environment of this Python version in a folder of the home."""
     return Step(
         id,
         f"""\
 {FIND_UV}
 if [ -e {BUNDLE} ]; then
-  mkdir -p ~/.local/share/uv/python {OURS}/bin
-  tar -xf {BUNDLE} -C {OURS} && rm -f {BUNDLE}
-  cp -R {OURS}/python/. ~/.local/share/uv/python && rm -rf {OURS}/python
-  uv=~/{OURS}/bin/uv
+  mkdir -p ~/.local/share/uv/python {STATE_FOLDER}/bin
+  tar -xf {BUNDLE} -C {STATE_FOLDER} && rm -f {BUNDLE}
+  cp -R {STATE_FOLDER}/python/. ~/.local/share/uv/python && rm -rf {STATE_FOLDER}/python
+  uv=~/{STATE_FOLDER}/bin/uv
 elif [ ! -x "$uv" ]; then
   curl --fail --silent --show-error --location --connect-timeout 10 https://astral.sh/uv/{UV}/install.sh >uv.sh &&
-    UV_UNMANAGED_INSTALL=~/{OURS}/bin sh uv.sh || exit {SEND}
+    UV_UNMANAGED_INSTALL=~/{STATE_FOLDER}/bin sh uv.sh || exit {NEEDS_FILE}
   rm -f uv.sh
 fi
 "$uv" venv --quiet --clear --managed-python --python {python} {folder} || {{
-  grep -q "No interpreter found" {FOLDER}/{id}.log && exit {SEND}
+  grep -q "No interpreter found" {FOLDER}/{id}.log && exit {NEEDS_FILE}
   exit 1
 }}""",
         f"{folder}/bin/python -c 'import sys; assert sys.version.startswith(\"{python}\")'",
@@ -43,46 +47,79 @@ fi
 
 
 def python(table: Setup) -> Iterator[Step]:
-    """A virtual environment of that Python, and what is in it."""
-    yield environment_of(table.python, VENV)
+    """Yield the steps of the programs' Python and its packages."""
+    yield venv(table.python, VENV)
     yield Step(
         "packages",
         f"""\
-# for Python {table.python}: another one has none of them
+# for Python {table.python}: another version lacks them
 {FIND_UV}
 same=
 if [ -s {FOLDER}/packages.given ]; then same="--constraint {FOLDER}/packages.given"; fi
-if grep -q '[^[:space:]]' {OURS}/requirements; then
-  "$uv" pip install --quiet --python {VENV}/bin/python --requirement {OURS}/requirements $same
+if grep -q '[^[:space:]]' {STATE_FOLDER}/requirements; then
+  "$uv" pip install --quiet --python {VENV}/bin/python --requirement {STATE_FOLDER}/requirements $same
 fi
 "$uv" pip freeze --python {VENV}/bin/python >{VERSIONS}.part
 {VENV}/bin/python -c 'import platform; print("# Python", platform.python_version())' >>{VERSIONS}.part
 mv {VERSIONS}.part {VERSIONS}""",
         f"[ -e {VERSIONS} ] && [ -x {VENV}/bin/python ]",
-        {f"{OURS}/requirements": "\n".join(table.pip) + "\n"},
-        settles=True,
+        {f"{STATE_FOLDER}/requirements": "\n".join(table.pip) + "\n"},
+        decides_versions=True,
     )
 
 
 def environment(table: Setup, secrets: Mapping[str, str]) -> Iterator[Step]:
-    """What programs find in their environment, and so do shells."""
+    """Yield the steps of the environment that programs and shells get."""
     lines = [
         f'case ":$PATH:" in *":$HOME/{VENV}/bin:"*) ;; *) export PATH="$HOME/{VENV}/bin:$PATH" ;; esac',
         *(f"export {name}={shlex.quote(value)}" for name, value in table.env.items()),
         f"if [ -e ~/{SECRETS} ]; then . ~/{SECRETS}; fi",
     ]
     read = f"[ ! -e ~/{ENVIRONMENT} ] || . ~/{ENVIRONMENT}"
-    # What is no secret of the table any more must not be one of programs.
-    forget = "" if table.secrets else f"rm -f {SECRETS}\n"
+    delete_old_secrets = "" if table.secrets else f"rm -f {SECRETS}\n"
     yield Step(
         "environment",
         f"""\
-{forget}for each in ~/.profile ~/.bashrc; do
-  touch $each; grep -qxF '{read}' $each || echo '{read}' >>$each
+{delete_old_secrets}for file in ~/.profile ~/.bashrc; do
+  touch $file; grep -qxF '{read}' $file || echo '{read}' >>$file
 done""",
         f"[ -e {ENVIRONMENT} ] && grep -qxF '{read}' ~/.bashrc",
         {ENVIRONMENT: "\n".join(lines) + "\n"},
     )
     if table.secrets:
-        held = "".join(f"export {name}={shlex.quote(secrets[name])}\n" for name in table.secrets)
-        yield Step("secrets", "true", f"[ -e {SECRETS} ]", {SECRETS: held})
+        exports = "".join(f"export {name}={shlex.quote(secrets[name])}\n" for name in table.secrets)
+        yield Step("secrets", "true", f"[ -e {SECRETS} ]", {SECRETS: exports})
+
+
+def notebook(python: str) -> tuple[Step, Step]:
+    """Return the steps that install Jupyter in its own environment, for the programs' Python version."""
+    own_python = f"{NOTEBOOK_VENV}/bin/python"
+    install = Step(
+        "notebook",
+        f"""\
+# for Python {python}: another version lacks it
+{FIND_UV}
+{{ grep -E '^[A-Za-z0-9._-]+==' {VERSIONS} || true; }} >{NOTEBOOK}/versions 2>/dev/null
+"$uv" pip install --quiet --python {own_python} --constraint {NOTEBOOK}/versions jupyterlab ipykernel pip""",
+        f"{own_python} -c 'import ipykernel, jupyterlab'",
+    )
+    return venv(python, NOTEBOOK_VENV, "notebook-python"), install
+
+
+def own_package(name: str, folder: str, wheel: str, constraints: str, extra: str = "") -> tuple[Step, Step]:
+    """Return the steps `NAME-python`, which creates `folder`/venv, and `NAME-package`, which installs our wheel there.
+
+    wheel: its file name. extra: such as `[gcloud]`.
+    """
+    own_python = f"{folder}/venv/bin/python"
+    install = Step(
+        f"{name}-package",
+        f"""\
+{FIND_UV}
+[ -e {folder}/{wheel} ] || exit {NEEDS_FILE}
+"$uv" pip install --quiet --python {own_python} --constraint {folder}/versions "{folder}/{wheel}{extra}"
+find {folder} -maxdepth 1 -name '*.whl' ! -name '{wheel}' -delete""",
+        f"{own_python} -c 'import tpuswarm'",
+        {f"{folder}/versions": constraints},
+    )
+    return venv(OWN_PYTHON, f"{folder}/venv", f"{name}-python"), install

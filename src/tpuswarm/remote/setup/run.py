@@ -1,212 +1,220 @@
-"""Does the steps that machines need: asks each what holds, and does the rest in order, on all machines at once."""
+"""Set machines up, all at once: check their steps, and run new, changed and undone ones."""
 
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tpuswarm.errors import RunFailed, TpuswarmError
-from tpuswarm.remote.connect import Connections, on_host
-from tpuswarm.remote.fan_out import fan_out
+from tpuswarm.remote.connect import Connections, fan_out, on_host
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.step import CHECKS_S, FOLDER, LIMIT_S, SEND, VERSIONS, Step, script, survey
+from tpuswarm.remote.setup.step import (
+    CHECKS_TIMEOUT_S,
+    FOLDER,
+    NEEDS_FILE,
+    STEP_TIMEOUT_S,
+    VERSIONS,
+    Send,
+    Step,
+    script,
+    survey,
+)
 
-SKEW = 30.0
-"""Seconds that a clock may be off: signed requests bear more, logs that are read together less."""
-Told = Callable[[Host, str, str], None]
-"""Called with host, step and what is up with it: `begun`, `done`, or words of its own."""
-Send = Callable[[Connections, Host, Step], Awaitable[str]]
-"""Sends what a step needs; what that was, in words."""
+MAX_CLOCK_SKEW_S = 30.0
+"""Signed requests allow more, logs of several machines less."""
+NOTE = "note: "
+"""Begins a line of a step's output that is repeated at the end."""
+OnProgress = Callable[[Host, str, str], None]
+"""Called with a host, a step (empty: the whole host) and its state: `begun`, `done`, `failed`, or a line of output."""
 
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """The result of a set-up."""
 
     done: dict[Host, list[str]] = field(default_factory=dict)
-    """The steps that were done, none where all held; of the machines that are set up."""
+    """Machines that are set up, each with the steps that ran."""
     failed: dict[Host, TpuswarmError] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    settled: str = ""
-    """The versions that all have."""
-
-
-NOTE = "note: "
-"""How a line begins that a step says at once and that is worth reading at the end, too."""
+    versions: str = ""
+    """The packages of all machines, with versions."""
 
 
 async def set_up(
     connections: Connections,
-    wanted: Mapping[Host, Sequence[Step]],
-    told: Told = lambda host, step, what: None,
+    steps_by_host: Mapping[Host, Sequence[Step]],
+    on_progress: OnProgress = lambda host, step, state: None,
     versions: str = "",
     send: Send | None = None,
-    limit_s: float = LIMIT_S,
+    timeout_s: float = STEP_TIMEOUT_S,
 ) -> Outcome:
-    """Do what lacks. A machine that fails stops where it is, the others go on; the next time all go on from there.
+    """Run the missing steps. A machine stops at its first failed step; the next set-up resumes there.
 
-    versions: of the packages, as machines of the fleet have them already; empty: the first one decides.
-    limit_s: seconds after which a step is ended on its machine.
+    versions: of the fleet's packages; empty: the first machine decides. timeout_s: for each step.
     """
-    outcome = Outcome(settled=versions)
-    doing = Doing(connections, outcome, told, send, limit_s)
-    over = {each.id: asyncio.Event() for steps in wanted.values() for each in steps}
+    outcome = Outcome(versions=versions)
+    runner = StepRunner(connections, outcome, on_progress, send, timeout_s)
+    finished = {step.id: asyncio.Event() for steps in steps_by_host.values() for step in steps}
+    versions_by_host: dict[Host, str] = {}
 
-    async def one(host: Host) -> None:
-        steps = wanted[host]
+    async def set_up_host(host: Host) -> None:
+        steps = steps_by_host[host]
         try:
-            there, skew, have = await _survey(connections, host, steps)
-            if abs(skew) > SKEW:
+            states, skew_s, installed = await _survey(connections, host, steps)
+            if abs(skew_s) > MAX_CLOCK_SKEW_S:
+                direction = "ahead of" if skew_s > 0 else "behind"
                 outcome.notes.append(
-                    f"{host.label}: its clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this "
-                    "computer's; its time service was switched on"
+                    f"{host.label}: its clock is {abs(skew_s):.0f} s {direction} this computer's; its time service was "
+                    "switched on"
                 )
-                await _run(connections, host, "sudo timedatectl set-ntp true")
+                await _run_script(connections, host, "sudo timedatectl set-ntp true")
             done = outcome.done[host] = []
             for step in steps:
-                if step.waits_for in over and there[step.id] != "same":
-                    told(host, step.id, "waits for the server")
-                    await over[step.waits_for].wait()
-                if there[step.id] != "same":
-                    told(host, step.id, "begun")
-                    have = await doing.step(host, step) or have
+                if states[step.id] != "same":
+                    if step.waits_for in finished:
+                        on_progress(host, step.id, "waits for the server")
+                        await finished[step.waits_for].wait()
+                    on_progress(host, step.id, "begun")
+                    installed = await runner.run(host, step) or installed
                     done.append(step.id)
-                    told(host, step.id, "done")
-                over[step.id].set()
-            told(host, "", "done")
-            versions_of[host] = have
+                    on_progress(host, step.id, "done")
+                finished[step.id].set()
+            on_progress(host, "", "done")
+            versions_by_host[host] = installed
         except TpuswarmError as error:
             outcome.done.pop(host, None)
-            told(host, "", "failed")
+            on_progress(host, "", "failed")
+            others = {step.id for other in steps_by_host if other != host for step in steps_by_host[other]}
             for step in steps:
-                if not any(each.id == step.id for other in wanted if other != host for each in wanted[other]):
-                    over[step.id].set()  # nobody else does it: those who wait have to see that it is not there
+                if step.id not in others:
+                    finished[step.id].set()  # no other machine runs it; waiting machines then fail by themselves
             outcome.failed[host] = error
 
-    versions_of: dict[Host, str] = {}
-    await fan_out(list(wanted), one)
-    outcome.notes += doing.notes()
-    outcome.settled = outcome.settled or next(iter(versions_of.values()), "")
-    _refuse_others(outcome, versions_of)
+    await fan_out(list(steps_by_host), set_up_host)
+    outcome.notes += runner.notes()
+    outcome.versions = outcome.versions or next(iter(versions_by_host.values()), "")
+    _refuse_other_versions(outcome, versions_by_host)
     return outcome
 
 
-def _refuse_others(outcome: Outcome, versions: Mapping[Host, str]) -> None:
-    """A machine with other versions than the rest is not set up."""
-    for host, text in versions.items():
-        if text and outcome.settled and text != outcome.settled:
-            mine, others = set(text.splitlines()), set(outcome.settled.splitlines())
-            differing = ", ".join(sorted(mine - others)[:3]) or "a package less"
+def _refuse_other_versions(outcome: Outcome, versions_by_host: Mapping[Host, str]) -> None:
+    """Fail machines whose packages differ from the fleet's."""
+    for host, versions in versions_by_host.items():
+        if versions and outcome.versions and versions != outcome.versions:
+            own, fleet = set(versions.splitlines()), set(outcome.versions.splitlines())
+            there = ", ".join(sorted(own - fleet)[:3]) or "a package less"
+            elsewhere = ", ".join(sorted(fleet - own)[:3]) or "none of it"
             outcome.done.pop(host, None)
             outcome.failed[host] = RunFailed(
-                f"{host.label} has other versions than the fleet ({differing} there, "
-                f"{', '.join(sorted(others - mine)[:3]) or 'nothing of it'} elsewhere), and hosts that differ give "
-                f"wrong sums: `tpuswarm exec {host.label} -- rm {FOLDER}/packages.stamp` and the same command once "
-                "more installs what the others have"
+                f"{host.label} has other versions than the fleet ({there} there, {elsewhere} elsewhere), which makes "
+                f"wrong sums. To install the fleet's: `tpuswarm exec {host.label} -- rm {FOLDER}/packages.stamp`, then "
+                "this command again"
             )
 
 
 async def _survey(connections: Connections, host: Host, steps: Sequence[Step]) -> tuple[dict[str, str], float, str]:
-    """What holds of each step, by how many seconds its clock is ahead, and its versions."""
+    """Return the states of the steps, how many seconds the clock is ahead, and the installed versions."""
     before = time.time()
-    code, said = await _run(connections, host, survey(steps))
+    code, output = await _run_script(connections, host, survey(steps))
     after = time.time()
-    words = dict(line.split(" ", 1) for line in said.splitlines() if " " in line)
-    if code != 0 or "clock" not in words:
-        raise RunFailed(f"{host.label}: {_why(said)}")
-    if hangs := next((each.id for each in steps if each.id not in words), None):
-        raise RunFailed(f"{host.label}: {hangs}: whether it still holds could not be told within {CHECKS_S:.0f} s")
-    theirs = float(words["clock"])
-    skew = theirs - before if theirs < before else max(0.0, theirs - after)
-    return words, skew, base64.b64decode(words.get("versions", "")).decode()
+    answers = dict(line.split(" ", 1) for line in output.splitlines() if " " in line)
+    if code != 0 or "clock" not in answers:
+        raise RunFailed(f"{host.label}: {_describe_failure(output)}")
+    if hung := next((step.id for step in steps if step.id not in answers), None):
+        raise RunFailed(f"{host.label}: {hung}: its check did not end within {CHECKS_TIMEOUT_S:.0f} s")
+    clock = float(answers["clock"])
+    skew_s = clock - before if clock < before else max(0.0, clock - after)
+    return answers, skew_s, base64.b64decode(answers.get("versions", "")).decode()
 
 
-class Doing:
-    """Does steps."""
+class StepRunner:
+    """Runs steps on hosts."""
 
-    def __init__(self, connections: Connections, outcome: Outcome, told: Told, send: Send | None, limit_s: float):
-        self._connections, self._outcome, self._told, self._send = connections, outcome, told, send
-        self._limit_s = limit_s
-        self._first = asyncio.Lock()
-        self._noted: dict[str, set[str]] = {}
+    def __init__(
+        self, connections: Connections, outcome: Outcome, on_progress: OnProgress, send: Send | None, timeout_s: float
+    ):
+        self._connections, self._outcome, self._on_progress, self._send = connections, outcome, on_progress, send
+        self._timeout_s = timeout_s
+        self._deciding = asyncio.Lock()
+        self._hosts_by_note: dict[str, set[str]] = {}
 
-    async def step(self, host: Host, step: Step) -> str:
-        """One step; for one that settles something what it came to, else nothing."""
-        if not step.settles:
-            await self._try(host, step, "")
+    async def run(self, host: Host, step: Step) -> str:
+        """Run a step; return the installed versions after a step that installs packages, else nothing."""
+        if not step.decides_versions:
+            await self._run(host, step, "")
             return ""
-        async with self._first:
-            if not self._outcome.settled:
-                await self._try(host, step, "")
-                self._outcome.settled = await self._versions(host)
-                return self._outcome.settled
-        await self._try(host, step, self._outcome.settled)
-        return await self._versions(host)
+        async with self._deciding:
+            if not self._outcome.versions:
+                await self._run(host, step, "")
+                self._outcome.versions = await self._read_versions(host)
+                return self._outcome.versions
+        await self._run(host, step, self._outcome.versions)
+        return await self._read_versions(host)
 
     def notes(self) -> list[str]:
-        """What steps noted, each once for all hosts of which it is true."""
+        """Return the notes in the steps' output, each once with its hosts."""
         return [
-            f"{next(iter(hosts)) if len(hosts) == 1 else f'{len(hosts)} hosts'}: {text}"
-            for text, hosts in self._noted.items()
+            f"{next(iter(hosts)) if len(hosts) == 1 else f'{len(hosts)} hosts'}: {note}"
+            for note, hosts in self._hosts_by_note.items()
         ]
 
-    async def _versions(self, host: Host) -> str:
-        return (await _run(self._connections, host, f"cat {VERSIONS}"))[1]
+    async def _read_versions(self, host: Host) -> str:
+        return (await _run_script(self._connections, host, f"cat {VERSIONS}"))[1]
 
-    async def _try(self, host: Host, step: Step, given: str) -> None:
-        def line(text: str) -> None:
-            if text.startswith(NOTE):
-                self._noted.setdefault(text.removeprefix(NOTE), set()).add(host.label)
+    async def _run(self, host: Host, step: Step, versions: str) -> None:
+        def on_line(line: str) -> None:
+            if line.startswith(NOTE):
+                self._hosts_by_note.setdefault(line.removeprefix(NOTE), set()).add(host.label)
             else:
-                self._told(host, step.id, text)
+                self._on_progress(host, step.id, line)
 
-        text = script(step, given, self._limit_s)
-        code, said = await _run(self._connections, host, text, line)
-        if code == SEND and self._send is not None:
-            self._told(host, step.id, "sending what it lacks")
-            self._told(host, step.id, f"{await self._send(self._connections, host, step)} sent")
-            code, said = await _run(self._connections, host, text, line)
+        text = script(step, versions, self._timeout_s)
+        code, output = await _run_script(self._connections, host, text, on_line)
+        if code == NEEDS_FILE and self._send is not None:
+            self._on_progress(host, step.id, "sending a file")
+            self._on_progress(host, step.id, f"{await self._send(self._connections, host, step)} sent")
+            code, output = await _run_script(self._connections, host, text, on_line)
         if code != 0:
             raise RunFailed(
-                f"{host.label}: {step.id}: {_why(said)}; what was done stays, and the same command goes on from there "
-                f"(all it said: {FOLDER}/{step.id}.log)"
+                f"{host.label}: {step.id}: {_describe_failure(output)}; finished steps stay, and the same command "
+                f"resumes (full log: {FOLDER}/{step.id}.log)"
             )
 
 
-async def _run(
-    connections: Connections, host: Host, text: str, line: Callable[[str], None] | None = None
+async def _run_script(
+    connections: Connections, host: Host, text: str, on_line: Callable[[str], None] = lambda line: None
 ) -> tuple[int, str]:
-    """Give a script to a shell there, by its standard input: nobody sees it among the processes. Exit code, output."""
+    """Run a script, sent as a shell's input so that no process list shows it. Return exit code and output."""
     connection = await connections.to(host)
 
-    async def work() -> tuple[int, str]:
+    async def run() -> tuple[int, str]:
         process = await connection.create_process("exec bash", encoding=None)
         with suppress(BrokenPipeError):
             process.stdin.write(text.encode())
             process.stdin.write_eof()
-        said = []
-        async for each in process.stdout:
-            said.append(each.decode(errors="replace"))
-            if line and (words := said[-1].strip()):
-                line(words)
-        said.append((await process.stderr.read()).decode(errors="replace"))
+        output = []
+        async for line in process.stdout:
+            output.append(line.decode(errors="replace"))
+            if stripped := output[-1].strip():
+                on_line(stripped)
+        output.append((await process.stderr.read()).decode(errors="replace"))
         await process.wait_closed()
         if process.exit_status is None or process.exit_status < 0:
-            raise ConnectionError("the connection was lost in the middle; the same command goes on from there")
-        return process.exit_status, "".join(said)
+            raise ConnectionError("the connection was lost in the middle; the same command resumes")
+        return process.exit_status, "".join(output)
 
-    return await on_host(host, work)
+    return await on_host(host, run)
 
 
-def _why(said: str) -> str:
-    """The line of what a step said that tells a person what to do."""
-    lines = [each.strip() for each in said.splitlines() if each.strip()]
-    for each in lines:
-        if "no space left on device" in each.lower():
+def _describe_failure(output: str) -> str:
+    """Return the line of a step's output that helps most."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in lines:
+        if "no space left on device" in line.lower():
             return (
-                f"its disk is full ({each[-100:]}): a head's grows with disk_gib, a TPU VM's cannot; put data on a "
+                f"its disk is full ({line[-100:]}): a head's grows with disk_gib, a TPU VM's cannot; put data on a "
                 "data disk (data_disk), or in a bucket"
             )
-    return lines[-1][-200:] if lines else "it said nothing"
+    return lines[-1][-200:] if lines else "no message"

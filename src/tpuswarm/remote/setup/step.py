@@ -1,25 +1,27 @@
-"""One step of set-up, and the scripts by which a machine is asked about steps and does one."""
+"""A step of set-up, and the shell scripts that check steps and run one."""
 
 import base64
 import hashlib
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tpuswarm.remote.places import OURS
+from tpuswarm.remote.connect import Connections
+from tpuswarm.remote.host import Host
+from tpuswarm.remote.paths import STATE_FOLDER
 
-FOLDER = f"{OURS}/setup"
-"""Stamps and logs of steps, below the home."""
+FOLDER = f"{STATE_FOLDER}/setup"
+"""Stamps and logs of steps, relative to the home."""
 VERSIONS = f"{FOLDER}/versions"
-"""The Python that the step `python` made, and the packages with their versions."""
-SEND = 75
-"""What a step ends with where something has to be sent to the machine first: it cannot be downloaded there."""
-LIMIT_S, CHECKS_S = 3_600.0, 120.0
-"""Seconds after which a step, or all checks of a machine together, hang and are ended there."""
+"""The installed Python and packages, with versions."""
+NEEDS_FILE = 75
+"""A step's exit code if the machine cannot download a file."""
+STEP_TIMEOUT_S, CHECKS_TIMEOUT_S = 3_600.0, 120.0
+"""For one step, and for all checks of a machine together."""
 WITHIN = """\
-within() {  # SECONDS LINES: with all that they have started they are ended where they take longer; `late` says so
-  late=; set -m  # a process group for each; what runs as root in it only root may end
+within() {  # SECONDS LINES: run lines; after that time end them with everything they started, and set `late`
+  late=; set -m  # a process group for each job
   trap late=yes USR1
   (exec 9>&-; eval "$2") &
   local group=$! code
@@ -35,77 +37,81 @@ within() {  # SECONDS LINES: with all that they have started they are ended wher
   return $code
 }
 """
-"""A machine watches over its steps itself: whoever began them may be gone."""
+"""The machine enforces the time limit itself: its caller may be gone."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is done, as lines of bash; `sudo` where root has to."""
+    """One step, as lines of bash that use `sudo` for root's work."""
 
     id: str
     do: str
-    """May be begun again after it was broken off. What it writes to descriptor 3 is shown at once."""
+    """May run again after an interruption. Its output to descriptor 3 is shown at once."""
     check: str = "true"
-    """Succeeds where what was done still holds."""
+    """Succeeds if nothing has undone the step."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Files below the home, written first, for their owner alone."""
+    """Files that are written first: texts by path from the home, readable by the user only."""
     waits_for: str | None = None
     """A step of another machine."""
-    settles: bool = False
-    """Its outcome on the first machine is how it is done on all others."""
+    decides_versions: bool = False
+    """The first machine decides the versions, and all others get the same."""
 
     @property
     def stamp(self) -> str:
-        """Of what it does: another one has to be done."""
+        """A digest of the step; a machine with another stamp runs it again."""
         text = repr((self.id, self.do, self.check, sorted(self.files.items())))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+Send = Callable[[Connections, Host, Step], Awaitable[str]]
+"""Sends the file that a step needs; returns its description."""
+
+
 def survey(steps: Iterable[Step]) -> str:
-    """A script that prints `ID same`, `ID undone` or `ID new` for each, `clock` with its time, and its versions."""
-    asked = "\n".join(f"about {shlex.quote(each.id)} {each.stamp} {shlex.quote(each.check)}" for each in steps)
+    """Return a script that prints `ID same`, `ID undone` or `ID new` for each step, `clock TIME`, and `versions …`."""
+    checks = "\n".join(f"about {shlex.quote(step.id)} {step.stamp} {shlex.quote(step.check)}" for step in steps)
     return f"""\
-{WITHIN}cd ~ && mkdir -p -m 700 {OURS} {FOLDER} || exit
+{WITHIN}cd ~ && mkdir -p -m 700 {STATE_FOLDER} {FOLDER} || exit
 about() {{
   if [ "$(cat {FOLDER}/$1.stamp 2>/dev/null)" != "$2" ]; then echo "$1 new"
   elif (eval "$3") </dev/null >/dev/null 2>&1; then echo "$1 same"
   else echo "$1 undone"; fi
 }}
-within {CHECKS_S:g} {shlex.quote(asked)}
+within {CHECKS_TIMEOUT_S:g} {shlex.quote(checks)}
 echo "clock $(date +%s.%N)"
 if [ -e {VERSIONS} ]; then echo "versions $(base64 -w0 {VERSIONS})"; fi
 """
 
 
-def script(step: Step, given: str = "", limit_s: float = LIMIT_S) -> str:
-    """A script that does it, unless whoever did it meanwhile was quicker; the end of what it said where it failed.
+def script(step: Step, versions: str = "", timeout_s: float = STEP_TIMEOUT_S) -> str:
+    """Return a script that runs a step unless another set-up has; it prints the end of a failed step's output.
 
-    given: what the first machine came to, for a step that settles something. limit_s: after which it is ended.
+    versions: the first machine's.
     """
-    own = f"{FOLDER}/{step.id}"
-    files = "".join(_written(path, text) for path, text in {**step.files, f"{own}.given": given}.items())
+    path = f"{FOLDER}/{step.id}"
+    files = "".join(_write_file(name, text) for name, text in {**step.files, f"{path}.given": versions}.items())
     return f"""\
 {WITHIN}main() {{
-cd ~ && mkdir -p -m 700 {OURS} {FOLDER} || exit
+cd ~ && mkdir -p -m 700 {STATE_FOLDER} {FOLDER} || exit
 exec 9>>{FOLDER}/lock
-flock -n 9 || {{ echo "another set-up is at work on it: waiting"; flock 9; }}
-if [ "$(cat {own}.stamp 2>/dev/null)" = {step.stamp} ] && ( {step.check}
+flock -n 9 || {{ echo "waiting for another set-up of this machine"; flock 9; }}
+if [ "$(cat {path}.stamp 2>/dev/null)" = {step.stamp} ] && ( {step.check}
 ) </dev/null >/dev/null 2>&1; then exit 0; fi
-rm -f {own}.stamp
+rm -f {path}.stamp
 {files}
 exec 3>&1
-within {limit_s:g} {shlex.quote(f"set -e{chr(10)}{step.do}")} </dev/null >{own}.log 2>&1
+within {timeout_s:g} {shlex.quote(f"set -e{chr(10)}{step.do}")} </dev/null >{path}.log 2>&1
 code=$?
-if [ $code = 0 ]; then echo {step.stamp} >{own}.stamp && exit 0; code=1; fi
-tail -n 20 {own}.log
-if [ -n "$late" ]; then echo "not done after {limit_s / 60:.3g} minutes, and ended there with all it had started"; fi
+if [ $code = 0 ]; then echo {step.stamp} >{path}.stamp && exit 0; code=1; fi
+tail -n 20 {path}.log
+if [ -n "$late" ]; then echo "not done after {timeout_s / 60:.3g} minutes; ended with all its programs"; fi
 exit $code
 }}
 main
 """
 
 
-def _written(path: str, text: str) -> str:
-    packed = base64.b64encode(text.encode()).decode()
-    begin = f"mkdir -p {shlex.quote(str(Path(path).parent))} && base64 -d >{path}.part"
-    return f"(umask 077; {begin} <<'END'\n{packed}\nEND\n) && mv {path}.part {path} || exit\n"
+def _write_file(path: str, text: str) -> str:
+    encoded = base64.b64encode(text.encode()).decode()
+    write = f"mkdir -p {shlex.quote(str(Path(path).parent))} && base64 -d >{path}.part"
+    return f"(umask 077; {write} <<'END'\n{encoded}\nEND\n) && mv {path}.part {path} || exit\n"

@@ -1,10 +1,15 @@
-"""Steps for the machine itself: time zone, open files, swap, a data disk, Debian packages."""
+"""Steps for the machine itself: time zone, open files, swap, a data disk, Debian packages, NFS, kernel settings."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from tpuswarm.remote.paths import STATE_FOLDER
 from tpuswarm.remote.setup.step import FOLDER, Step
-from tpuswarm.remote.setup.table import Setup
+from tpuswarm.remote.setup.table import Nfs, Setup
+
+EXPORTS, EXPORT_OPTIONS = "/etc/exports.d/tpuswarm.exports", "rw,async,no_subtree_check"
+NFS_SERVER, NFS_CLIENTS = "nfs-server", "nfs-clients"
+SYSCTL, SYSCTL_SOURCE = "/etc/sysctl.d/60-tpuswarm.conf", f"{STATE_FOLDER}/router/sysctl"
 
 FSTAB = """\
 note_mount() {
@@ -24,11 +29,11 @@ apt() {
 }
 cd "$(mktemp -d)"
 """
-"""A machine that has just started updates itself: apt's lock is waited for, ten minutes at most."""
+"""A machine that has just started updates itself, so wait up to ten minutes for apt's lock."""
 
 
 def system(table: Setup, has_disk: bool) -> Iterator[Step]:
-    """Those that the table asks for. `has_disk`: whether a data disk is attached."""
+    """Yield the steps of the table. `has_disk`: a data disk is attached."""
     if table.timezone:
         yield Step(
             "timezone",
@@ -80,7 +85,7 @@ note_mount "/swapfile none swap sw 0 0\"""",
 
 
 def _disk(folder: str) -> Step:
-    at = f"{FOLDER}/data-disk.at"  # where it was mounted before
+    at = f"{FOLDER}/data-disk.at"  # where set-up has mounted it
     return Step(
         "data-disk",
         f"""\
@@ -90,27 +95,84 @@ if [ -s {at} ]; then
   sudo sed -i "\\| $(cat {at}) ext4 |d" /etc/fstab
 fi
 disk=
-for each in $(lsblk -dnpo NAME,TYPE | awk '$2 == "disk" {{print $1}}'); do
-  if [ -z "$(lsblk -nro MOUNTPOINT "$each" | tr -d '[:space:]')" ]; then disk=$each; break; fi
+for name in $(lsblk -dnpo NAME,TYPE | awk '$2 == "disk" {{print $1}}'); do
+  if [ -z "$(lsblk -nro MOUNTPOINT "$name" | tr -d '[:space:]')" ]; then disk=$name; break; fi
 done
-if [ -z "$disk" ]; then echo "no data disk without a mount is attached to it"; exit 1; fi
-how=defaults
-if [ "$(lsblk -dnro RO "$disk" | tr -d '[:space:]')" = 1 ]; then how=ro,noload
+if [ -z "$disk" ]; then echo "no unmounted data disk is attached"; exit 1; fi
+options=defaults
+if [ "$(lsblk -dnro RO "$disk" | tr -d '[:space:]')" = 1 ]; then options=ro,noload
 else
   found=0
   sudo blkid "$disk" >/dev/null || found=$?
-  if [ $found = 2 ]; then  # it knows no file system there; anything else may be somebody's data
+  if [ $found = 2 ]; then  # blkid finds no file system; make sure that nothing else is there
     if [ -n "$(sudo wipefs --no-act --noheadings "$disk")" ]; then
-      echo "$disk has no file system, but marks of something: 'sudo wipefs $disk' shows them"; exit 1
+      echo "$disk has no file system but other data: see 'sudo wipefs $disk'"; exit 1
     fi
     sudo mkfs.ext4 -q -m 0 "$disk"
-  elif [ $found != 0 ]; then echo "what is on $disk cannot be told (blkid: exit $found)"; exit 1; fi
+  elif [ $found != 0 ]; then echo "cannot read $disk (blkid: exit $found)"; exit 1; fi
 fi
 sudo mkdir -p {folder}
-sudo mount -o $how "$disk" {folder}
-if [ $how = defaults ]; then sudo chown "$(id -un)" {folder}; fi
+sudo mount -o $options "$disk" {folder}
+if [ $options = defaults ]; then sudo chown "$(id -un)" {folder}; fi
 echo {folder} >{at}
-uuid=$(sudo blkid -s UUID -o value "$disk" || true)  # after a reboot another disk may have this one's name
-note_mount "${{uuid:+UUID=}}${{uuid:-$disk}} {folder} ext4 $how,nofail 0 2\"""",
+uuid=$(sudo blkid -s UUID -o value "$disk" || true)  # device names change at a reboot
+note_mount "${{uuid:+UUID=}}${{uuid:-$disk}} {folder} ext4 $options,nofail 0 2\"""",
         f"mount | grep -Eq ' on {folder}( |$)'",
+    )
+
+
+def nfs(table: Nfs, address: str | None, clients: Sequence[str]) -> Iterator[Step]:
+    """Yield the steps of the server (`address` is None), or of a machine that mounts from this internal address.
+
+    clients: internal addresses that may mount; other users of the network may not.
+    """
+    if address is None:
+        yield Step(
+            NFS_SERVER,
+            f"""\
+{APT}apt update; apt install -y nfs-kernel-server
+sudo mkdir -p {table.path} /etc/exports.d
+sudo chmod 1777 {table.path}
+sudo tee {EXPORTS} </dev/null
+sudo systemctl enable --now nfs-kernel-server""",
+            "systemctl is-active --quiet nfs-kernel-server",
+        )
+        # Appended, not rewritten: set-ups that run at once may have seen different machines.
+        yield Step(
+            NFS_CLIENTS,
+            f"""\
+for client in {" ".join(clients)}; do
+  sudo grep -qsF " $client(" {EXPORTS} ||
+    echo "{table.path} $client({EXPORT_OPTIONS})" | sudo tee -a {EXPORTS} >/dev/null
+done
+sudo exportfs -ra""",
+            f'for client in {" ".join(clients)}; do sudo grep -qsF " $client(" {EXPORTS} || exit 1; done',
+        )
+        return
+    yield Step(
+        "nfs",
+        f"""\
+{APT}apt update; apt install -y nfs-common
+{FSTAB}
+sudo umount -l {table.mount} 2>/dev/null || true
+sudo sed -i '\\| {table.mount} nfs |d' /etc/fstab 2>/dev/null || true
+sudo mkdir -p {table.mount}
+sudo mount -t nfs -o hard,nofail {address}:{table.path} {table.mount}
+note_mount "{address}:{table.path} {table.mount} nfs hard,nofail,_netdev 0 0\"""",
+        f"mount | grep -Eq '^{address}:{table.path} on {table.mount}( |$)' && timeout 10 sudo stat -t {table.mount}",
+        waits_for=NFS_CLIENTS,
+    )
+
+
+def network(settings: Iterable[tuple[str, str]]) -> Step:
+    """Return the step that sets kernel settings (names in /proc/sys, values) on a machine behind a router."""
+    lines = "".join(f"{name} = {value}\n" for name, value in settings)
+    return Step(
+        "network",
+        f"""\
+sudo mkdir -p /etc/sysctl.d
+sudo tee {SYSCTL} <{SYSCTL_SOURCE} >/dev/null
+sudo sysctl --quiet -p {SYSCTL}""",
+        f"sudo test -e {SYSCTL}",
+        {SYSCTL_SOURCE: lines},
     )

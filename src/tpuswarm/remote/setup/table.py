@@ -1,28 +1,32 @@
-"""[setup]: what every machine has before anything runs on it."""
+"""The table [setup] of swarm.toml, and the values of its secrets."""
 
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
 from tpuswarm.config.toml_file import Name, StrictTable, match_pattern
+from tpuswarm.errors import InputError
 
 Variable = Annotated[str, match_pattern(r"[A-Za-z_]\w*", "the name of an environment variable")]
-Folder = Annotated[str, match_pattern(r"/[\w./-]*\w", "a folder's whole path, of letters, digits and ./_-")]
+Folder = Annotated[str, match_pattern(r"/[\w./-]*\w", "an absolute path of letters, digits and ./_-")]
 Package = Annotated[str, match_pattern(r"[a-z0-9][a-z0-9.+:~=-]+", "the name of a Debian package")]
 
 
 class SetupStep(StrictTable):
-    """[[setup.run]]: a step of one's own."""
+    """[[setup.run]]: a step of the user's own."""
 
     name: Name
     do: str
     check: str | None = None
-    """A command that succeeds where there is nothing to do."""
+    """A command that succeeds if there is nothing to do."""
 
 
 class Nfs(StrictTable):
-    """[setup.nfs]: a folder of one machine on all."""
+    """[setup.nfs]: a folder of one machine, mounted on all."""
 
     server: Name
     """`head`, or the name of a [[vm]]."""
@@ -31,7 +35,7 @@ class Nfs(StrictTable):
 
 
 class Setup(StrictTable):
-    """The table."""
+    """The whole table."""
 
     python: Annotated[str, match_pattern(r"3\.\d+(\.\d+)?", "a version of Python such as 3.12")] = "3.12"
     apt: tuple[Package, ...] = ()
@@ -41,29 +45,55 @@ class Setup(StrictTable):
     secrets: tuple[Variable, ...] = ()
     """Names; the values come from the caller's environment."""
     notebook: bool = False
-    """Whether Jupyter is there, too."""
     timezone: Annotated[str, match_pattern(r"[A-Za-z0-9_+/-]+", "a time zone such as Asia/Tokyo")] | None = None
     run: tuple[SetupStep, ...] = ()
     swap_gb: Annotated[int, Field(strict=True, ge=0)] = 0
     nofile: PositiveInt | None = None
     nfs: Nfs | None = None
     data_disk: Folder | None = None
-    """Where the first data disk is mounted."""
+    """The mount point of the first data disk."""
 
     @model_validator(mode="after")
-    def _one_list(self) -> "Setup":
+    def _check(self) -> "Setup":
         if self.pip and self.requirements:
-            raise ValueError("give its packages as one of pip and requirements")
+            raise ValueError("use either pip or requirements")
         if self.requirements and not self.requirements.is_file():
-            raise ValueError(f"there is no file {self.requirements} for requirements")
-        names = [each.name for each in self.run]
-        if twice := next((each for each in names if names.count(each) > 1), None):
-            raise ValueError(f"there are two steps of the name {twice} in run: each has its own")
+            raise ValueError(f"requirements: there is no file {self.requirements}")
+        names = [step.name for step in self.run]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two steps in run have the name {twice}")
         return self
 
-    def whole(self) -> "Setup":
-        """Without files of this computer: what stood in `requirements` stands in `pip`."""
+    def without_files(self) -> "Setup":
+        """Move the lines of `requirements`, a file of this computer, to `pip`."""
         if self.requirements is None:
             return self
         lines = tuple(self.requirements.read_text(encoding="utf-8").splitlines())
         return self.model_copy(update={"requirements": None, "pip": lines})
+
+
+def gather_secrets(file: Path, names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the secrets' values from the environment, else from a file that only the user may read; update the file.
+
+    Raise InputError for missing values. Machines that come back get the values of the file.
+    """
+    saved = {}
+    with suppress(FileNotFoundError, ValueError):  # ValueError: a damaged file
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    values = {name: environment.get(name) or saved.get(name, "") for name in names}
+    if missing := [name for name, value in values.items() if not value]:
+        is_are, it_them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise InputError(
+            f"{', '.join(missing)} {is_are} not set in this shell, and [setup] names {it_them} under secrets: "
+            f"`export {missing[0]}=…`, then give the same command again"
+        )
+    if not values:
+        file.unlink(missing_ok=True)
+    elif values != saved:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.new")
+        new.unlink(missing_ok=True)
+        new.touch(0o600)
+        new.write_text(json.dumps(values), encoding="utf-8")
+        new.replace(file)
+    return values

@@ -1,8 +1,8 @@
-"""Runs on a machine, with nothing but its own Python 3: compares a tree with what was sent before, and takes the rest.
+"""Receive a tree on a machine, with its own Python 3 only: compare it, then write different files.
 
-The first line names the folder, in hexadecimal, and the tree; all others are JSON. Each file is there whole or as it
-was; what came of a broken transfer is noted, so that the next one goes on from there. Where nothing has changed, less
-is computed than it costs to import `json`: what only a change needs is imported where it is needed.
+The first line of input names the folder, in hexadecimal, and the tree's digest; other lines are JSON. Each file is
+replaced atomically. An index lists what was received, also after a broken transfer, so that the next one resumes.
+Modules that only a change needs are imported late: an unchanged tree costs less than importing `json`.
 """
 
 from __future__ import annotations
@@ -13,226 +13,213 @@ import os
 import sys
 import time
 
-TYPED = False
-if TYPED:
+TYPE_CHECKING = False
+if TYPE_CHECKING:
     import io
     from typing import IO, Any
 
+    Row = list[Any]
+    """A file: digest, kind, and its `read_stat`; of a tree: digest, kind, size."""
+
 STDIN: io.BufferedReader = sys.stdin.buffer  # type: ignore[assignment]
-CHUNK = 1 << 18
-PATIENCE_S = 10.0
+CHUNK_BYTES = 1 << 18
+LOCK_TIMEOUT_S = 10.0
 PART = ".tpuswarm-part"
-"""Where a file is written before it is whole: in the tree, so that it is on the same disk."""
+"""An incomplete file, in the tree so that it is on the same disk."""
 
 
-class Stopped(Exception):
-    """The other end has gone."""
+class SenderLost(Exception):
+    """The sender has ended, or its connection."""
 
 
 def main() -> None:
-    """One transfer."""
-    packed, asked = STDIN.readline().decode().split()
-    name, ours = os.fsdecode(bytes.fromhex(packed)), os.path.expanduser("~/.tpuswarm/trees")
-    os.makedirs(ours, mode=0o700, exist_ok=True)
-    root, index = os.path.expanduser("~/" + name), os.path.join(ours, name + ".tree")
+    """Receive one tree."""
+    packed, digest = STDIN.readline().decode().split()
+    name, folder = os.fsdecode(bytes.fromhex(packed)), os.path.expanduser("~/.tpuswarm/trees")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    root, index = os.path.expanduser("~/" + name), os.path.join(folder, name + ".tree")
     with open(index + ".lock", "w") as lock:
-        if not taken(lock):
-            say(busy=True)
+        if not wait_for(lock):
+            answer(busy=True)
             return
-        before, known = read(index)
-        files, edited = verified(root, known)
-        if before == asked and not edited and len(files) == len(known):
+        last_digest, received = read_index(index)
+        files, edited = verify(root, received)
+        if last_digest == digest and not edited and len(files) == len(received):
             print('{"same": true}', flush=True)
             return
-        import json
-
-        say(files={path: each[:2] for path, each in files.items()}, edited=edited)
-        line = STDIN.readline()
-        if not line:
-            return
-        wanted = json.loads(line)
-        if "look" in wanted:  # at what the tree has and nobody sent: it may have been made here
-            made = there(root, wanted["look"])
-            say(files={path: each[:2] for path, each in made.items()})
-            files.update(made)
-            line = STDIN.readline()
-            if not line:
-                return
-            wanted = json.loads(line)
-        os.makedirs(root, exist_ok=True)
-        tree, part, done, where = None, os.path.join(root, PART), 0, root
-        answer: dict[str, Any] | None = None
+        answer(same=False)
+        tree = read_request()
+        created, more_edited = verify(root, {path: [] for path in tree if path not in files})
+        files.update(created)
+        send = [path for path, row in tree.items() if files.get(path, [])[:2] != row[:2]]
+        delete = sorted(path for path in files if path not in tree)
+        changed = {*send, *delete}
+        answer(send=send, delete=delete, edited=sorted(path for path in edited + more_edited if path in changed))
+        keep = read_request()["keep"]
+        part, path, done, last_digest = os.path.join(root, PART), root, 0, ""
+        result: dict[str, Any] | None = None
         try:
-            for path in wanted["delete"]:
-                where = path
-                remove(root, path)
-                files.pop(path, None)
+            os.makedirs(root, exist_ok=True)
+            for path in delete:
+                if path not in keep:
+                    remove(root, path)
+                    del files[path]
             content = Content()
-            for path, (digest, size, kind) in wanted["send"]:
-                where = path
-                files.pop(path, None)
-                content.write(part, digest, size)
-                files[path] = put(root, part, path, digest, kind)
-                done += 1
-            for path in wanted["leave"]:  # it is another file than the tree has, and has to be known as one
-                if path in known:
-                    files[path] = known[path]
-                else:
+            for path in send:
+                if path not in keep:
                     files.pop(path, None)
-            tree = None if wanted["leave"] else asked
-            answer = {"done": done}
+                    file_digest, kind, size = tree[path]
+                    content.write(part, file_digest, size)
+                    files[path] = put(root, part, path, file_digest, kind)
+                    done += 1
+            for path in keep:  # the next sync must find them edited again
+                files.pop(path, None)
+                if path in received:
+                    files[path] = received[path]
+            last_digest, result = "" if keep else digest, {"done": done}
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            answer = {"error": error.strerror or str(error), "full": full, "path": where, "done": done}
-        except Stopped:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            result = {"error": error.strerror or str(error), "full": is_full, "path": path, "done": done}
+        except SenderLost:
             pass
         finally:
             if os.path.lexists(part):
                 os.unlink(part)
-            write(index, tree, files)
-        if answer is not None:  # after the list is written: whoever is answered may look for it, or sync again
-            say(**answer)
+            write_index(index, last_digest, files)
+        if result is not None:  # after the index is written: the sender may sync again at once
+            answer(**result)
 
 
-def taken(lock: IO[str]) -> bool:
-    """Whether nobody else sends to this tree, or has ended soon."""
-    end = time.monotonic() + PATIENCE_S
+def wait_for(lock: IO[str]) -> bool:
+    """Take the lock; return False if another sync holds it for long."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
 
 
-def say(**what: Any) -> None:
-    """Answer."""
+def answer(**values: Any) -> None:
     import json
 
-    print(json.dumps(what), flush=True)
+    print(json.dumps(values), flush=True)
 
 
-def read(index: str) -> tuple[str | None, dict[str, list[Any]]]:
-    """What was sent before: the tree, where all of it was, and of each file digest, kind and what `look` saw."""
-    files: dict[str, list[Any]] = {}
+def read_request() -> dict[str, Any]:
+    import json
+
+    line = STDIN.readline()
+    if not line:
+        sys.exit()
+    return dict(json.loads(line))
+
+
+def read_index(index: str) -> tuple[str, dict[str, Row]]:
+    """Return the digest of the tree that was received completely, if any, and the received files."""
+    files: dict[str, Row] = {}
     try:
         with open(index, "rb") as file:
-            tree, *rows = os.fsdecode(file.read()).split("\0")
+            digest, *rows = os.fsdecode(file.read()).split("\0")
         for row in rows:
-            digest, kind, size, written, inode, mode, path = row.split(" ", 6)
-            files[path] = [digest, kind, int(size), int(written), int(inode), int(mode)]
-    except (OSError, ValueError):  # there was nothing, or what is there is damaged
-        return None, {}
-    return tree or None, files
+            file_digest, kind, size, modified, inode, mode, path = row.split(" ", 6)
+            files[path] = [file_digest, kind, int(size), int(modified), int(inode), int(mode)]
+    except (OSError, ValueError):  # missing or damaged
+        return "", {}
+    return digest, files
 
 
-def write(index: str, tree: str | None, files: dict[str, list[Any]]) -> None:
-    """Note what is there now."""
-    rows = (" ".join(map(str, (*about, path))) for path, about in files.items())
+def write_index(index: str, digest: str, files: dict[str, Row]) -> None:
+    rows = (" ".join(map(str, (*row, path))) for path, row in files.items())
     try:
         with open(index + ".part", "wb") as file:
-            file.write(os.fsencode("\0".join((tree or "", *rows))))
+            file.write(os.fsencode("\0".join((digest, *rows))))
         os.replace(index + ".part", index)
-    except OSError:  # a full disk: by the list of before, what was sent now is looked at once more the next time
+    except OSError:  # a full disk: with the old index, the next sync reads the new files once more
         if os.path.exists(index + ".part"):
             os.unlink(index + ".part")
 
 
-def verified(root: str, files: dict[str, list[Any]]) -> tuple[dict[str, list[Any]], list[str]]:
-    """Of the files that were sent those that are still there, as they are now; and which were changed."""
-    found: dict[str, list[Any]] = {}
+def verify(root: str, received: dict[str, Row]) -> tuple[dict[str, Row], list[str]]:
+    """Return the current rows of existing files, and the paths of edited files."""
+    files: dict[str, Row] = {}
     edited: list[str] = []
-    at = root + "/"
-    for path, about in files.items():
-        full = at + path
+    prefix = root + "/"
+    for path, row in received.items():
         try:
-            now = look(full)
-            if now == about[2:]:
-                found[path] = about
+            if read_stat(prefix + path) == row[2:]:
+                files[path] = row
                 continue
-            digest, kind = hashed(full)
+            files[path] = read_row(prefix + path)
         except OSError:
-            continue  # it was deleted here, or a folder has its name
-        if [digest, kind] != files[path][:2]:
+            continue  # it was deleted, or is no file; writing it reports why
+        if files[path][:2] != row[:2]:
             edited.append(path)
-        found[path] = [digest, kind, *now]
-    return found, edited
+    return files, edited
 
 
-def there(root: str, paths: list[str]) -> dict[str, list[Any]]:
-    """Those of the files that are there, as they are."""
-    found: dict[str, list[Any]] = {}
-    for path in paths:
-        full = root + "/" + path
-        try:
-            if os.path.islink(full) or os.path.isfile(full):
-                found[path] = [*hashed(full), *look(full)]
-        except OSError:
-            continue  # it cannot be read, and what is to be written there says why
-    return found
-
-
-def look(full: str) -> list[int]:
-    """What tells an unchanged file without reading it."""
+def read_stat(full: str) -> list[int]:
     about = os.lstat(full)
     return [about.st_size, about.st_mtime_ns, about.st_ino, about.st_mode]
 
 
-def hashed(full: str) -> tuple[str, str]:
-    """SHA-256 of what is in a file, and its kind."""
+def read_row(full: str) -> Row:
     import hashlib
 
+    about, digest = read_stat(full), hashlib.sha256()
     if os.path.islink(full):
-        return hashlib.sha256(os.fsencode(os.readlink(full))).hexdigest(), "link"
-    digest = hashlib.sha256()
+        digest.update(os.fsencode(os.readlink(full)))
+        return [digest.hexdigest(), "link", *about]
+    if not os.path.isfile(full):
+        raise OSError("not a file")
     with open(full, "rb") as file:
         while True:
-            chunk = file.read(CHUNK)
+            chunk = file.read(CHUNK_BYTES)
             if not chunk:
-                return digest.hexdigest(), "program" if os.access(full, os.X_OK) else "file"
+                return [digest.hexdigest(), "program" if os.access(full, os.X_OK) else "file", *about]
             digest.update(chunk)
 
 
 class Content:
-    """What is in the files, one after the other, from standard input."""
+    """The contents of all sent files, concatenated and compressed, from standard input."""
 
     def __init__(self) -> None:
         import zlib
 
-        self.open, self.left, self.broken = zlib.decompressobj(), b"", zlib.error
+        self.decompressor, self.buffer, self.error = zlib.decompressobj(), b"", zlib.error
 
     def write(self, part: str, digest: str, size: int) -> None:
-        """The next file, as `part`."""
+        """Write the next file to `part`."""
         import hashlib
 
-        seen, left = hashlib.sha256(), size
+        actual, left = hashlib.sha256(), size
         with open(part, "wb") as file:
             while left:
-                chunk = self.next(left)
-                seen.update(chunk)
+                chunk = self.read(left)
+                actual.update(chunk)
                 file.write(chunk)
                 left -= len(chunk)
-        if seen.hexdigest() != digest:
-            raise OSError("what arrived is not what was sent")
+        if actual.hexdigest() != digest:
+            raise OSError("the file arrived damaged")
 
-    def next(self, most: int) -> bytes:
-        """Some bytes of it."""
-        while not self.left:
-            packed = self.open.unconsumed_tail or STDIN.read1(CHUNK)
+    def read(self, max_bytes: int) -> bytes:
+        while not self.buffer:
+            packed = self.decompressor.unconsumed_tail or STDIN.read1(CHUNK_BYTES)
             if not packed:
-                raise Stopped
+                raise SenderLost
             try:
-                self.left = self.open.decompress(packed, CHUNK)
-            except self.broken:
-                raise Stopped from None
-        chunk, self.left = self.left[:most], self.left[most:]
+                self.buffer = self.decompressor.decompress(packed, CHUNK_BYTES)
+            except self.error:
+                raise SenderLost from None
+        chunk, self.buffer = self.buffer[:max_bytes], self.buffer[max_bytes:]
         return chunk
 
 
-def put(root: str, part: str, path: str, digest: str, kind: str) -> list[Any]:
-    """Give a file that is whole its name."""
+def put(root: str, part: str, path: str, digest: str, kind: str) -> Row:
+    """Move a complete file to its path."""
     full = os.path.join(root, path)
     os.makedirs(os.path.dirname(full), exist_ok=True)
     if kind == "link":
@@ -247,11 +234,11 @@ def put(root: str, part: str, path: str, digest: str, kind: str) -> list[Any]:
     if os.path.isdir(full) and not os.path.islink(full):
         os.rmdir(full)
     os.replace(part, full)
-    return [digest, kind, *look(full)]
+    return [digest, kind, *read_stat(full)]
 
 
 def remove(root: str, path: str) -> None:
-    """A file, and the folders that are empty without it."""
+    """Delete a file, and folders that are empty without it."""
     full = os.path.join(root, path)
     if os.path.lexists(full):
         os.unlink(full)

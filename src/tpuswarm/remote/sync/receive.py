@@ -68,9 +68,9 @@ def main() -> None:
             for path in send:
                 if path not in keep:
                     files.pop(path, None)
-                    file_digest, kind, size = tree[path]
-                    content.write(part, file_digest, size)
-                    files[path] = put(root, part, path, file_digest, kind)
+                    content_digest, kind, size = tree[path]
+                    content.write(part, content_digest, size)
+                    files[path] = put(root, part, path, content_digest, kind)
                     done += 1
             for path in keep:  # the next sync must find them edited again
                 files.pop(path, None)
@@ -125,8 +125,8 @@ def read_index(index: str) -> tuple[str, dict[str, Row]]:
         with open(index, "rb") as file:
             digest, *rows = os.fsdecode(file.read()).split("\0")
         for row in rows:
-            file_digest, kind, size, modified, inode, mode, path = row.split(" ", 6)
-            files[path] = [file_digest, kind, int(size), int(modified), int(inode), int(mode)]
+            content_digest, kind, size, modified, inode, mode, path = row.split(" ", 6)
+            files[path] = [content_digest, kind, int(size), int(modified), int(inode), int(mode)]
     except (OSError, ValueError):  # missing or damaged
         return "", {}
     return digest, files

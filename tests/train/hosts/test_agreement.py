@@ -113,7 +113,7 @@ def test_stop_signal_at_any_host_stops_all_at_the_same_step(pair, is_zero_signal
             if steps == 5:
                 stepped.set()
             if is_signalled and stepped.is_set():
-                host._signals.ask(signal.SIGTERM)
+                host._signals.request(signal.SIGTERM)
         return steps, host.stop_signal
 
     ends = call_both(lambda: run(pair[0], is_zero_signalled), lambda: run(pair[1], True))

@@ -276,7 +276,6 @@ class SupervisedProgram(Program):
         return grads, norm
 
     def _terms(self, params: Any, extra: Any, batch: Batch, key: jax.Array | None) -> tuple[Terms, Any]:
-        """Return loss and metrics, and the mutable state after the batch."""
         if self._extra is None:
             return terms(self._loss(params, batch, key)), None
         return terms_and_extra(self._loss(params, extra, batch, key), extra)

@@ -77,7 +77,7 @@ def _splash(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, ca
 
 
 def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Return `layer` with a backward pass that recomputes nothing, all but products and attention, or all of it.
+    """Return `layer` with a backward pass that recomputes nothing, all but products and attention, or everything.
 
     `dots` keeps products with weights, which have no batch dimensions, and attention's output. It recomputes norms,
     activations and attention's scores, for few FLOPs. The output of cuDNN's kernel has no name, so it is recomputed.

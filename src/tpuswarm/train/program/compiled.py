@@ -100,7 +100,7 @@ class Compiled(Placed):
     """The update, a `jax.stages.Compiled`; its first argument is donated."""
     memory: Memory
     jaxpr: ClosedJaxpr
-    """Of the step."""
+    """The traced step."""
 
     @cached_property
     def flops(self) -> Flops:

@@ -31,7 +31,7 @@ class Float32Products:
 
     place: CodeLine | None
     share: float
-    """Of the step's FLOPs."""
+    """Share of the step's FLOPs."""
     inputs: tuple[str, ...]
     """Float32 arrays of the batch that cause these products."""
 
@@ -70,7 +70,7 @@ def float32_products(compiled: Compiled) -> list[Float32Products]:
 def _responsible_inputs(compiled: Compiled) -> Mapping[CodeLine | None, Inputs]:
     """Return for each line with float32 products the batch arrays that alone cause them."""
     found: Found = defaultdict(set)
-    step, inputs = compiled.jaxpr.jaxpr, sorted(compiled.program.batch_spec(1))  # of (state, batch, clock)
+    step, inputs = compiled.jaxpr.jaxpr, sorted(compiled.program.batch_spec(1))  # arguments: state, batch, clock
     names = [ALWAYS] * len(jax.tree.leaves(compiled.state)) + [frozenset([name]) for name in inputs]
     names += [ALWAYS] * (len(step.invars) - len(names))
     _trace_inputs(step, names, None, found)

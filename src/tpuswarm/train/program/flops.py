@@ -59,7 +59,7 @@ class Product(Contraction):
     """A matrix product or convolution of a program; flops: of one step, over all devices and iterations of loops."""
 
     dtypes: tuple[Any, ...]
-    """Of the operands."""
+    """Dtypes of the operands."""
     trace: Any
     """JAX's traceback of the recipe's call."""
     scope: str

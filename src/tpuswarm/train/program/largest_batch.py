@@ -25,7 +25,7 @@ AUTO = "auto"
 MAX_ROWS = 2**20
 """Largest number of rows per device to try."""
 SIGNIFICANT_BITS = 4
-"""Of the sizes to try: 1 to 16 one by one, then in steps of an eighth to a sixteenth."""
+"""Sizes to try are 1 to 16, then larger ones in steps of an eighth to a sixteenth."""
 MAX_GROWTH_FACTOR = 64
 """From the largest size that fits to the next one to try."""
 

@@ -12,7 +12,7 @@ MAX_TERMS = 256
 SUM_PRIMITIVES, SCATTER_PRIMITIVES = ("reduce_sum", "cumsum", "reduce_window_sum"), ("scatter-add",)
 """Primitives that add: a result of the first has many terms, one of the second as many as equal indices."""
 OUTER_PRIMITIVES = ("jit", "pjit", "closed_call", "remat2", "scan", "while", "cond", "custom_jvp_call")
-"""Primitives whose inner programs are rewritten, unlike those of kernels and shard_map."""
+"""Primitives whose inner programs are rewritten; kernels and shard_map keep theirs."""
 
 
 def broadcast_then_round(values: jax.Array, like: jax.Array) -> jax.Array:

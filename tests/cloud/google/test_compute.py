@@ -27,7 +27,7 @@ def test_vm_is_created_stopped_started_changed_and_deleted(google):
     machine = in_state(google, "ready")
     operation = google.set_metadata(machine, {"b": "2"})
     until(lambda: google.outcome(operation).done)
-    items = google._instance("looking", machine)["metadata"]["items"]
+    items = google.access.get("looking", google._instance_url(machine))["metadata"]["items"]
     assert {item["key"]: item["value"] for item in items} == {
         "a": "1",
         "b": "2",

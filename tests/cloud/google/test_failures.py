@@ -1,5 +1,6 @@
 """Google's real answers, from public threads, become our errors, which say what to do."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -88,8 +89,9 @@ def test_failed_compute_operation_becomes_an_error(fixture):
         error_info=compute_v1.ErrorInfo(reason=fixture.get("reason", ""), metadatas=fixture.get("metadata", {}))
     )
     failed = compute_v1.Errors(code=fixture["code"], message=fixture["message"], error_details=[detail])
-    check(answer_from_operation(compute_v1.Operation(error=compute_v1.Error(errors=[failed]))), fixture)
-    assert answer_from_operation(compute_v1.Operation(name="fine")) is None
+    operation = compute_v1.Operation(error=compute_v1.Error(errors=[failed]))
+    check(answer_from_operation(json.loads(compute_v1.Operation.to_json(operation))), fixture)
+    assert answer_from_operation({"name": "fine"}) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 from tpuswarm.catalog import accelerators
 from tpuswarm.cloud.errors import NoQuota
 from tpuswarm.cloud.google.access import Access
-from tpuswarm.cloud.google.instances import instance_from_spec, machine_from_instance
+from tpuswarm.cloud.google.instances import instance_from_spec, machine_from_instance, to_metadata
 from tpuswarm.cloud.google.nodes import (
     REQUEST_STATES,
     machine_from_node,
@@ -47,7 +47,7 @@ def test_node_has_labels_metadata_network_and_disks():
 
 def test_user_labels_never_replace_the_fleet_label():
     assert node_from_spec(replace(SPEC, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
-    assert instance_from_spec(replace(HEAD, labels={FLEET_LABEL: "other"}), "p").labels[FLEET_LABEL] == "f1e2"
+    assert instance_from_spec(replace(HEAD, labels={FLEET_LABEL: "other"}), "p")["labels"][FLEET_LABEL] == "f1e2"
 
 
 @pytest.mark.parametrize("accelerator", [a for a in accelerators() if a.api_name], ids=lambda a: a.name)
@@ -160,16 +160,21 @@ def test_failed_request_has_an_error():
     assert isinstance(machine.error, NoQuota) and machine.error.limit == "TPUV2sPerProjectPerZoneForTPUAPI"
 
 
-def vm_to_rest(instance, **fields) -> dict:
-    shown = type(instance).to_dict(instance, preserving_proto_field_name=False)
+def vm_to_rest(instance: dict, **fields) -> dict:
+    shown = dict(instance)
     place = "https://www.googleapis.com/compute/v1/projects/p/zones/us-central1-f"
     shown |= {"zone": place, "machineType": f"{place}/{shown['machineType'].split('/', 2)[2]}", "status": "RUNNING"}
     return shown | fields
 
 
+def parse_instance(body: dict) -> compute_v1.Instance:
+    """Parse a request's body with Google's message, which refuses unknown fields."""
+    return compute_v1.Instance.from_json(json.dumps(body))
+
+
 def test_vm_and_its_disk_have_labels_network_and_account():
     spec = replace(HEAD, ip_forward=True, subnetwork="sub", service_account="sa@p.iam.gserviceaccount.com")
-    instance = instance_from_spec(spec, "p")
+    instance = parse_instance(instance_from_spec(spec, "p"))
     (disk,) = instance.disks
     ours = {FLEET_LABEL: "f1e2", POOL_LABEL: "head"}
     assert instance.labels == ours and disk.initialize_params.labels == ours
@@ -180,7 +185,17 @@ def test_vm_and_its_disk_have_labels_network_and_account():
     assert interface.subnetwork == "projects/p/regions/us-central1/subnetworks/sub"
     assert instance.scheduling.provisioning_model == "STANDARD"
     assert instance.service_accounts[0].email == "sa@p.iam.gserviceaccount.com"
-    assert not instance_from_spec(replace(HEAD, external_ips=False), "p").network_interfaces[0].access_configs
+    inside = parse_instance(instance_from_spec(replace(HEAD, external_ips=False), "p"))
+    assert not inside.network_interfaces[0].access_configs
+
+
+def test_rented_vm_ends_itself():
+    instance = parse_instance(instance_from_spec(replace(HEAD, spot=True, ends=1795348800.0), "p"))
+    assert instance.scheduling.termination_time == "2026-11-22T12:00:00+00:00"
+    assert instance.scheduling.instance_termination_action == "DELETE"
+    assert instance.scheduling.on_host_maintenance == "TERMINATE"
+    metadata = compute_v1.Metadata.from_json(json.dumps(to_metadata({"a": "1"}, "f")))
+    assert metadata.fingerprint == "f" and metadata.items[0].value == "1"
 
 
 def test_each_vm_state_is_mapped():

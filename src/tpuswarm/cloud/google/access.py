@@ -35,7 +35,6 @@ class Access:
         self._given = project
         self.endpoints = endpoints
         self._lock = threading.Lock()
-        self._compute: dict[str, Any] = {}
 
     @functools.cached_property
     def project(self) -> str:
@@ -77,17 +76,6 @@ class Access:
         session = Session()
         session.auth = sign
         return session
-
-    def compute(self, name: str) -> Any:
-        """Return a client of Compute Engine, such as `Instances`. Its import takes longer than most calls."""
-        with self._lock:
-            if name not in self._compute:
-                from google.cloud import compute_v1
-
-                options = {"api_endpoint": self.endpoints.http} if self.endpoints else None
-                client = getattr(compute_v1, f"{name}Client")
-                self._compute[name] = client(credentials=self.credentials, client_options=options)
-            return self._compute[name]
 
     def call_with_retries(self, doing: str, call: Callable[[], T]) -> T:
         """Call a read, and retry transient failures for RETRY_WINDOW_S; `doing` names it in errors."""

@@ -83,15 +83,17 @@ def _code_name(code: int) -> str:
     return names.get(code, f"code {code}")
 
 
-def answer_from_operation(operation: Any) -> Answer | None:
+def answer_from_operation(operation: Mapping[str, Any]) -> Answer | None:
     """Read a Compute Engine operation; None if it has not failed."""
-    if not operation.error.errors:
+    errors = operation.get("error", {}).get("errors")
+    if not errors:
         return None
-    first = operation.error.errors[0]
-    infos = [detail.error_info for detail in first.error_details if detail.error_info.reason]
-    limits = [detail.quota_info.limit_name for detail in first.error_details if detail.quota_info.limit_name]
-    reason, metadata = (infos[0].reason, dict(infos[0].metadatas)) if infos else ("", {})
-    return Answer(first.code, first.message, reason, metadata, next(iter(limits), None))
+    error: Mapping[str, Any] = errors[0]
+    infos = [detail["errorInfo"] for detail in error.get("errorDetails", ()) if "errorInfo" in detail]
+    limits = [detail["quotaInfo"].get("limitName") for detail in error.get("errorDetails", ()) if "quotaInfo" in detail]
+    info: Mapping[str, Any] = next((info for info in infos if info.get("reason")), {})
+    quota = next(filter(None, limits), None)
+    return Answer(error["code"], error.get("message", ""), info.get("reason", ""), info.get("metadatas", {}), quota)
 
 
 def _answer_with_details(

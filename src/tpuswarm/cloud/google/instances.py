@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.google.nodes import LOGIN, SCOPE, labels_of, parse_timestamp
 from tpuswarm.cloud.protocol import Machine, State, VmSpec, Worker
-
-if TYPE_CHECKING:
-    from google.cloud import compute_v1
 
 STATES: dict[str, State] = {
     "PENDING": "creating",
@@ -27,48 +24,37 @@ STATES: dict[str, State] = {
 }
 
 
-def instance_from_spec(spec: VmSpec, project: str) -> "compute_v1.Instance":
-    from google.cloud import compute_v1
-
-    access = [compute_v1.AccessConfig(name="external-nat", type_="ONE_TO_ONE_NAT")] if spec.external_ips else []
+def instance_from_spec(spec: VmSpec, project: str) -> dict[str, Any]:
+    """Return the body of instances.insert."""
     image_project, _, family = spec.image.partition("/")
-    return compute_v1.Instance(
-        name=spec.name,
-        machine_type=f"zones/{spec.zone}/machineTypes/{spec.type}",
-        disks=[
-            compute_v1.AttachedDisk(
-                boot=True,
-                auto_delete=True,
-                initialize_params=compute_v1.AttachedDiskInitializeParams(
-                    source_image=f"projects/{image_project}/global/images/family/{family}",
-                    disk_size_gb=spec.disk_gib,
-                    labels=labels_of(spec),
-                ),
-            )
-        ],
-        network_interfaces=[
-            compute_v1.NetworkInterface(
-                network=f"projects/{project}/global/networks/{spec.network}",
-                subnetwork=spec.subnetwork
-                and f"projects/{project}/regions/{region_of(spec.zone)}/subnetworks/{spec.subnetwork}",
-                access_configs=access,
-            )
-        ],
-        can_ip_forward=spec.ip_forward,
-        scheduling=_scheduling(spec),
-        service_accounts=[compute_v1.ServiceAccount(email=spec.service_account or "default", scopes=[SCOPE])],
-        tags=compute_v1.Tags(items=spec.tags),
-        labels=labels_of(spec),
-        metadata=to_metadata({**LOGIN, **spec.metadata}),
-    )
+    disk = {
+        "sourceImage": f"projects/{image_project}/global/images/family/{family}",
+        "diskSizeGb": str(spec.disk_gib),
+        "labels": labels_of(spec),
+    }
+    interface: dict[str, Any] = {"network": f"projects/{project}/global/networks/{spec.network}"}
+    if spec.subnetwork:
+        interface["subnetwork"] = f"projects/{project}/regions/{region_of(spec.zone)}/subnetworks/{spec.subnetwork}"
+    if spec.external_ips:
+        interface["accessConfigs"] = [{"name": "external-nat", "type": "ONE_TO_ONE_NAT"}]
+    return {
+        "name": spec.name,
+        "machineType": f"zones/{spec.zone}/machineTypes/{spec.type}",
+        "disks": [{"boot": True, "autoDelete": True, "initializeParams": disk}],
+        "networkInterfaces": [interface],
+        "canIpForward": spec.ip_forward,
+        "scheduling": _scheduling(spec),
+        "serviceAccounts": [{"email": spec.service_account or "default", "scopes": [SCOPE]}],
+        "tags": {"items": list(spec.tags)},
+        "labels": labels_of(spec),
+        "metadata": to_metadata({**LOGIN, **spec.metadata}),
+    }
 
 
-def to_metadata(items: Mapping[str, str], fingerprint: str | None = None) -> "compute_v1.Metadata":
-    """Convert metadata; `fingerprint` is that of the metadata to replace."""
-    from google.cloud import compute_v1
-
-    pairs = [compute_v1.Items(key=key, value=value) for key, value in items.items()]
-    return compute_v1.Metadata(items=pairs, fingerprint=fingerprint)
+def to_metadata(items: Mapping[str, str], fingerprint: str | None = None) -> dict[str, Any]:
+    """Convert metadata; `fingerprint`: that of the old metadata."""
+    pairs = [{"key": key, "value": value} for key, value in items.items()]
+    return {"items": pairs, **({"fingerprint": fingerprint} if fingerprint else {})}
 
 
 def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
@@ -95,17 +81,15 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
     )
 
 
-def _scheduling(spec: VmSpec) -> "compute_v1.Scheduling":
-    from google.cloud import compute_v1
-
-    scheduling = compute_v1.Scheduling(provisioning_model="SPOT" if spec.spot else "STANDARD")
+def _scheduling(spec: VmSpec) -> dict[str, str]:
+    scheduling = {"provisioningModel": "SPOT" if spec.spot else "STANDARD"}
     if spec.spot:
-        scheduling.on_host_maintenance = "TERMINATE"
+        scheduling["onHostMaintenance"] = "TERMINATE"
     if spec.ends is not None:
-        scheduling.termination_time = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
+        scheduling["terminationTime"] = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
     if spec.spot or spec.ends is not None:
         # A preempted or expired machine is deleted with its disk, so that it costs nothing.
-        scheduling.instance_termination_action = "DELETE"
+        scheduling["instanceTerminationAction"] = "DELETE"
     return scheduling
 
 

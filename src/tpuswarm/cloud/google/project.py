@@ -1,13 +1,12 @@
 """Inspect and set up a project: APIs, billing, quota, bucket, network, firewall. Existing resources stay unchanged."""
 
-import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tpuswarm.cloud.errors import Denied, NotFound, Taken, Unreachable
 from tpuswarm.cloud.google import firewall, quotas
-from tpuswarm.cloud.google.access import REQUEST_TIMEOUT_S, Access
+from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.answers import answer_from_json, answer_from_operation
 from tpuswarm.cloud.google.buckets import STORAGE_HOST, bucket_url
 from tpuswarm.cloud.google.failures import cloud_error_for
@@ -143,10 +142,8 @@ class Project:
 
     def make_network(self, name: str, description: str) -> None:
         """Create a network with a subnetwork in every region and without firewall rules."""
-        from google.cloud import compute_v1
-
-        network = compute_v1.Network(name=name, auto_create_subnetworks=True, description=description)
-        self._make(f"making network {name}", "Networks", network_resource=network)
+        network = {"name": name, "autoCreateSubnetworks": True, "description": description}
+        self._make(f"making network {name}", "global/networks", network)
 
     def subnetwork(self, network: str, region: str, subnetwork: str | None = None) -> Subnetwork | None:
         """Return the part of a network in a region, or None."""
@@ -165,20 +162,18 @@ class Project:
         return tuple(rule for resource in resources if (rule := firewall.rule_from_firewall(resource)))
 
     def make_rule(self, rule: firewall.Rule) -> None:
-        from google.cloud import compute_v1
-
-        allowed = [compute_v1.Allowed(I_p_protocol=protocol, ports=ports) for protocol, ports in rule.allowed]
-        resource = compute_v1.Firewall(
-            name=rule.name,
-            network=f"projects/{self.id}/global/networks/{rule.network}",
-            description=rule.description,
-            direction="INGRESS",
-            allowed=allowed,
-            source_ranges=rule.ranges,
-            source_tags=rule.source_tags,
-            target_tags=rule.target_tags,
-        )
-        self._make(f"making firewall rule {rule.name}", "Firewalls", firewall_resource=resource)
+        firewall = {
+            "name": rule.name,
+            "network": f"projects/{self.id}/global/networks/{rule.network}",
+            "description": rule.description,
+            "direction": "INGRESS",
+            "allowed": [{"IPProtocol": protocol, "ports": ports} for protocol, ports in rule.allowed],
+            "sourceRanges": rule.ranges,
+            "sourceTags": rule.source_tags,
+            "targetTags": rule.target_tags,
+        }
+        used = {key: value for key, value in firewall.items() if value}
+        self._make(f"making firewall rule {rule.name}", "global/firewalls", used)
 
     def default_account(self) -> str | None:
         """Return the project's default service account, or None."""
@@ -200,17 +195,14 @@ class Project:
     def _compute(self, path: str) -> str:
         return self._access.url(COMPUTE_HOST, f"compute/v1/projects/{self.id}/{path}")
 
-    def _make(self, doing: str, client: str, **resource: Any) -> None:
-        insert = functools.partial(self._access.compute(client).insert_unary, project=self.id, **resource)
-        started = self._access.call_once(doing, lambda: insert(timeout=REQUEST_TIMEOUT_S))
-        operations = self._access.compute("GlobalOperations")
-        get = functools.partial(operations.get, project=self.id, operation=started.name, timeout=REQUEST_TIMEOUT_S)
+    def _make(self, doing: str, path: str, resource: Mapping[str, Any]) -> None:
+        name = self._access.post(doing, self._compute(path), resource)["name"]
 
         def is_done() -> bool:
-            operation = self._access.call_with_retries(doing, get)
+            operation = self._access.get(doing, self._compute(f"global/operations/{name}"))
             if answer := answer_from_operation(operation):
                 raise cloud_error_for(answer, doing, self.id)
-            return bool(operation.status.name == "DONE")
+            return bool(operation["status"] == "DONE")
 
         _wait_until(doing, is_done)
 

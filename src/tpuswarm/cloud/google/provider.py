@@ -15,7 +15,7 @@ from tpuswarm.cloud.google.failures import cloud_error_for
 from tpuswarm.cloud.protocol import Bucket, Listing, Machine, Outcome, Spec, VmSpec
 
 PAGE_SIZE = 500
-TPU_HOST = "tpu.googleapis.com"
+TPU_HOST, COMPUTE_HOST = "tpu.googleapis.com", "compute.googleapis.com"
 
 
 class GoogleProvider:
@@ -49,7 +49,7 @@ class GoogleProvider:
         parent = self._parent(spec.zone)
         if isinstance(spec, VmSpec):
             instance = instances.instance_from_spec(spec, self.project)
-            return self._compute(doing, spec.zone, "Instances", "insert", instance_resource=instance)
+            return self._compute(doing, "POST", self._zone_url(spec.zone, "instances"), instance)
         if find(spec.type).api_name is None:
             raise Invalid(f"{doing}: the TPU API has no {spec.type}, and tpuswarm supports no other API yet")
         if spec.how in ("queued", "reserved"):
@@ -69,7 +69,7 @@ class GoogleProvider:
         """Delete a machine; deleting the request of a TPU deletes its node."""
         doing = f"deleting {machine.name} in {machine.zone}"
         if machine.kind == "vm":
-            return self._compute(doing, machine.zone, "Instances", "delete", instance=machine.name)
+            return self._compute(doing, "DELETE", self._instance_url(machine))
         if machine.request:
             name = f"{self._parent(machine.zone)}/queuedResources/{machine.request}"
             try:
@@ -90,7 +90,7 @@ class GoogleProvider:
         if machine.spot:
             raise Invalid(f"{machine.name} is a spot machine, which could not be started again; delete it instead")
         if machine.kind == "vm":
-            return self._compute(doing, machine.zone, "Instances", "stop", instance=machine.name)
+            return self._compute(doing, "POST", f"{self._instance_url(machine)}/stop")
         return self._tpu(doing, functools.partial(self.access.tpu.stop_node, request={"name": self._node(machine)}))
 
     def start(self, machine: Machine) -> str:
@@ -98,7 +98,7 @@ class GoogleProvider:
         if machine.spot:
             raise Invalid(f"{machine.name} is a spot machine, which cannot be started again; create a new one")
         if machine.kind == "vm":
-            return self._compute(doing, machine.zone, "Instances", "start", instance=machine.name)
+            return self._compute(doing, "POST", f"{self._instance_url(machine)}/start")
         return self._tpu(doing, functools.partial(self.access.tpu.start_node, request={"name": self._node(machine)}))
 
     def outcome(self, operation: str) -> Outcome:
@@ -125,11 +125,10 @@ class GoogleProvider:
         """Set keys of a machine's metadata. Both APIs replace all keys, so the current ones are read first."""
         doing = f"setting {', '.join(sorted(metadata))} on {machine.name} in {machine.zone}"
         if machine.kind == "vm":
-            current = self._instance(doing, machine)["metadata"]
+            current = self.access.get(doing, self._instance_url(machine))["metadata"]
             old = {item["key"]: item["value"] for item in current.get("items", ())}
             new = instances.to_metadata({**old, **metadata}, current.get("fingerprint"))
-            place = {"instance": machine.name, "metadata_resource": new}
-            return self._compute(doing, machine.zone, "Instances", "set_metadata", **place)
+            return self._compute(doing, "POST", f"{self._instance_url(machine)}/setMetadata", new)
         from google.cloud import tpu_v2
 
         client, name = self.access.tpu, self._node(machine)
@@ -143,8 +142,7 @@ class GoogleProvider:
         doing = f"reading the guest attributes of {machine.name} in {machine.zone}"
         try:
             if machine.kind == "vm":
-                place = f"projects/{self.project}/zones/{machine.zone}/instances/{machine.name}"
-                url = self.access.url("compute.googleapis.com", f"compute/v1/{place}/getGuestAttributes")
+                url = f"{self._instance_url(machine)}/getGuestAttributes"
                 items = self.access.get(doing, url, queryPath=path).get("queryValue", {}).get("items", ())
                 return {item["key"]: item["value"] for item in items}
             request = {"name": self._node(machine), "query_path": path, "worker_ids": [str(worker)]}
@@ -177,7 +175,7 @@ class GoogleProvider:
         return zone, [resource for page in pages for resource in page.get("queuedResources", ())]
 
     def _vms(self) -> tuple[list[Machine], frozenset[str]]:
-        url = self.access.url("compute.googleapis.com", f"compute/v1/projects/{self.project}/aggregated/instances")
+        url = self.access.url(COMPUTE_HOST, f"compute/v1/projects/{self.project}/aggregated/instances")
         query = {"maxResults": str(PAGE_SIZE), "returnPartialSuccess": "true"}
         machines: list[Machine] = []
         unreachable: set[str] = set()
@@ -189,19 +187,19 @@ class GoogleProvider:
                 machines += map(instances.machine_from_instance, listed.get("instances", ()))
         return machines, frozenset(unreachable)
 
-    def _instance(self, doing: str, machine: Machine) -> dict[str, Any]:
-        place = f"projects/{self.project}/zones/{machine.zone}/instances/{machine.name}"
-        return self.access.get(doing, self.access.url("compute.googleapis.com", f"compute/v1/{place}"))
+    def _zone_url(self, zone: str, path: str) -> str:
+        return self.access.url(COMPUTE_HOST, f"compute/v1/projects/{self.project}/zones/{zone}/{path}")
+
+    def _instance_url(self, machine: Machine) -> str:
+        return self._zone_url(machine.zone, f"instances/{machine.name}")
 
     def _tpu(self, doing: str, begin: Callable[..., Any]) -> str:
         return self.access.call_once(doing, lambda: begin(timeout=REQUEST_TIMEOUT_S)).operation.name
 
-    def _compute(self, doing: str, zone: str, client: str, verb: str, **fields: Any) -> str:
-        # Not the plain method: it would poll the operation at Google's address, even for a local cloud.
-        begin = getattr(self.access.compute(client), f"{verb}_unary")
-        fields |= {"project": self.project, "zone": zone}
-        operation = self.access.call_once(doing, lambda: begin(timeout=REQUEST_TIMEOUT_S, **fields))
-        return f"projects/{self.project}/zones/{zone}/operations/{operation.name}"
+    def _compute(self, doing: str, method: str, url: str, body: Mapping[str, Any] | None = None) -> str:
+        operation = self.access.call_once(doing, lambda: self.access.rest(method, url, {}, json=body).json())
+        zone = operation["zone"].rsplit("/", 1)[-1]
+        return f"projects/{self.project}/zones/{zone}/operations/{operation['name']}"
 
     def _tpu_outcome(self, name: str) -> Outcome:
         client = self.access.tpu
@@ -217,18 +215,13 @@ class GoogleProvider:
         return Outcome(True, cloud_error_for(answer_from_status(operation.error), doing, self.project))
 
     def _compute_outcome(self, name: str) -> Outcome:
-        _, project, _, zone, _, operation = name.split("/")
-        fields = {"project": project, "zone": zone, "operation": operation}
-        client = self.access.compute("ZoneOperations")
-        done = self.access.call_with_retries(
-            "asking for an operation", lambda: client.get(timeout=REQUEST_TIMEOUT_S, **fields)
-        )
-        answer = answer_from_operation(done)
+        operation = self.access.get("asking for an operation", self.access.url(COMPUTE_HOST, f"compute/v1/{name}"))
         error: CloudError | None = None
-        if answer:
-            doing = f"{done.operation_type or 'operation'} of {done.target_link.rsplit('/', 1)[-1]} in {zone}"
+        if answer := answer_from_operation(operation):
+            target = operation["targetLink"].rsplit("/", 1)[-1]
+            doing = f"{operation.get('operationType', 'operation')} of {target} in {name.split('/')[3]}"
             error = cloud_error_for(answer, doing, self.project)
-        return Outcome(done.status.name == "DONE", error)
+        return Outcome(operation["status"] == "DONE", error)
 
     def _parent(self, zone: str) -> str:
         return f"projects/{self.project}/locations/{zone}"

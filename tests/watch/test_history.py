@@ -27,7 +27,7 @@ def test_short_run_is_complete(run):
     assert {round(speed.mean) for speed in history.speeds} == {round(3 * CYCLE_TOKENS / CYCLE_S)}
     rows = [json.loads(line) for line in (run.folder / METRICS).read_text().splitlines()]
     assert [point.mean for point in history.losses] == [row["loss"] for row in rows if "loss" in row]
-    assert [event.kind for event in history.told] == ["started", *["commit"] * 12]
+    assert [event.kind for event in history.events] == ["started", *["commit"] * 12]
 
 
 def test_updates_come_once_and_torn_lines_later(run):
@@ -39,12 +39,12 @@ def test_updates_come_once_and_torn_lines_later(run):
     with (run.folder / EVENTS).open("a") as file:
         file.write('{"time": 1.0, "event": "al')
     updates = history.read_new()
-    assert [event.kind for event in updates.told] == ["lost", "commit"] and "m1 killed" in updates.told[0].text
+    assert [event.kind for event in updates.events] == ["lost", "commit"] and "m1 killed" in updates.events[0].text
     assert updates.columns[0].shares == [500, None, 500] and updates.losses[0].tokens == 2 * 3 * CYCLE_TOKENS
     assert not history.read_new()
     with (run.folder / EVENTS).open("a") as file:
         file.write('arm", "message": "look"}\n')
-    assert [event.text for event in history.read_new().told] == ["alarm: look"]
+    assert [event.text for event in history.read_new().events] == ["alarm: look"]
 
 
 def test_dropped_contribution_is_marked_and_damaged_lines_are_skipped(run):
@@ -105,7 +105,7 @@ def test_too_many_updates_reload_the_page(run):
     history = History(run.folder, swarm=True)
     run.grow(MAX_NEW_EVENTS + 1)
     assert history.read_new() is None
-    assert [event.kind for event in History(run.folder, swarm=True).told] == [
+    assert [event.kind for event in History(run.folder, swarm=True).events] == [
         "started",
         *["commit"] * (MAX_NEW_EVENTS + 1),
     ]
@@ -115,12 +115,12 @@ def test_older_events_are_loaded_back_to_the_first(run, monkeypatch):
     monkeypatch.setattr(json_lines, "READ_WINDOW_BYTES", 2000)
     run.grow(300)
     history = History(run.folder, swarm=True)
-    found, at = [], history.told[0].at
+    found, at = [], history.events[0].at
     while at:
         shown_events, at = history.read_older(at)
         assert shown_events
         found = shown_events + found
-    assert [item.kind for item in (*found, *history.told)] == ["started", *["commit"] * 300]
+    assert [item.kind for item in (*found, *history.events)] == ["started", *["commit"] * 300]
 
 
 def test_line_longer_than_the_read_window(tmp_path, monkeypatch):

@@ -61,34 +61,34 @@ def make_host_rows(
     reached: ReachableHosts, samples: Mapping[str, Sample], members: Iterable[MemberStatus], now: float
 ) -> list[Row]:
     """Return a row for each host, problems first; samples: by label; members: of the fleet's swarm."""
-    known = {member.id.removeprefix("j-"): member for member in members}
-    made = []
+    members_by_machine = {member.id.removeprefix("j-"): member for member in members}
+    rows = []
     for sentence in reached.away:
         name, _, why = sentence.partition(" ")
-        made.append(Row(name, "away", why))
+        rows.append(Row(name, "away", why))
     for host in reached.hosts:
         machine, sample = reached.machines[host.label], samples.get(host.label)
-        made.append(_row(host.label, machine, sample, known.get(machine.name), now))
+        rows.append(_row(host.label, machine, sample, members_by_machine.get(machine.name), now))
 
     def sort_key(row: Row) -> Any:
         name, _, worker = row.host.partition("/")
         return STATE_ORDER.index(row.state), by_number(name), int(worker or 0)
 
-    return sorted(made, key=sort_key)
+    return sorted(rows, key=sort_key)
 
 
 def _row(label: str, machine: Machine, sample: Sample | None, member: MemberStatus | None, now: float) -> Row:
-    made = Row(label, "silent", "no answer yet")
+    row = Row(label, "silent", "no answer yet")
     if sample is not None and sample.data is None:
-        made = Row(label, "away", sample.why)
+        row = Row(label, "away", sample.why)
     elif sample is not None and sample.data is not None:
         chips, owners = _chips(sample.data), tuple(sample.data["owners"])
-        row: Mapping[str, Any] = next((owner["row"] for owner in owners if owner.get("row")), {})
-        made = Row(label, *_state(machine, sample, chips, owners, now), chips, owners, row.get("step"),
-                   row.get("tokens_per_s"), row.get("loss"))  # fmt: skip
+        metrics: Mapping[str, Any] = next((owner["row"] for owner in owners if owner.get("row")), {})
+        row = Row(label, *_state(machine, sample, chips, owners, now), chips, owners, metrics.get("step"),
+                   metrics.get("tokens_per_s"), metrics.get("loss"))  # fmt: skip
     if member is not None:
-        made = replace(made, tokens_per_s=member.tokens_per_s, loss=member.loss, version=member.base)
-    return replace(made, age_s=now - machine.created if machine.created else None)
+        row = replace(row, tokens_per_s=member.tokens_per_s, loss=member.loss, version=member.base)
+    return replace(row, age_s=now - machine.created if machine.created else None)
 
 
 def _chips(data: Mapping[str, Any]) -> tuple[Chip, ...]:
@@ -118,15 +118,15 @@ def _state(
     return "idle", "no program"
 
 
-def draw_hosts(found: Sequence[Row], width: int, height: int | None = None, devices: bool = False) -> "RenderableType":
+def draw_hosts(rows: Sequence[Row], width: int, height: int | None = None, devices: bool = False) -> "RenderableType":
     """Draw a table, cut to a height. devices: add a row for each device below its host."""
     from rich.console import Group
     from rich.text import Text
 
     from tpuswarm.train.look.widgets import Column, make_table
 
-    parts = [Text(_summary(found))]
-    libraries = sorted({_library(owner) for row in found for owner in row.owners} - {""})
+    parts = [Text(_summary(rows))]
+    libraries = sorted({_library(owner) for row in rows for owner in row.owners} - {""})
     parts += [Text(f"libtpu: {library}", style="dim") for library in libraries]
     columns = [
         Column("host"), Column("state"), Column("busy"), Column("HBM GiB", right=True), Column("owner", rank=3),
@@ -135,7 +135,7 @@ def draw_hosts(found: Sequence[Row], width: int, height: int | None = None, devi
         Column("age", right=True, rank=2), Column("why", wraps=16),
     ]  # fmt: skip
     lines: list[tuple[State, tuple[str, ...]]] = []
-    for row in found:
+    for row in rows:
         lines.append((row.state, _cells(row)))
         for chip in row.chips if devices else ():
             blank = ("",) * (len(columns) - 4)
@@ -196,7 +196,7 @@ def _library(owner: Mapping[str, Any]) -> str:
     return " ".join(part for part in (facts.get("loaded", ""), variables) if part)
 
 
-def _summary(found: Sequence[Row]) -> str:
-    counts = [(state, sum(row.state == state for row in found)) for state in STATE_ORDER]
+def _summary(rows: Sequence[Row]) -> str:
+    counts = [(state, sum(row.state == state for row in rows)) for state in STATE_ORDER]
     states = ", ".join(f"{count} {state}" for state, count in counts if count)
-    return f"{time.strftime('%H:%M:%S')}  {len(found)} host{'s' * (len(found) != 1)}: {states}"
+    return f"{time.strftime('%H:%M:%S')}  {len(rows)} host{'s' * (len(rows) != 1)}: {states}"

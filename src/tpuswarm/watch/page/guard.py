@@ -14,12 +14,12 @@ def page_token() -> str:
     """Return the token of this user; it stays the same, so that an open page reconnects to a new command."""
     path = state_folder() / "page-token"
     with suppress(FileNotFoundError):
-        if (found := path.read_text(encoding="utf-8").strip()) and path.stat().st_mode & 0o077 == 0:
-            return found
-    made = secrets.token_urlsafe(24)
-    write_atomically(path, made)
+        if (token := path.read_text(encoding="utf-8").strip()) and path.stat().st_mode & 0o077 == 0:
+            return token
+    token = secrets.token_urlsafe(24)
+    write_atomically(path, token)
     path.chmod(0o600)
-    return made
+    return token
 
 
 def refuse_request(headers: Mapping[str, str], url_token: str | None, token: str, port: int) -> tuple[int, str] | None:

@@ -67,7 +67,7 @@ class Updates(NamedTuple):
     evaluations: list[list[float]]
     """Tokens and loss."""
     columns: list[Column]
-    told: list[EventText]
+    events: list[EventText]
 
     def __bool__(self) -> bool:
         return any(self)
@@ -91,28 +91,25 @@ class History:
         self.speeds: list[Point] = []
         self.evaluations: list[list[float]] = []
         self.columns: list[Column] = []
-        self.told: list[EventText] = []
+        self.events: list[EventText] = []
         self._read_all()
 
     def _read_all(self) -> None:
         if self._swarm:
-            found = (
-                [row for row in _rows(lines) if _is_commit(row)]
-                for lines in self._events.sample(MAX_COLUMNS, COMMIT_SEARCH_BYTES)
-            )
-            commits = [rows[0] for rows in found if rows]
-            self._add_columns(commits)
+            samples = self._events.sample(MAX_COLUMNS, COMMIT_SEARCH_BYTES)
+            commits = ([row for row in _rows(lines) if _is_commit(row)] for lines in samples)
+            self._add_columns([rows[0] for rows in commits if rows])
         else:
             self._events.read_new()
-        told, at = self._events.read_before(None)
+        lines, at = self._events.read_before(None)
         while (
-            sum(b'"commit"' not in line.text[:80] for line in told) < MIN_EVENTS and at > 0 and len(told) < MAX_EVENTS
+            sum(b'"commit"' not in line.text[:80] for line in lines) < MIN_EVENTS and at > 0 and len(lines) < MAX_EVENTS
         ):
             more, at = self._events.read_before(at)
-            told = more + told
-        self.told = [text for line in told if (text := _event_text(line))][-MAX_EVENTS:]
+            lines = more + lines
+        self.events = [text for line in lines if (text := _event_text(line))][-MAX_EVENTS:]
         if self._swarm:
-            self._add_columns([row for row in _rows(told[-MIN_EVENTS:]) if _is_commit(row)][-1:])
+            self._add_columns([row for row in _rows(lines[-MIN_EVENTS:]) if _is_commit(row)][-1:])
             self._thin()
         groups = list(self._metrics.sample(MAX_POINTS, GROUP_BYTES))
         if groups and len(groups[0]) == 1:  # a short run: all rows were read
@@ -125,19 +122,19 @@ class History:
 
     def read_new(self) -> Updates | None:
         """Return the changes since the last read; None if the files were replaced, or for too many events."""
-        events, rows = self._events.read_new(), self._metrics.read_new()
-        if events is None or rows is None:
+        event_lines, rows = self._events.read_new(), self._metrics.read_new()
+        if event_lines is None or rows is None:
             return None
         losses, speeds, evaluations = len(self.losses), len(self.speeds), len(self.evaluations)
-        columns = self._add_columns([row for row in _rows(events) if _is_commit(row)])
-        told = [text for line in events if (text := _event_text(line))]
-        if len(told) > MAX_NEW_EVENTS:
+        columns = self._add_columns([row for row in _rows(event_lines) if _is_commit(row)])
+        events = [text for line in event_lines if (text := _event_text(line))]
+        if len(events) > MAX_NEW_EVENTS:
             return None
-        self.told = (self.told + told)[-MAX_EVENTS:]
+        self.events = (self.events + events)[-MAX_EVENTS:]
         self._add_rows(_rows(rows))
-        found = Updates(self.losses[losses:], self.speeds[speeds:], self.evaluations[evaluations:], columns, told)
+        updates = Updates(self.losses[losses:], self.speeds[speeds:], self.evaluations[evaluations:], columns, events)
         self._thin()
-        return found
+        return updates
 
     def _thin(self) -> None:
         for curve in (self.losses, self.speeds):
@@ -152,7 +149,7 @@ class History:
         return [text for line in lines if (text := _event_text(line))], begin
 
     def _add_columns(self, commits: Iterable[Row]) -> list[Column]:
-        found = []
+        columns = []
         for row in commits:
             try:
                 column = self._column(row)
@@ -166,9 +163,9 @@ class History:
             if before is not None and column.time > before.time:
                 speed = (column.tokens - before.tokens) / (column.time - before.time)
                 self.speeds.append(Point(column.tokens, speed, speed, speed))
-            found.append(column)
-        self.columns += found
-        return found
+            columns.append(column)
+        self.columns += columns
+        return columns
 
     def _column(self, row: Row) -> Column:
         shares: list[int | None] = [None] * len(self.names)
@@ -248,8 +245,8 @@ def _thin_columns(columns: Sequence[Column]) -> list[Column]:
     """Select MAX_COLUMNS evenly spaced columns, the last one among them."""
     versions = [column.version for column in columns]
     step = (versions[-1] - versions[0]) / (MAX_COLUMNS - 1)
-    wanted = (bisect_left(versions, versions[0] + number * step - 1e-6) for number in range(MAX_COLUMNS))
-    return [columns[at] for at in dict.fromkeys(wanted)]
+    indices = (bisect_left(versions, versions[0] + number * step - 1e-6) for number in range(MAX_COLUMNS))
+    return [columns[at] for at in dict.fromkeys(indices)]
 
 
 def _halve_curve(curve: Sequence[Point]) -> list[Point]:

@@ -91,11 +91,11 @@ class LivePage:
 
     def view(self) -> dict[str, Any]:
         """Return the whole view."""
-        found = dict(self._shown)
-        if (past := self._history) is not None:
-            grows = ("losses", "speeds", "evaluations", "names", "columns", "told")
-            found |= {name: list(getattr(past, name)) for name in grows}
-        return found
+        view = dict(self._shown)
+        if self._history is not None:
+            growing = ("losses", "speeds", "evaluations", "names", "columns", "events")
+            view |= {name: list(getattr(self._history, name)) for name in growing}
+        return view
 
     async def messages(self) -> AsyncIterator[Message]:
         """Yield the whole view, then updates, for one page."""
@@ -134,12 +134,12 @@ class LivePage:
 
     async def older(self, at: int) -> dict[str, Any]:
         """Return events before an offset of their file."""
-        past = self._history
-        if past is None:
-            return {"told": [], "at": 0}
+        history = self._history
+        if history is None:
+            return {"events": [], "at": 0}
         async with self._lock:
-            told, begin = await asyncio.to_thread(past.read_older, at)
-        return {"told": told, "at": begin}
+            events, begin = await asyncio.to_thread(history.read_older, at)
+        return {"events": events, "at": begin}
 
     async def _watch_run(self) -> None:
         while True:
@@ -185,9 +185,9 @@ class LivePage:
             if self._subject.read is not None:
                 await self._read_machines()
         async with self._lock:
-            news = await asyncio.to_thread(self._read_changes)
+            changes = await asyncio.to_thread(self._read_changes)
             now = self._sections()
-            changed = None if news is None else changed_sections(self._shown, now) | news
+            changed = None if changes is None else changed_sections(self._shown, now) | changes
             self._shown = now
             self._view = self.view()
             if changed is None:
@@ -202,10 +202,10 @@ class LivePage:
             return {}
         try:
             was_replaced = self._read_run()
-            past = self._history
-            if past is None:
+            history = self._history
+            if history is None:
                 return {}
-            if was_replaced or (updates := past.read_new()) is None:
+            if was_replaced or (updates := history.read_new()) is None:
                 assert self.folder is not None
                 self._history = History(self.folder, isinstance(self._run, RunView))
                 return None
@@ -213,10 +213,8 @@ class LivePage:
             self._problems["run"] = str(error)
             return {}
         self._problems.pop("run", None)
-        found = updates._asdict() if updates else {}
-        return {name: value for name, value in found.items() if value} | (
-            {"names": past.names} if updates.columns else {}
-        )
+        changes = {name: value for name, value in updates._asdict().items() if value}
+        return changes | ({"names": history.names} if updates.columns else {})
 
     def _fetch_run(self) -> None:
         if is_url(self._subject.run):
@@ -236,10 +234,8 @@ class LivePage:
         return before is not None and before != self._config_identity
 
     def _sections(self) -> Sections:
-        found = make_sections(self.state(), self.hosts.rows(self.state()))
-        found["problems"] = sorted(self._problems.values())
-        found["pictures"] = self._pictures()
-        return found
+        sections = make_sections(self.state(), self.hosts.rows(self.state()))
+        return sections | {"problems": sorted(self._problems.values()), "pictures": self._pictures()}
 
     def _pictures(self) -> list[int]:
         folder = self.folder

@@ -30,29 +30,29 @@ LOG_TAIL_BYTES = 1 << 16
 def open_listener(port: int) -> socket.socket:
     """Listen on a port of this computer; raise InputError if it is taken."""
     # asyncio turns off Nagle's algorithm (40 ms delay) only if the protocol number is TCP's.
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((LOOPBACK, port))
-        found.listen(128)
+        listener.bind((LOOPBACK, port))
+        listener.listen(128)
     except OSError as error:
-        found.close()
+        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise InputError(f"port {port} of this computer is in use; for the next one: --port {port + 1}") from error
         raise
-    return found
+    return listener
 
 
-async def serve(live: LivePage, listens: socket.socket, token: str, ready: Callable[[], None]) -> None:
+async def serve(live: LivePage, listener: socket.socket, token: str, ready: Callable[[], None]) -> None:
     """Serve until a signal ends it."""
     import uvicorn
 
-    app = make_app(live, token, listens.getsockname()[1])
+    app = make_app(live, token, listener.getsockname()[1])
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, lifespan="on", proxy_headers=False, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve([listens]))
+    serving = asyncio.create_task(server.serve([listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     ready()
@@ -107,8 +107,8 @@ def make_app(live: LivePage, token: str, port: int) -> ASGIApp:
         state = await live.fresh()
         return Response(metrics_text(state, live.hosts.rows(state)), media_type=CONTENT_TYPE)
 
-    known = {"/": page, "/stream": stream, "/events": events, "/log": log, "/picture": picture, "/metrics": metrics}
-    routes = [Route(path, answer) for path, answer in known.items()]
+    handlers = {"/": page, "/stream": stream, "/events": events, "/log": log, "/picture": picture, "/metrics": metrics}
+    routes = [Route(path, answer) for path, answer in handlers.items()]
     return _guard(Starlette(routes=routes, lifespan=watching), token, port)
 
 
@@ -165,10 +165,10 @@ def document() -> tuple[str, str]:
         return here.joinpath(name).read_text(encoding="utf-8")
 
     style, script = text("page.css"), "\n".join(map(text, ("plot.js", "page.js")))
-    made = text("page.html").replace("/*page.css*/", style).replace("/*page.js*/", script)
+    html = text("page.html").replace("/*page.css*/", style).replace("/*page.js*/", script)
     digests = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script)]
     policy = (
         f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; connect-src 'self'; "
         "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return made, policy
+    return html, policy

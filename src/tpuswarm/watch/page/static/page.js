@@ -23,13 +23,13 @@ const lossPlot = new Curves($("loss"), figure4), speedPlot = new Curves($("speed
 speedPlot.fromZero = true;
 
 let seen = null;
-const EMPTY = { losses: [], speeds: [], evaluations: [], names: [], columns: [], told: [], pictures: [], members: {}, machines: {}, alarms: [], problems: [], facts: {} };
+const EMPTY = { losses: [], speeds: [], evaluations: [], names: [], columns: [], events: [], pictures: [], members: {}, machines: {}, alarms: [], problems: [], facts: {} };
 
 function view(all) {
   seen = { ...EMPTY, ...all };
   $("events").replaceChildren();
-  addEvents(seen.told);
-  $("older").hidden = !seen.told.length || seen.told[0][0] === 0;
+  addEvents(seen.events);
+  $("older").hidden = !seen.events.length || seen.events[0][0] === 0;
   draw(Object.keys(seen));
 }
 
@@ -39,7 +39,7 @@ function update(news) {
     if (name === "members" || name === "machines") {
       for (const [key, row] of Object.entries(value)) if (row === null) delete seen[name][key]; else seen[name][key] = row;
     } else if (["losses", "speeds", "evaluations", "columns"].includes(name)) seen[name].push(...value);
-    else if (name === "told") addEvents(value);
+    else if (name === "events") addEvents(value);
     else seen[name] = value;
   }
   for (const name of ["losses", "speeds"]) if (seen[name].length > MAX_POINTS) seen[name] = halvePoints(seen[name]);
@@ -166,9 +166,9 @@ function machines() {
   table($("machines-table"), heads, rows);
 }
 
-function addEvents(told) {
+function addEvents(events) {
   const list = $("events");
-  list.prepend(...told.map(line).reverse());
+  list.prepend(...events.map(line).reverse());
   while (list.children.length > MAX_EVENTS) list.lastChild.remove();
 }
 function line([at, time, kind, text]) {
@@ -180,7 +180,7 @@ function line([at, time, kind, text]) {
 $("older").addEventListener("click", async () => {
   const last = $("events").lastChild?.dataset.at ?? 0;
   const found = await (await fetch(url("events", { before: last }))).json();
-  for (const event of found.told.reverse()) $("events").append(line(event));
+  for (const event of found.events.reverse()) $("events").append(line(event));
   $("older").hidden = found.at === 0;
 });
 const hideCommits = () => $("events").classList.toggle("few", !$("commits").checked);

@@ -83,7 +83,7 @@ class Access:
         # Not google.api_core's retry: it imports gRPC, which most commands do not need.
         while True:
             try:
-                return self._call(doing, call)
+                return self.call_once(doing, call)
             except CloudError as error:
                 cause = error.__cause__ or error
                 if not _is_transient(cause) or time.monotonic() + pause > deadline:
@@ -92,8 +92,18 @@ class Access:
             pause = min(2 * pause, MAX_PAUSE_S)
 
     def call_once(self, doing: str, call: Callable[[], T]) -> T:
-        """Call a change, once: after a lost answer a retry could apply it twice."""
-        return self._call(doing, call)
+        """Call once; for changes, because a retry after a lost answer could apply one twice."""
+        try:
+            self._stay_signed_in()
+            return call()
+        except CloudError:
+            raise
+        except _Refused as refused:
+            raise cloud_error_for(answer_from_json(refused.body, refused.status), doing, self.project) from refused
+        except Exception as error:
+            if cloud_error := to_cloud_error(error, doing, self.project):
+                raise cloud_error from error
+            raise
 
     def get(self, doing: str, url: str, **query: str) -> dict[str, Any]:
         """GET JSON from a REST API, with retries."""
@@ -124,19 +134,6 @@ class Access:
         if not answer.ok:
             raise _Refused(answer)
         return answer
-
-    def _call(self, doing: str, call: Callable[[], T]) -> T:
-        try:
-            self._stay_signed_in()
-            return call()
-        except CloudError:
-            raise
-        except _Refused as refused:
-            raise cloud_error_for(answer_from_json(refused.body, refused.status), doing, self.project) from refused
-        except Exception as error:
-            if cloud_error := to_cloud_error(error, doing, self.project):
-                raise cloud_error from error
-            raise
 
     def _stay_signed_in(self) -> None:
         """Renew expired credentials first: gRPC would report the failure as an unreachable server, and retry."""

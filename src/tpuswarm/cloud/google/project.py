@@ -162,7 +162,7 @@ class Project:
         return tuple(rule for resource in resources if (rule := firewall.rule_from_firewall(resource)))
 
     def make_rule(self, rule: firewall.Rule) -> None:
-        firewall = {
+        body = {
             "name": rule.name,
             "network": f"projects/{self.id}/global/networks/{rule.network}",
             "description": rule.description,
@@ -172,8 +172,8 @@ class Project:
             "sourceTags": rule.source_tags,
             "targetTags": rule.target_tags,
         }
-        used = {key: value for key, value in firewall.items() if value}
-        self._make(f"making firewall rule {rule.name}", "global/firewalls", used)
+        body = {key: value for key, value in body.items() if value}
+        self._make(f"making firewall rule {rule.name}", "global/firewalls", body)
 
     def default_account(self) -> str | None:
         """Return the project's default service account, or None."""

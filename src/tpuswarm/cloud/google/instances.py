@@ -52,7 +52,7 @@ def instance_from_spec(spec: VmSpec, project: str) -> dict[str, Any]:
 
 
 def to_metadata(items: Mapping[str, str], fingerprint: str | None = None) -> dict[str, Any]:
-    """Convert metadata; `fingerprint`: that of the old metadata."""
+    """Convert metadata; `fingerprint` belongs to the old metadata."""
     pairs = [{"key": key, "value": value} for key, value in items.items()]
     return {"items": pairs, **({"fingerprint": fingerprint} if fingerprint else {})}
 

@@ -37,7 +37,7 @@ class RehearsedHost:
 
 
 class Facts(NamedTuple):
-    """What a host's metadata server tells about its machine."""
+    """The facts about a machine that its hosts' metadata servers publish."""
 
     project: str
     zone: str

@@ -157,7 +157,7 @@ class Instances:
         return self._resources.begin("setLabels", path, CHANGE_S)
 
     def guest_attributes(self, call: Call, read: Callable[[str, str], dict[str, str]]) -> Resource:
-        """Answer getGuestAttributes; `read(host, path)` returns what a host has written."""
+        """Answer getGuestAttributes; `read(host, path)` returns a host's values."""
         path = self._path(call)
         items = self._resources.get(path)["metadata"].get("items", [])
         if not any(item["key"] == GUESTS_KEY and item.get("value", "").upper() == "TRUE" for item in items):

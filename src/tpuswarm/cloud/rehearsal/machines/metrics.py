@@ -67,7 +67,7 @@ class MetricResponse(proto.Message):
 
 
 class Used(NamedTuple):
-    """What the programs with a machine's chips have used."""
+    """Usage of the programs with a machine's chips."""
 
     processor_s: float
     memory_bytes: int

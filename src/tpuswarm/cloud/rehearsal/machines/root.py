@@ -23,7 +23,7 @@ FAST_COMPILATION = "--xla_backend_optimization_level=0"
 UNITS = "run/units"
 """Has a file for each running service."""
 FIRST_PORT, PORTS_PER_MACHINE, PORT_RANGES = 24_000, 100, 87
-"""Between the ports of a fleet's router and those that Linux gives to connections, from 32768."""
+"""Above the ports of a fleet's router and below Linux's ephemeral ports, which begin at 32768."""
 
 
 def reserve_ports() -> tuple[int, socket.socket] | None:

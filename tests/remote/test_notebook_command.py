@@ -42,7 +42,7 @@ def test_unknown_holder_of_the_tpu_is_a_warning(fleet, monkeypatch):
     async def stops(*about):
         raise RunFailed("it would begin")
 
-    monkeypatch.setattr("tpuswarm.doctor.examine.sent", lambda *names: broken)
+    monkeypatch.setattr("tpuswarm.doctor.examine.pack_modules", lambda *names: broken)
     monkeypatch.setattr("tpuswarm.cli.look.notebook._begin_jupyter", stops)
     _, err = fleet.run("notebook", ONE, code=1)
     why = f"warning: cannot see who uses the chips of {ONE}/0: holders could not be read: ValueError: 7"

@@ -119,7 +119,7 @@ def test_machine_names_no_file_outside_its_copy(tmp_path, monkeypatch):
         listing = "".join(f"3 {name}\n" for name in names)
         return 0, (listing if "find ." in line else "abc").encode(), b""
 
-    monkeypatch.setattr("tpuswarm.watch.boards.ask", ask)
+    monkeypatch.setattr("tpuswarm.watch.boards.run_shell", ask)
     asyncio.run(MachineBoards(None, lambda: asyncio.sleep(0), "runs", board).update())
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [board / "mine" / "tensorboard" / "inside"]
 

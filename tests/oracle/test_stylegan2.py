@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tpuswarm.recipes.stylegan2 import discriminator, generator
 from tpuswarm.recipes.stylegan2.config import Config
-from tpuswarm.recipes.stylegan2.fold import Form
+from tpuswarm.recipes.stylegan2.layers import Form
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.recipe import Options
 

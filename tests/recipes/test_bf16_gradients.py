@@ -12,7 +12,7 @@ from tpuswarm.recipes.gpt2 import loss, model
 from tpuswarm.recipes.gpt2.config import Config as GPT2Config
 from tpuswarm.recipes.stylegan2 import discriminator, generator
 from tpuswarm.recipes.stylegan2.config import Config as StyleGAN2Config
-from tpuswarm.recipes.stylegan2.fold import Form
+from tpuswarm.recipes.stylegan2.layers import Form
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Options
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2 import bpe
 from tpuswarm.recipes.gpt2 import text as texts
-from tpuswarm.recipes.gpt2.bpe import Bpe, read_bpe, read_gpt2_files, train_bpe, whole_words
+from tpuswarm.recipes.gpt2 import tokenizer
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.gpt2.tokenizer import Bpe, read_bpe, read_gpt2_files, train_bpe, whole_words
 from tpuswarm.recipes.gpt2.tokens import prepare_tokens
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -60,8 +60,8 @@ def test_pieces_have_the_tokens_of_the_whole(text, places):
 
 def test_small_pieces_make_the_same_tokenizer_and_tokens(corpus, tmp_path, monkeypatch):
     whole = prepare_tokens(str(corpus), "bpe", vocab=320)
-    monkeypatch.setattr(texts, "PIECE", 7)
-    monkeypatch.setattr(bpe, "CHUNK", 3)
+    monkeypatch.setattr(texts, "PIECE_BYTES", 7)
+    monkeypatch.setattr(tokenizer, "CHUNK_CHARS", 3)
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "other"))
     cut = prepare_tokens(str(corpus), "bpe", vocab=320)
     assert cut.tokenizer.key == whole.tokenizer.key and cut.digest == whole.digest

@@ -9,8 +9,8 @@ from huggingface_hub import constants
 
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.recipes.gpt2 import text as texts
-from tpuswarm.recipes.gpt2.bpe import END
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.gpt2.tokenizer import END_OF_TEXT
 
 MODEL = f"hf:{Path(__file__).with_name('golden') / 'model'}"
 FIRST, SECOND = "The first of them.\n" * 20, "  And another one. " * 20
@@ -41,12 +41,12 @@ def text_of(recipe: GPT2) -> str:
 
 @pytest.mark.parametrize("piece", [7, 2**22])
 def test_separator_between_files_is_one_token_of_the_tokenizer(folder, monkeypatch, piece):
-    monkeypatch.setattr(texts, "PIECE", piece)
+    monkeypatch.setattr(texts, "PIECE_BYTES", piece)
     recipe = GPT2(data=str(folder), tokenizer=MODEL)
     tokens, end = recipe._tokens.array.tolist(), recipe.tokenizer.end
     assert tokens == [*recipe.tokenizer.encode(FIRST), end, *recipe.tokenizer.encode(SECOND)]
     joined = GPT2(data=str(folder), tokenizer=MODEL, separator="none")
-    assert text_of(joined) == FIRST + SECOND and END in text_of(recipe)
+    assert text_of(joined) == FIRST + SECOND and END_OF_TEXT in text_of(recipe)
     assert GPT2(data=str(folder)).options() == GPT2(**GPT2(data=str(folder)).options()).options()
     assert joined.options()["separator"] == "none" and text_of(GPT2(data=str(folder))) == FIRST + SECOND
 
@@ -54,17 +54,19 @@ def test_separator_between_files_is_one_token_of_the_tokenizer(folder, monkeypat
 def test_separator_is_not_part_of_what_a_tokenizer_is_trained_on(folder):
     recipe = GPT2(data=str(folder), tokenizer="bpe", vocab=300)
     assert recipe._tokens.array.tolist().count(recipe.tokenizer.end) == 1
-    assert not any("endof" in token or "|>" in token for token in recipe.tokenizer._library.get_vocab() if token != END)
+    assert not any(
+        "endof" in token or "|>" in token for token in recipe.tokenizer._library.get_vocab() if token != END_OF_TEXT
+    )
 
 
 @pytest.mark.parametrize("piece", [16, 2**22])
 def test_json_lines_are_read_by_their_text_field(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(texts, "PIECE", piece)
+    monkeypatch.setattr(texts, "PIECE_BYTES", piece)
     documents = ["Äpfel\nund Birnen", "", "more " * 30, "the last"]
     path = Path(json_lines(tmp_path / "a.jsonl", *documents))
     path.write_text(path.read_text() + "\n")
     expected = [document for document in documents if document]
-    assert text_of(GPT2(data=str(path), tokenizer=MODEL)) == END.join(expected)
+    assert text_of(GPT2(data=str(path), tokenizer=MODEL)) == END_OF_TEXT.join(expected)
     for tokenizer in ("characters", "bytes"):
         assert text_of(GPT2(data=str(path), tokenizer=tokenizer)) == "\n".join(expected)
     raw = GPT2(data=str(path), json_field="none")
@@ -75,7 +77,7 @@ def test_json_lines_are_read_by_their_text_field(tmp_path, monkeypatch, piece):
 
 def test_folder_may_mix_json_lines_and_text(folder):
     json_lines(folder / "ab.jsonl", "one", "two")
-    assert text_of(GPT2(data=str(folder), tokenizer=MODEL)) == END.join([FIRST, "one", "two", SECOND])
+    assert text_of(GPT2(data=str(folder), tokenizer=MODEL)) == END_OF_TEXT.join([FIRST, "one", "two", SECOND])
     assert text_of(GPT2(data=str(folder))) == "\n".join([FIRST, "one", "two", SECOND])
 
 

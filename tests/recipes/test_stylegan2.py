@@ -148,7 +148,9 @@ def test_r1_differentiates_by_the_pictures_before_augmentation(recipe, fresh, mo
     program, real = recipe.program(Options()), rows(recipe, 0)["pictures"]
 
     def penalty(pictures):
-        compute = jax.jit(lambda state, real: program._smooth_discriminator(state, real, jax.random.key(0)).seen["r1"])
+        compute = jax.jit(
+            lambda state, real: program._regularise_discriminator(state, real, jax.random.key(0)).seen["r1"]
+        )
         return float(compute(fresh, pictures))
 
     real = jnp.asarray(real, jnp.float32) / 128 - 1

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.ndimage import affine_transform, gaussian_filter
 
-from tpuswarm.recipes.stylegan2 import augment, warp
+from tpuswarm.recipes.stylegan2 import augment
 
 pytestmark = pytest.mark.slow
 SIDE = 16
 SEEDS = st.integers(0, 2**32 - 1)
 COUNT = 8
 
-move = jax.jit(warp.warped)
-turn = jax.jit(warp.turned)
+move = jax.jit(augment.warped)
+turn = jax.jit(augment.turned)
 change = jax.jit(augment.augment)
 gradient = jax.jit(jax.grad(lambda x, key, strength, weight: (augment.augment(x, key, strength) * weight).sum()))
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.recipes import stylegan2_authors as authors
 from tpuswarm.recipes.stylegan2 import discriminator, generator
-from tpuswarm.recipes.stylegan2.fold import Form
+from tpuswarm.recipes.stylegan2.layers import Form
 from tpuswarm.recipes.stylegan2.program import pixels
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.paths import leaf_paths

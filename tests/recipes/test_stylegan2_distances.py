@@ -9,8 +9,8 @@ from scipy.linalg import sqrtm
 
 from tests.recipes.test_stylegan2 import TINY
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.stylegan2 import distances, features, pictures
-from tpuswarm.recipes.stylegan2.measuring import measure
+from tpuswarm.recipes.stylegan2 import distances, pictures
+from tpuswarm.recipes.stylegan2.distances import measure
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.recipe import Options
 
@@ -67,11 +67,11 @@ def test_identical_sets_have_no_distance_and_a_missing_kind_lowers_recall():
 
 def test_random_features_never_change():
     """Otherwise distances measured before and after would not compare."""
-    found = features.random_features(pictures.digits(32)[:2])
-    assert found.shape == (2, features.FEATURES) and found.dtype == np.float32
+    found = distances.random_features(pictures.digits(32)[:2])
+    assert found.shape == (2, distances.FEATURE_COUNT) and found.dtype == np.float32
     np.testing.assert_allclose(found[0, :4], [-0.515486, 0.879885, 0.310977, 0.950792], rtol=1e-4)
-    base = features.weights()[1]
-    np.testing.assert_allclose(base.T @ base, np.eye(features.FEATURES), atol=1e-5)
+    base = distances.weights()[1]
+    np.testing.assert_allclose(base.T @ base, np.eye(distances.FEATURE_COUNT), atol=1e-5)
 
 
 @pytest.mark.parametrize("side", [8, 32, 64])
@@ -80,14 +80,14 @@ def test_random_features_rank_sets_of_pictures(side):
 
     digits = pictures.digits(side)
     shuffled = digits[np.random.RandomState(0).permutation(len(digits))]
-    real = features.random_features(shuffled[:600])
+    real = distances.random_features(shuffled[:600])
     sets = {
         "other": shuffled[600:1200],
         "ones": digits[np.isin(load_digits().target, [1, 7])][:300],
         "dim": shuffled[600:1200] // 2,
         "noise": pictures.fake(side),
     }
-    found = {name: distances.distances(real, features.random_features(each)) for name, each in sets.items()}
+    found = {name: distances.distances(real, distances.random_features(each)) for name, each in sets.items()}
     for distance in ("frechet_distance", "kernel_distance"):
         assert found["other"][distance] < min(found[name][distance] for name in ("ones", "dim", "noise")) / 3
     assert found["other"]["recall"] > 0.7 > found["ones"]["recall"] and found["noise"]["precision"] < 0.1

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.swarm.bucket import bucket
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.stylegan2.files import prepare_pictures
+from tpuswarm.recipes.stylegan2.pictures import prepare_pictures
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.storage.bucket import Bucket
 
@@ -144,13 +144,13 @@ def test_damaged_picture_of_a_zip_is_left_out(tmp_path):
         assert len(found.array) == 11 and found.damaged == 1 and "all.zip:" in found.named[0] and why in found.named[0]
 
 
-@pytest.mark.parametrize(("kind", "words"), [("zip", ""), ("tar", r" \(bad checksum\); bring it again")])
+@pytest.mark.parametrize(("kind", "words"), [("zip", ""), ("tar", r" \(bad checksum\); copy it again")])
 def test_damaged_archive_is_not_taken_for_a_shorter_one(tmp_path, kind, words):
     place = packed(tmp_path / f"all.{kind}")
     whole = bytearray(place.read_bytes())
     whole[whole.find(b"06.png")] ^= 0xFF
     place.write_bytes(whole[:200] if kind == "zip" else whole)
-    with pytest.raises(InputError, match=rf"all\.{kind} is no whole {kind}{words}"):
+    with pytest.raises(InputError, match=rf"all\.{kind} is a damaged {kind}{words}"):
         prepare_pictures(str(place), SIDE, "crop")
 
 
@@ -234,7 +234,7 @@ def test_pictures_of_every_kind_become_rgb(tmp_path, kind, made, rgb):
 
 @pytest.mark.parametrize("name", ["a.zip", "b.tar"])
 def test_picture_that_unpacks_to_gigabytes_is_left_out(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("tpuswarm.recipes.stylegan2.files.LARGEST", 10_000)
+    monkeypatch.setattr("tpuswarm.recipes.stylegan2.pictures.MAX_PICTURE_SIZE", 10_000)
     place = pack(tmp_path / name, {"bomb.png": bytes(1_000_000), "one.png": picture(3)})
     found = prepare_pictures(str(place), SIDE, "crop")
     assert len(found.array) == 1 and found.damaged == 1 and "bomb.png (1,000,000 bytes)" in found.named[0]

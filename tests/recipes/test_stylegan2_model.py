@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuswarm.recipes.stylegan2 import discriminator, generator, losses
+from tpuswarm.recipes.stylegan2 import discriminator, generator
 from tpuswarm.recipes.stylegan2.config import SIZES, Config
-from tpuswarm.recipes.stylegan2.convolution import convolve
-from tpuswarm.recipes.stylegan2.fold import Form, beside, refold
+from tpuswarm.recipes.stylegan2.convolution import convolve, refold, spread_over_channels
+from tpuswarm.recipes.stylegan2.layers import Form
+from tpuswarm.recipes.stylegan2.program import path_lengths, r1_penalty
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -32,7 +33,7 @@ def test_convolution_of_folded_rows_is_the_plain_one(size, up, down, folds):
 @pytest.mark.parametrize("fold", [1, 2, 4])
 def test_number_of_a_pixel_is_repeated_over_its_channels_in_every_fold(fold):
     x = normal(2, 3, 8)
-    np.testing.assert_array_equal(refold(beside(x, 5, fold), fold, 1), np.repeat(x[..., None], 5, -1))
+    np.testing.assert_array_equal(refold(spread_over_channels(x, 5, fold), fold, 1), np.repeat(x[..., None], 5, -1))
 
 
 @given(st.integers(1, 600), st.integers(2, 10), st.integers(2, 10))
@@ -61,9 +62,9 @@ def test_folded_networks_have_the_losses_and_gradients_of_plain_ones():
         def score(x):
             return discriminator.score(params["discriminator"], x, config, form)
 
-        lengths_B = losses.path_lengths(synthesize, jnp.asarray(w), jnp.asarray(noise))
+        lengths_B = path_lengths(synthesize, jnp.asarray(w), jnp.asarray(noise))
         return (
-            score(synthesize(w, jax.random.key(1))).mean() + losses.r1(score, pictures) + jnp.square(lengths_B).mean()
+            score(synthesize(w, jax.random.key(1))).mean() + r1_penalty(score, pictures) + jnp.square(lengths_B).mean()
         )
 
     gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)

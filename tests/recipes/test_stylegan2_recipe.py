@@ -61,7 +61,7 @@ def test_strength_follows_the_mean_sign_for_any_steps_of_a_member(monkeypatch):
     recipe = StyleGAN2(**TINY)
     program = recipe.program(Options())
     monkeypatch.setattr(augment, "augment", lambda x, *settings: x)  # the rest need not be compiled
-    program._smooth_generator = program._smooth_discriminator = lambda state, *_: state
+    program._regularise_generator = program._regularise_discriminator = lambda state, *_: state
     program._synthesize = lambda params, w, key: jnp.zeros((len(w), 8, 8, 3)) + 0 * w.mean()
     program._score = lambda params, x: np.float32([1, 1, 1, -1] * (len(x) // 4)) + 0 * x.mean((1, 2, 3))
     step, state, rows = jax.jit(program.step), program.init(jax.random.key(0)), recipe.data("train").rows(0, 8)

@@ -1,4 +1,4 @@
-"""What can be trained out of the box, by name."""
+"""The built-in recipes by name."""
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
@@ -15,18 +15,18 @@ BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
     "stylegan2-32": (STYLEGAN2, {"resolution": "32", "lr": "0.004", "r1": "1", "average": "2000"}),
     **{f"stylegan2-{side}": (STYLEGAN2, {"resolution": f"{side}"}) for side in (64, 128, 256, 512, 1024)},
 }
-"""Name → where the recipe is made and the options that name stands for."""
+"""Name → the recipe's class and the options that the name implies."""
 
 ALIASES = {
     "gpt2-117m": "gpt2-124m", "gpt2-345m": "gpt2-355m",
     "gpt2": "gpt2-124m", "gpt2-small": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m",
     "gpt2-xl": "gpt2-1558m",
 }  # fmt: skip
-"""OpenAI's labels for the two sizes whose true count is another, and the names that the released models go by."""
+"""OpenAI's wrong labels of two sizes, and the names of the released models."""
 
 
 def find(name: str) -> tuple[str, dict[str, str]]:
-    """Where the recipe `name` is made, and its preset options; `module:Name` and `file.py:Name` stand for themselves.
+    """Return the class and preset options of a recipe; `module:Name` and `file.py:Name` are returned unchanged.
 
     Raises InputError with the nearest name for an unknown one.
     """

@@ -1,4 +1,4 @@
-"""Data in the form that it is trained on, in a folder: made once, brought to the members of a swarm."""
+"""Folders of prepared training data: written once in the user's cache, copied to the members of a swarm."""
 
 import json
 import shutil
@@ -11,43 +11,41 @@ from tpuswarm.train.process.atomic import partial_path, write_atomically
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import writing
 
-ABOUT = "about.json"
-"""What is in the folder; written last."""
+DESCRIPTION = "about.json"
+"""Describes the folder's files; written last."""
 
 
-def is_made(folder: Path) -> bool:
-    """Whether all of it is there."""
-    return (folder / ABOUT).is_file()
+def is_complete(folder: Path) -> bool:
+    return (folder / DESCRIPTION).is_file()
 
 
-def about(folder: Path) -> dict[str, Any]:
-    """What is in a folder that is made."""
-    return json.loads((folder / ABOUT).read_text())
+def read_description(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / DESCRIPTION).read_text())
 
 
-def make(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new folder, then name it `folder`; of two processes that do so the first one's is kept."""
+def write_once(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new folder, then rename it to `folder`; if two processes do so, the first one's stays."""
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         try:
-            write(making)
+            write(partial)
             try:
-                making.rename(folder)
+                partial.rename(folder)
             except OSError:
-                if not is_made(folder):
+                if not is_complete(folder):
                     raise
         finally:
-            shutil.rmtree(making, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def share(made: Path, folder: Path, *names: str) -> None:
-    """Copy files of a folder that is made, and what is said about them; nothing where that was done before."""
+def copy_files(source: Path, folder: Path, *names: str) -> None:
+    """Copy files and the description of a complete folder, unless `folder` is complete already."""
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder):
-        if not is_made(folder):
+        if not is_complete(folder):
             for name in names:
                 with waiting(f"copying {name} into the run"):
-                    shutil.copyfile(made / name, partial_path(folder / name))
+                    shutil.copyfile(source / name, partial_path(folder / name))
                 partial_path(folder / name).replace(folder / name)
-            write_atomically(folder / ABOUT, (made / ABOUT).read_text())
+            write_atomically(folder / DESCRIPTION, (source / DESCRIPTION).read_text())

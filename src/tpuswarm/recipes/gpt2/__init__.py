@@ -1,4 +1,4 @@
-"""GPT-2 in plain JAX: sizes, model, attention forms, loss, sampling, text to tokens, and the recipe of it all.
+"""GPT-2 in plain JAX: sizes, model, attention, loss, sampling, text to tokens, and the recipe.
 
 Array names carry their shape: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, L layers.
 """

@@ -1,4 +1,4 @@
-"""Causal attention in three forms of one function; all take and give BxTxHxK."""
+"""Causal attention in three equivalent forms, from and to BxTxHxK."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tpuswarm.train.recipe import Options
 
 
 def form_of(config: Config, options: Options) -> Form:
-    """The form that fits this model: what `compile_step` wants, where its kernel can do it."""
+    """Return the form that `compile_step` wants if its kernel fits this model, else `xla`."""
     if config.dropout:
         return "xla"
     bf16, tokens = options.precision == "bf16", config.context
@@ -22,16 +22,16 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Inverted dropout; the identity without a key."""
     if key is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
     scaled = (x.astype(jnp.float32) / (1 - rate)).astype(x.dtype)  # 1 - rate is not a bfloat16
-    return jnp.where(kept, scaled, jnp.zeros_like(x))
+    return jnp.where(is_kept, scaled, jnp.zeros_like(x))
 
 
 def attend(
     q_BxTxHxK: jax.Array, k_BxSxHxK: jax.Array, v_BxSxHxK: jax.Array, allowed_TxS: jax.Array,
     rate: float = 0.0, key: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Softmax attention where `allowed_TxS`; scores and softmax in float32."""
+    """Softmax attention over the keys in `allowed_TxS`; scores and softmax in float32."""
     scale = 1 / np.sqrt(q_BxTxHxK.shape[-1])
     scores_BxHxTxS = jnp.einsum(
         "bthk,bshk->bhts", q_BxTxHxK * jnp.asarray(scale, q_BxTxHxK.dtype), k_BxSxHxK,

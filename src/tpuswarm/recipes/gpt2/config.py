@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-LANES = 128
-"""A TPU's matrix unit works on tiles of 128; the vocabulary is padded to a multiple of it."""
-
+TILE_SIZE = 128
+"""A TPU's matrix unit works on tiles of 128; the vocabulary is padded to a multiple."""
 
 Kind = Literal["characters", "bytes", "bpe"]
-"""Of tokenizer."""
+"""Kinds of tokenizers."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,10 @@ class Config:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding: `vocab` rounded up to a multiple of 128."""
-        return -(-self.vocab // LANES) * LANES
+        return -(-self.vocab // TILE_SIZE) * TILE_SIZE
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
         return self.width // self.heads
 
 
@@ -42,7 +39,7 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
 }
 """Size → layers, heads, width, context."""
 
-GPT2_VOCAB = 50257
+GPT2_VOCAB_SIZE = 50257
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 MOMENTS = ("f32", "bf16")
-"""Of the first moment; the second stays float32, for its steps are lost in fewer bits."""
+"""Dtypes of the first moment. The second stays float32: in fewer bits its updates round to nothing."""

@@ -1,4 +1,4 @@
-"""Where published models lie: a folder, or a repository of a Hugging Face hub (`HF_ENDPOINT`, `HF_HUB_OFFLINE`)."""
+"""Find files of published models: in a folder, or on a Hugging Face hub (`HF_ENDPOINT`, `HF_HUB_OFFLINE`)."""
 
 import errno
 import re
@@ -21,30 +21,28 @@ RELEASED = {
     "gpt2-xl": "openai-community/gpt2-xl",
     "1558m": "openai-community/gpt2-xl",
 }
-"""OpenAI's released models by name; 117M and 345M are its labels of those that have 124 and 355 million parameters."""
+"""OpenAI's released models by name; it labels those of 124 and 355 million parameters 117M and 345M."""
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Published:
-    """The files of one model."""
+    """The files of one model: in `folder`, or of one commit of a hub's repository. name: as the user wrote it."""
 
     name: str
-    """As the user wrote it."""
     folder: Path | None
     repository: str = ""
     commit: str = ""
-    """All files of a repository are taken from this one."""
 
     def find(self, file: str) -> Path | None:
-        """A file, fetched where it is not here yet; None where the model has none of that name."""
+        """Return a file, downloaded if it is not in the cache; None if the model does not have it."""
         if self.folder is not None:
             path = self.folder / file
             return path if path.is_file() else None
         return _fetch(self.repository, file, self.commit)
 
     def get(self, file: str, what: str) -> Path:
-        """The same; InputError where there is none."""
+        """Return a file. Raises InputError if the model does not have it."""
         path = self.find(file)
         if path is None:
             raise InputError(f"{self.name} has no {file}, so no {what}")
@@ -52,14 +50,14 @@ class Published:
 
 
 def is_place(name: str) -> bool:
-    """Whether a name is meant for a hub: `hf:…`, or one of OpenAI's models."""
+    """Whether a name means a published model: `hf:…`, or one of OpenAI's."""
     return name.startswith(PREFIX) or name.lower() in RELEASED
 
 
 def open_published(name: str) -> Published:
-    """The model called `name`: one of RELEASED, `hf:ORG/NAME` or `hf:DIR`.
+    """Find the model `name`: one of RELEASED, `hf:ORG/NAME` or `hf:DIR`.
 
-    Raises InputError for a name that is none, a model that is not there or not open to this user, and RunFailed where
+    Raises InputError for an invalid name, and for a model that is missing or not open to this user. Raises RunFailed if
     the hub does not answer and the files are not in its cache.
     """
     repository = RELEASED.get(name.lower())
@@ -82,14 +80,14 @@ def open_published(name: str) -> Published:
 
 
 def _fetch(repository: str, file: str, revision: str) -> Path | None:
-    """A file of a repository in the hub's own cache, verified there; None where there is none.
+    """Return a file in the hub's cache, verified; None if the repository does not have it.
 
-    A transfer that breaks off is resumed, but only within this call: huggingface_hub keeps no half file.
+    An interrupted transfer is resumed only within this call: huggingface_hub keeps no partial file.
     """
     from huggingface_hub import _CACHED_NO_EXIST, constants, errors, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils.logging import disable_propagation
 
-    disable_propagation()  # it writes its warnings itself; others' handlers would write each a second time
+    disable_propagation()  # the library prints its warnings itself; other handlers would repeat them
     where = f"{repository} at {constants.ENDPOINT}"
     try:
         return Path(hf_hub_download(repository, file, revision=revision))
@@ -97,7 +95,7 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
         return None
     except errors.LocalEntryNotFoundError as error:
         if try_to_load_from_cache(repository, file, revision=revision) is _CACHED_NO_EXIST:
-            return None  # as the hub once said
+            return None  # the hub's earlier answer
         if constants.is_offline_mode():
             raise InputError(
                 f"{file} of {where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it "
@@ -110,7 +108,7 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
         raise InputError(f"there is no model {where}, or it is private and HF_TOKEN is not set") from error
     except errors.HFValidationError as error:
         raise InputError(f"{repository} is not a valid ORG/NAME: {error}") from error
-    except Exception as error:  # what a broken transfer raises belongs to the hub's HTTP library, not to its API
+    except Exception as error:  # a broken transfer raises errors of the HTTP library
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise RunFailed(
                 f"the disk of {constants.HF_HUB_CACHE} is full: make room for {file} of {repository}, or set HF_HOME"

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy that never holds all logits in float32."""
+"""Next-token cross-entropy in chunks, so that the float32 logits never exist at once."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,14 @@ from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.train.program.mesh import gathered_as
 
 CHUNK_BYTES = 2**27
-"""Float32 logits that one device holds at a time."""
+"""Float32 logits on one device at a time."""
 GPU_CHUNK_BYTES = 2**31
-"""The same on a GPU, which has the memory, and where kernels that work on some hundred tokens are over before the next
-one is launched. 2 GiB are 8,192 tokens of GPT-2's vocabulary: the tile that marin-community/marin, pull request 6572,
-chose on an H100. Not measured here.
-"""
+"""The same on a GPU, whose kernels for a few hundred tokens end before the next is launched. 2 GiB are 8,192 tokens
+of GPT-2's vocabulary, the tile of marin-community/marin, pull request 6572, on an H100. Not measured here."""
 
 
 def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
-    """Float32 logits over the padded vocabulary; padding is out of reach of any softmax or argmax."""
+    """Return float32 logits over the padded vocabulary; padding gets -1e30."""
     logits_BxTxV = jnp.einsum("btd,vd->btv", x_BxTxD, wte_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
     if wte_VxD.shape[0] == vocab:
         return logits_BxTxV
@@ -27,13 +25,13 @@ def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
 def mean_loss(
     x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, config: Config, chunk_bytes: int | None = None
 ) -> jax.Array:
-    """Mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
+    """Return the mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
 
-    A chunk's logits are recomputed in the backward pass. Chunking tokens rather than the vocabulary keeps the matmuls
-    large.
+    The backward pass computes a chunk's logits again. Chunks of tokens keep the products larger than chunks of the
+    vocabulary would.
     """
     B, T, D = x_BxTxD.shape
-    wte_VxD = gathered_as(wte_VxD, x_BxTxD.dtype)  # a chunk casts it: the gradients of all chunks add up in float32
+    wte_VxD = gathered_as(wte_VxD, x_BxTxD.dtype)  # cast in each chunk, so that their gradients add up in float32
     devices = max(1, jax.sharding.get_abstract_mesh().size)
     count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], chunk_bytes)
 
@@ -54,9 +52,11 @@ def mean_loss(
     return total / jnp.float32(B * T)
 
 
-def chunk_count(rows: int, T: int, V: int, most: int | None = None) -> int:
-    """The fewest equal chunks of T tokens whose float32 logits stay within `most` bytes, one token at least."""
-    most = most or CHUNK_BYTES
+def chunk_count(rows: int, T: int, V: int, max_bytes: int | None = None) -> int:
+    """Return the fewest equal chunks of T tokens with at most `max_bytes` of float32 logits, or T."""
+    max_bytes = max_bytes or CHUNK_BYTES
     return next(
-        count for count in range(1, T + 1) if T % count == 0 and (rows * (T // count) * V * 4 <= most or count == T)
+        count
+        for count in range(1, T + 1)
+        if T % count == 0 and (rows * (T // count) * V * 4 <= max_bytes or count == T)
     )

@@ -1,4 +1,4 @@
-"""GPT-2 as a recipe.
+"""The GPT-2 recipe.
 
     tpuswarm train gpt2-tiny --data tinyshakespeare.txt
 
@@ -12,15 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tpuswarm.config.limits import NUMBER_LIMITS as SETTINGS
+from tpuswarm.config.limits import NUMBER_LIMITS
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
-from tpuswarm.recipes.gpt2.config import GPT2_VOCAB, MOMENTS, OPTIMIZERS, SIZES, Config, Kind
+from tpuswarm.recipes.gpt2.config import GPT2_VOCAB_SIZE, MOMENTS, OPTIMIZERS, SIZES, Config, Kind
 from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_published
 from tpuswarm.train.recipe import Options, Recipe, Source
 
-if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs it is imported by the method that does
+if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
     import jax
 
     from tpuswarm.recipes.gpt2.tokenizer import Tokenizer
@@ -28,12 +28,10 @@ if TYPE_CHECKING:  # a wrong option is answered before JAX is loaded: what needs
     from tpuswarm.train.supervised_program import SupervisedProgram
 
 PEAK_LR = {"tiny": 1e-3, "124m": 6e-4, "355m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}
-FAKE_VOCAB = 65
-BPE_VOCAB = 4096
-"""Of a BPE that is trained for the tiny size; the others have GPT-2's."""
-FAKE = "fake"
-ENDOFTEXT = "endoftext"
-SEPARATORS = (ENDOFTEXT, "none")
+FAKE_VOCAB_SIZE = 65
+TINY_BPE_VOCAB_SIZE = 4096
+"""Of a BPE trained for the tiny size; other sizes have GPT-2's vocabulary."""
+SEPARATORS = ("endoftext", "none")
 LIMITS: dict[str, Mapping[str, float]] = {
     **{name: {"least": 1} for name in ("layers", "heads", "width", "vocab")},
     "context": {"least": 2},
@@ -44,23 +42,22 @@ LIMITS: dict[str, Mapping[str, float]] = {
     "beta2": {"least": 0, "below": 1},
     "weight_decay": {"least": 0},
     "held_out": {"least": 0, "below": 1},  # a share of the text
-    "seed": SETTINGS["seed"],
+    "seed": NUMBER_LIMITS["seed"],
 }
-"""Of the options that are numbers."""
 
 
 class GPT2(Recipe):
-    """One GPT-2 and its text; what is None follows from `size` or from the data.
+    """One GPT-2 and its text; options that are None follow from `size` or from the data.
 
     - data: path or URL of text, `fake` for random tokens, None for the Python standard library's source.
-    - json_field: where the text is in the lines of files called .jsonl; `none` reads them as they are.
-    - separator: `endoftext` puts <|endoftext|> between files, and between the lines of .jsonl; `none` nothing.
-    - held_out: share of the text, at its end, that is not trained on; 0 is none.
+    - json_field: the field with the text in .jsonl files; `none` reads them as plain text.
+    - separator: `endoftext` puts <|endoftext|> between files and between .jsonl lines; `none` puts nothing.
+    - held_out: share of the text, at its end, that is not trained on.
     - tokenizer: characters (of the data, or `alphabet`), bytes, bpe (trained on the data for a vocabulary of `vocab`;
-      a known one has its fingerprint in `tokenizer_digest`), or that of a published model (gpt2, hf:ORG/NAME, hf:DIR).
-    - optimizer: adamw, muon (for the layers' matrices) or adafactor (whose state is a fraction of the others').
-    - moments: bf16 keeps the first moment of adamw and muon in half the bytes.
-    - lr: peak learning rate, reached after the share `warmup` of the run and lowered by a cosine to lr_end.
+      `tokenizer_digest` is the fingerprint of a known one), or a published model's (gpt2, hf:ORG/NAME, hf:DIR).
+    - optimizer: adamw, muon (for the layers' matrices) or adafactor (with the smallest state).
+    - moments: bf16 halves the first moment of adamw and muon.
+    - lr: peak learning rate, reached after the share `warmup` of the run; a cosine lowers it to lr_end.
     - seed: of the order of the rows.
     """
 
@@ -97,42 +94,42 @@ class GPT2(Recipe):
     ):
         if size not in SIZES:
             raise InputError(f"unknown size {size!r}; {did_you_mean(size, SIZES)}")
-        tiny = size == "tiny"
-        usual = dict(zip(("layers", "heads", "width", "context"), SIZES[size], strict=True))
+        is_tiny = size == "tiny"
+        default_shape = dict(zip(("layers", "heads", "width", "context"), SIZES[size], strict=True))
         given = {"layers": layers, "heads": heads, "width": width, "context": context}
         self.name = f"gpt2-{size}"
-        self._local = data is not None and data != FAKE and "://" not in data
-        self._data = str(Path(str(data)).expanduser().absolute()) if self._local else data
+        self._is_local = data is not None and data != "fake" and "://" not in data
+        self._data = str(Path(str(data)).expanduser().absolute()) if self._is_local else data
         self._size, self._seed = size, seed
-        self._shape = {name: usual[name] if value is None else value for name, value in given.items()}
+        self._shape = {name: default_shape[name] if value is None else value for name, value in given.items()}
         self._json_field, self._separator, self._held_out = json_field, separator, held_out
-        self._usual = tokenizer is None
-        tokenizer = tokenizer or ("characters" if tiny else "gpt2")
+        self._has_default_tokenizer = tokenizer is None
+        tokenizer = tokenizer or ("characters" if is_tiny else "gpt2")
         self._published = _absolute(tokenizer) if is_place(tokenizer) else None
         self._kind: Kind = "bpe" if self._published else _kind(tokenizer)
         self._alphabet, self._tokenizer_digest = alphabet, tokenizer_digest
-        own = None if self._published or self._kind != "bpe" else BPE_VOCAB
-        self._vocab = vocab if vocab is not None else own if tiny else GPT2_VOCAB
+        tiny_vocab = TINY_BPE_VOCAB_SIZE if self._kind == "bpe" and not self._published else None
+        self._vocab = vocab if vocab is not None else tiny_vocab if is_tiny else GPT2_VOCAB_SIZE
         self._dropout, self._optimizer, self._moments = dropout, optimizer, moments
         self._lr = PEAK_LR[size] if lr is None else lr
         self._lr_end = self._lr / 10 if lr_end is None else lr_end
-        self._warmup = (0.05 if tiny else 0.02) if warmup is None else warmup
-        self._beta2 = (0.99 if tiny else 0.95) if beta2 is None else beta2
+        self._warmup = (0.05 if is_tiny else 0.02) if warmup is None else warmup
+        self._beta2 = (0.99 if is_tiny else 0.95) if beta2 is None else beta2
         self._weight_decay = weight_decay
         self._check()
         self.defaults = {
-            "batch": 12 if tiny else 64,
-            "steps": 2_000 if tiny else 20_000,
+            "batch": 12 if is_tiny else 64,
+            "steps": 2_000 if is_tiny else 20_000,
             "clip": 1.0,
             "decay": r"(^wte|^wpe|/w)$",
-            "outer": "average" if tiny else "nesterov",
+            "outer": "average" if is_tiny else "nesterov",
         }
 
     def require_data(self) -> None:
-        """Look at files on this machine; a server is asked when they are read."""
+        """Raise InputError if a local path has no text; a server is contacted later, when its files are read."""
         from tpuswarm.recipes.gpt2.text import open_text
 
-        if self._local:
+        if self._is_local:
             open_text(self._data)
 
     def _check(self) -> None:
@@ -148,7 +145,7 @@ class GPT2(Recipe):
             raise InputError("adafactor has no first moment: leave --moments out")
         if self._separator not in (None, *SEPARATORS):
             raise InputError(f"unknown separator {self._separator!r}; {did_you_mean(self._separator, SEPARATORS)}")
-        if self._separator == ENDOFTEXT and self._kind != "bpe":
+        if self._separator == "endoftext" and self._kind != "bpe":
             raise InputError(f"{self._kind} have no <|endoftext|>; use --tokenizer bpe or gpt2, or --separator none")
         if self._shape["width"] % self._shape["heads"]:
             raise InputError(
@@ -157,7 +154,8 @@ class GPT2(Recipe):
             )
 
     def options(self) -> dict[str, Any]:
-        """Everything that makes this recipe again, the alphabet of its data included."""
+        """Return every option that rebuilds this recipe, including the alphabet of its data."""
+        tokenizer_key = {self.tokenizer.kind: self.tokenizer.key} if self.tokenizer else {}
         options = {
             "size": self._size,
             "data": self._data,
@@ -165,12 +163,12 @@ class GPT2(Recipe):
             "separator": self._separator,
             "held_out": self._held_out,
             "tokenizer": self._kind,
-            "alphabet": self.tokenizer.key if self.tokenizer and self.tokenizer.kind == "characters" else None,
-            "tokenizer_digest": self.tokenizer.key if self.tokenizer and self.tokenizer.kind == "bpe" else None,
+            "alphabet": tokenizer_key.get("characters"),
+            "tokenizer_digest": tokenizer_key.get("bpe"),
             **self._shape,
             "vocab": self.config.vocab,
             "dropout": self._dropout,
-            "optimizer": None if self._optimizer == "adamw" else self._optimizer,  # runs from before have none
+            "optimizer": None if self._optimizer == "adamw" else self._optimizer,  # older runs do not have it
             "moments": None if self._moments == "f32" else self._moments,
             "lr": self._lr,
             "lr_end": self._lr_end,
@@ -182,8 +180,8 @@ class GPT2(Recipe):
         return {name: value for name, value in options.items() if value is not None}
 
     def share(self, folder: Path) -> dict[str, Any]:
-        """The tokens; fake ones need no files."""
-        if self._data == FAKE:
+        """Copy the tokens; fake ones need no files."""
+        if self._data == "fake":
             return {}
         from tpuswarm.recipes.gpt2.tokens import share_tokens
 
@@ -191,14 +189,14 @@ class GPT2(Recipe):
         return {"data": str(folder)}
 
     def keep(self, folder: Path) -> None:
-        """A BPE, as tokenizer.json."""
-        from tpuswarm.recipes.gpt2.bpe import FILE, Bpe
+        """Write a BPE's tokenizer.json."""
+        from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe
         from tpuswarm.train.process.atomic import write_atomically
         from tpuswarm.train.run.directory import writing
 
         if isinstance(self.tokenizer, Bpe):
-            with writing(folder / FILE):
-                write_atomically(folder / FILE, self.tokenizer.text)
+            with writing(folder / TOKENIZER_FILE):
+                write_atomically(folder / TOKENIZER_FILE, self.tokenizer.text)
 
     @cached_property
     def _tokens(self) -> "Tokens":
@@ -206,21 +204,20 @@ class GPT2(Recipe):
         from tpuswarm.recipes.gpt2.tokens import Reading, prepare_tokens
 
         field = self._json_field or "text"
-        ends = None if self._separator is None else self._separator == ENDOFTEXT
+        has_ends = None if self._separator is None else self._separator == "endoftext"
         return prepare_tokens(
             self._data,
             self._kind,
-            given=self._given,
+            given=self._known_tokenizer,
             key=None if self._published else self._tokenizer_digest,
             vocab=self._vocab or 0,
-            reading=Reading(None if field == NO_FIELD else field, ends),
+            reading=Reading(None if field == NO_FIELD else field, has_ends),
         )
 
     @cached_property
-    def _given(self) -> "Tokenizer | None":
-        """The tokenizer where the text is not needed to know it."""
-        from tpuswarm.recipes.gpt2.bpe import FILE, Bpe, read_bpe
-        from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
+    def _known_tokenizer(self) -> "Tokenizer | None":
+        """The tokenizer, unless it must be made from the text."""
+        from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Characters, read_bpe
 
         if self._kind == "bytes":
             return Bytes()
@@ -230,48 +227,48 @@ class GPT2(Recipe):
             from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
 
             try:
-                found = read_tokenizer(open_published(self._published))
+                published = read_tokenizer(open_published(self._published))
             except TpuswarmError as error:
-                if not self._usual:
+                if not self._has_default_tokenizer:
                     raise
                 raise type(error)(
-                    f"{self.name} reads text with GPT-2's tokenizer: {error}; or use --tokenizer bpe, which makes one "
-                    "of the text, or --tokenizer bytes"
+                    f"{self.name} reads text with GPT-2's tokenizer: {error}; or use --tokenizer bpe, which trains "
+                    "one on the text, or --tokenizer bytes"
                 ) from error
-            if not isinstance(found, Bpe):
+            if not isinstance(published, Bpe):
                 raise InputError(f"{self._published} has no BPE; use --tokenizer gpt2, or hf:… of a model that has one")
-            return found
-        if self._tokenizer_digest is None or self.home is None or not (self.home / FILE).exists():
+            return published
+        if self._tokenizer_digest is None or self.home is None or not (self.home / TOKENIZER_FILE).exists():
             return None
-        kept = read_bpe(self.home / FILE)
-        if kept.key != self._tokenizer_digest:
+        saved = read_bpe(self.home / TOKENIZER_FILE)
+        if saved.key != self._tokenizer_digest:
             raise InputError(
-                f"{self.home / FILE} is not the tokenizer of this run ({kept.key[:12]}…, not "
+                f"{self.home / TOKENIZER_FILE} is not the tokenizer of this run ({saved.key[:12]}…, not "
                 f"{self._tokenizer_digest[:12]}…); restore the original"
             )
-        return kept
+        return saved
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
-        """The one given, else that of the data; None for fake data."""
-        if self._data == FAKE:
+        """The tokenizer; None for fake data."""
+        if self._data == "fake":
             return None
-        return self._given or self._tokens.tokenizer
+        return self._known_tokenizer or self._tokens.tokenizer
 
     @cached_property
     def config(self) -> Config:
         """The model's shape; a tiny model's vocabulary is that of its tokenizer."""
-        known = self._usual and self._published and self._data != FAKE  # GPT-2's own: nothing is fetched for it
-        have = GPT2_VOCAB if known else self.tokenizer.vocab if self.tokenizer else 0
-        vocab = self._vocab if self._vocab is not None else have or FAKE_VOCAB
-        if have > vocab:
+        is_gpt2s = self._has_default_tokenizer and self._published and self._data != "fake"  # needs no download
+        needed = GPT2_VOCAB_SIZE if is_gpt2s else self.tokenizer.vocab if self.tokenizer else 0
+        vocab = self._vocab if self._vocab is not None else needed or FAKE_VOCAB_SIZE
+        if needed > vocab:
             raise InputError(
-                f"the tokenizer ({self._kind}) needs a vocabulary of {have}, not {vocab}; use --vocab {have}"
+                f"the tokenizer ({self._kind}) needs a vocabulary of {needed}, not {vocab}; use --vocab {needed}"
             )
         return Config(**self._shape, vocab=vocab, dropout=self._dropout)
 
     def program(self, options: Options) -> "SupervisedProgram":
-        """The program; supports every option."""
+        """Return the program; it supports every option."""
         from tpuswarm.recipes.gpt2.program import make_program
 
         return make_program(
@@ -279,32 +276,32 @@ class GPT2(Recipe):
         )
 
     def schedule(self, progress: "jax.Array") -> "jax.Array":
-        """Learning rate at a share of the run: linear warm-up from a hundredth, then a cosine to lr_end."""
+        """Return the learning rate at a share of the run: linear warm-up, then a cosine to lr_end."""
         from tpuswarm.recipes.gpt2.program import warmup_then_cosine
 
         return warmup_then_cosine(progress, self._lr, self._lr_end, self._warmup)
 
     def data(self, split: str) -> Source:
-        """Rows of a split: the end of the text is held out."""
-        from tpuswarm.recipes.gpt2.tokens import HELD_OUT, FakeTokens, TokenSource, split_tokens
+        """Return the rows of a split; the end of the text is held out."""
+        from tpuswarm.recipes.gpt2.tokens import DEFAULT_HELD_OUT_SHARE, FakeTokens, TokenSource, split_tokens
 
         context = self._shape["context"]
         if split not in ("train", "validation", "all"):
             raise NoSuchSplit(f"a text has no {split} part; evaluate it on another text, with --data")
-        if self._data == FAKE:
+        if self._data == "fake":
             return FakeTokens(self.config.vocab, context, self._seed + (split == "validation"))
-        whole = self._data or "the Python standard library"
-        name = whole if split == "all" else f"the {split} part of {whole}"
-        held_out = HELD_OUT if self._held_out is None else self._held_out
+        text = self._data or "the Python standard library"
+        name = text if split == "all" else f"the {split} part of {text}"
+        held_out = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
         if split == "validation" and not held_out:
-            raise NoSuchSplit(f"nothing of {whole} is held out (held-out is 0)")
+            raise NoSuchSplit(f"nothing of {text} is held out (held-out is 0)")
         array = split_tokens(self._tokens.array, split, held_out)
-        if split == "validation" and self._held_out is None and len(array) <= context:  # nobody asked for it
+        if split == "validation" and self._held_out is None and len(array) <= context:  # held_out is the default
             raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
         return TokenSource(array, context, self._seed, self._tokens.digest, name)
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-        """A continuation of `prompt`; an empty prompt starts from a line's end."""
+        """Return a continuation of `prompt`; an empty prompt starts from a line break."""
         if self.tokenizer is None:
             raise InputError("a model trained on fake data cannot generate text")
         from tpuswarm.recipes.gpt2.sample import generate
@@ -316,47 +313,46 @@ class GPT2(Recipe):
 
     @classmethod
     def options_at(cls, place: str) -> dict[str, Any]:
-        """A published model's tokenizer, where it brings one, and the size of its vocabulary."""
-        found = open_published(place)  # where there is nothing, that is said before JAX is loaded
+        """Return the options for a published model: its tokenizer, if it has one, and the size of its vocabulary."""
+        published = open_published(place)  # before JAX loads
         from tpuswarm.recipes.gpt2 import pretrained
         from tpuswarm.recipes.gpt2.tokenizer import Characters
 
-        vocab = pretrained.read_config(found).vocab  # before the tokenizer: another architecture is said as such
-        theirs = pretrained.read_tokenizer(found)
+        vocab = pretrained.read_config(published).vocab  # first, because it refuses other architectures
+        theirs = pretrained.read_tokenizer(published)
         if theirs and theirs.vocab > vocab:
             raise InputError(
                 f"the tokenizer of {place} does not match its weights: it has {theirs.vocab} tokens, they have "
                 f"{vocab}; restore the original, or remove the tokens that were added"
             )
-        brought = {"tokenizer": place} if theirs else {}
         if isinstance(theirs, Characters):
-            brought = {"tokenizer": theirs.kind, "alphabet": theirs.alphabet}
-        return {**brought, "vocab": vocab}
+            return {"tokenizer": theirs.kind, "alphabet": theirs.alphabet, "vocab": vocab}
+        return ({"tokenizer": place} if theirs else {}) | {"vocab": vocab}
 
     def load_shared(self, place: str, like: Any) -> Any:
-        """The weights of a published model of this shape; a shorter context takes the first of its positions."""
+        """Read the weights of a published model of this shape; a shorter context takes its first positions."""
         from tpuswarm.recipes.gpt2 import pretrained
 
-        found = open_published(place)
-        pretrained.check_shape(found, self.config)
-        theirs = pretrained.read_tokenizer(found) if self.tokenizer else None
+        published = open_published(place)
+        pretrained.check_shape(published, self.config)
+        theirs = pretrained.read_tokenizer(published) if self.tokenizer else None
         if theirs and self.tokenizer and theirs.key != self.tokenizer.key:
             raise InputError(
                 f"the weights of {place} belong to another tokenizer ({theirs.vocab} tokens) than this one "
                 f"({self.tokenizer.kind}, {self.tokenizer.vocab} tokens); leave out --tokenizer, or use --tokenizer "
                 f"{place}"
             )
-        return pretrained.load(found, self.config, like)
+        return pretrained.load(published, self.config, like)
 
     def shared_digest(self, place: str) -> str:
-        """The commit of a hub's model; SHA-256 of the weights in a folder."""
+        """Return the commit of a hub's model, or the SHA-256 of the weights in a folder."""
         from tpuswarm.recipes.gpt2 import pretrained
 
-        found = open_published(place)
-        return found.commit or pretrained.digest(found)
+        published = open_published(place)
+        return published.commit or pretrained.digest(published)
 
     def export(self, state: Any, folder: Path) -> None:
-        """model.safetensors, config.json and the tokenizer, as transformers reads them."""
+        """Write model.safetensors, config.json and the tokenizer for transformers."""
         from tpuswarm.recipes.gpt2 import export
         from tpuswarm.train.supervised_program import inference_params
 
@@ -372,6 +368,6 @@ def _kind(name: str) -> Kind:
 
 
 def _absolute(place: str) -> str:
-    """A published model's name that means the same in every folder."""
+    """Return a published model's name with an absolute path."""
     folder = Path(place.removeprefix(PREFIX)).expanduser()
     return f"{PREFIX}{folder.absolute()}" if place.startswith(PREFIX) and folder.is_dir() else place

@@ -1,4 +1,4 @@
-"""Sampling with a cache of keys and values: one token costs one token, not a whole context."""
+"""Sample text with a cache of keys and values."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ Cache = Any
 def prefill(
     params: model.Params, tokens_BxT: jax.Array, length: jax.Array, config: Config, options: Options
 ) -> tuple[Cache, jax.Array]:
-    """Cache of a whole context (padded behind `length`) and the logits_BxV that follow its first `length` tokens."""
+    """Return the cache of a context padded behind `length`, and the logits_BxV after its first `length` tokens."""
     form = attention.form_of(config, options)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Cache]:
@@ -34,7 +34,7 @@ def prefill(
 def decode(
     params: model.Params, cache: Cache, token_B: jax.Array, position: jax.Array, config: Config, options: Options
 ) -> tuple[Cache, jax.Array]:
-    """Put one token at `position`; the new cache and the logits_BxV that follow it."""
+    """Put one token at `position`; return the new cache and the next logits_BxV."""
     allowed_1xT = (jnp.arange(config.context) <= position)[None]
 
     def body(x_Bx1xD: jax.Array, layer: tuple[model.Params, Cache]) -> tuple[jax.Array, Cache]:
@@ -54,7 +54,7 @@ def decode(
 
 
 def draw(logits_BxV: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
-    """One token of each row: by probability at `temperature`, the likeliest at 0."""
+    """Draw one token for each row; temperature 0 takes the likeliest."""
     scaled = logits_BxV / jnp.maximum(temperature, jnp.float32(1e-6))
     return jnp.where(temperature > 0, jax.random.categorical(key, scaled), jnp.argmax(logits_BxV, axis=-1))
 
@@ -64,7 +64,6 @@ def _fill(
     params: model.Params, cache: Cache, logits_BxV: jax.Array, tokens_BxT: jax.Array, start: jax.Array, stop: jax.Array,
     temperature: jax.Array, key: jax.Array, config: Config, options: Options,
 ) -> jax.Array:  # fmt: skip
-    """tokens_BxT with the places start to stop drawn one after the other."""
 
     def body(position: jax.Array, carry: Any) -> Any:
         cache, logits_BxV, tokens_BxT = carry
@@ -79,23 +78,23 @@ def _fill(
 def generate(
     params: model.Params, prompt: list[int], count: int, temperature: float, seed: int, config: Config, options: Options
 ) -> list[int]:
-    """`count` tokens after `prompt` (at least one token).
+    """Return `count` tokens after `prompt`, which has at least one token.
 
-    Past the context the model sees the last half of it: learned positions end there, so the cache is made again.
+    When the context is full, its last half starts a new one with a new cache: learned positions end there.
     """
     T = config.context
     key = jax.random.key(seed)
-    tokens, drawn = list(prompt), 0
-    while drawn < count:
+    tokens, count_drawn = list(prompt), 0
+    while count_drawn < count:
         window = tokens[-T // 2 :] if len(tokens) >= T else tokens
-        stop = min(T, len(window) + count - drawn)
+        stop = min(T, len(window) + count - count_drawn)
         padded_1xT = np.zeros((1, T), np.int32)
         padded_1xT[0, : len(window)] = window
         cache, logits_BxV = prefill(params, padded_1xT, np.int32(len(window)), config, options)
         filled_1xT = _fill(
             params, cache, logits_BxV, padded_1xT, np.int32(len(window)), np.int32(stop),
-            np.float32(temperature), jax.random.fold_in(key, drawn), config, options,
+            np.float32(temperature), jax.random.fold_in(key, count_drawn), config, options,
         )  # fmt: skip
         new = np.asarray(filled_1xT)[0, len(window) : stop].tolist()
-        tokens, drawn = tokens + new, drawn + len(new)
+        tokens, count_drawn = tokens + new, count_drawn + len(new)
     return tokens[len(prompt) :]

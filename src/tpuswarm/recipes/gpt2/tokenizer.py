@@ -1,46 +1,66 @@
-"""Text to token numbers and back: characters or bytes; byte-pair encoding is in bpe.py."""
+"""Text to token numbers and back: characters, bytes, or GPT-2's byte-pair encoding (Radford et al. 2019, section 2.2).
 
+The tokenizers library does byte-pair encoding. Added here: one fingerprint for the same tokenizer in different files,
+and encoding in pieces that gives the tokens of the whole text.
+"""
+
+import hashlib
+import json
+import re
 from collections import Counter
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.config import Kind
 
-CODE_POINTS = 0x110000
+CODE_POINT_COUNT = 0x110000
+TOKENIZER_FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+MIN_BPE_VOCAB = 257
+"""The bytes and `<|endoftext|>`."""
+CHUNK_CHARS = 2**16
+"""Length of the pieces that the library encodes in parallel."""
+UNTIL_BORDER = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 
 class Tokenizer(Protocol):
-    """What the data and the sampler need of a tokenizer."""
+    """A tokenizer as the data and the sampler use it.
+
+    key: distinguishes tokenizers of one kind: the alphabet, the fingerprint of a BPE, or empty for bytes.
+    """
 
     vocab: int
     kind: Kind
     key: str
-    """What tells it from others of its kind: the alphabet, the fingerprint of a BPE; empty for bytes."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token numbers; InputError for text it cannot write."""
+        """Return token numbers. Raises InputError for text outside the vocabulary."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token numbers."""
+        """Return the text of token numbers."""
         ...
 
 
 class Bytes:
-    """The 256 bytes of UTF-8; writes any text."""
+    """The 256 bytes of UTF-8; encodes any text."""
 
     kind: Kind = "bytes"
     key = ""
     vocab = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """uint8 token numbers."""
+        """Return uint8 token numbers."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token & 0xFF for token in tokens).decode(errors="replace")
 
 
@@ -54,11 +74,11 @@ class Characters:
             raise InputError(f"an alphabet needs characters, each once; got {len(alphabet)}")
         self.key = self.alphabet = alphabet
         self.vocab = len(alphabet)
-        self._number = np.full(CODE_POINTS, -1, np.int32)
+        self._number = np.full(CODE_POINT_COUNT, -1, np.int32)
         self._number[_code_points(alphabet)] = np.arange(len(alphabet))
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 token numbers; InputError naming the characters that are not in the alphabet."""
+        """Return int32 token numbers. Raises InputError naming the characters outside the alphabet."""
         points = _code_points(text)
         numbers: np.ndarray = self._number[points]
         if numbers.size and numbers.min() < 0:
@@ -71,24 +91,168 @@ class Characters:
         return numbers
 
     def decode(self, tokens: list[int]) -> str:
-        """The text; a number beyond the alphabet becomes U+FFFD."""
+        """Return the text; numbers beyond the alphabet become U+FFFD."""
         return "".join(self.alphabet[token] if token < self.vocab else "\ufffd" for token in tokens)
-
-
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
 
 
 class AlphabetCount:
     """Collects the characters of a text given in pieces."""
 
     def __init__(self) -> None:
-        self._seen = np.zeros(CODE_POINTS, bool)
+        self._seen = np.zeros(CODE_POINT_COUNT, bool)
 
     def add(self, text: str) -> None:
-        """Take in one piece."""
         self._seen[_code_points(text)] = True
 
     def alphabet(self) -> str:
-        """All characters seen, sorted."""
+        """Return all characters seen, sorted."""
         return "".join(chr(point) for point in np.flatnonzero(self._seen))
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
+
+
+class Bpe:
+    """A tokenizer.json like GPT-2's; encodes any text."""
+
+    kind: Kind = "bpe"
+
+    def __init__(self, text: str, name: str):
+        """Read `text`, the content of a tokenizer.json; `name` stands for it in errors.
+
+        Raises InputError for another kind of tokenizer.
+        """
+        try:
+            self._library = Library.from_str(text)
+        except Exception as error:  # the library raises Exception itself
+            raise InputError(f"{name} is not a tokenizer: {error}") from error
+        facts = json.loads(self._library.to_str())  # adds settings that older files leave out
+        if reason := _difference_to_gpt2(facts):
+            raise InputError(f"{name} is not a byte-level BPE like GPT-2's: {reason}")
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.text = text
+        self.key = _fingerprint(facts)
+        self.vocab = max(self._library.get_vocab().values()) + 1
+        self.end = self._library.token_to_id(END_OF_TEXT)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return uint32 token numbers; `<|endoftext|>` in the text is one token."""
+        chunks = whole_words(text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS))
+        encodings = self._library.encode_batch_fast(list(chunks), add_special_tokens=False)
+        return np.concatenate([np.zeros(0, np.uint32), *(np.array(chunk.ids, np.uint32) for chunk in encodings)])
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text; bytes that are not UTF-8 become U+FFFD, numbers beyond the vocabulary nothing."""
+        return self._library.decode([token for token in tokens if token < self.vocab], skip_special_tokens=False)
+
+
+def whole_words(pieces: Iterable[str]) -> Iterator[str]:
+    """Cut a text anew into pieces whose tokens, joined, are the tokens of the whole text.
+
+    A piece ends before a space or line break that follows a visible character. GPT-2's pattern never matches across
+    such a place, and no match depends on the text behind it.
+    """
+    rest = ""
+    for piece in pieces:
+        searched = max(len(rest) - 1, 0)
+        rest += piece
+        if border := UNTIL_BORDER.match(rest, searched):
+            yield rest[: border.end()]
+            rest = rest[border.end() :]
+    if rest:
+        yield rest
+
+
+def train_bpe(pieces: Iterable[str], vocab: int) -> Bpe:
+    """Train a tokenizer of at most `vocab` tokens; it depends on the text alone, however it is cut.
+
+    Raises InputError if `vocab` is too small for the bytes.
+    """
+    if vocab < MIN_BPE_VOCAB:
+        raise InputError(
+            f"a BPE needs a vocabulary of at least {MIN_BPE_VOCAB}, not {vocab}: the bytes and {END_OF_TEXT}"
+        )
+    library = _byte_level(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, initial_alphabet=alphabet, special_tokens=[END_OF_TEXT], show_progress=False
+    )
+    library.train_from_iterator(whole_words(pieces), trainer)
+    return Bpe(library.to_str(), "the trained tokenizer")
+
+
+def read_bpe(path: Path) -> Bpe:
+    """Read a tokenizer.json. Raises InputError if it is not like GPT-2's."""
+    try:
+        return Bpe(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def read_gpt2_files(vocab: Path, merges: Path) -> Bpe:
+    """Read a vocab.json and a merges.txt, as GPT-2 was released."""
+    try:
+        library = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:  # the library raises Exception itself
+        raise InputError(f"{vocab} and {merges.name} are not a tokenizer: {error}") from error
+    if library.token_to_id(END_OF_TEXT) is not None:
+        library.add_special_tokens([END_OF_TEXT])
+    return Bpe(library.to_str(), str(vocab))
+
+
+def export_tokenizer(tokenizer: Tokenizer) -> str:
+    """Return the content of a tokenizer.json that gives the same numbers."""
+    if isinstance(tokenizer, Bpe):
+        return tokenizer.text
+    if isinstance(tokenizer, Characters):
+        numbers = {character: number for number, character in enumerate(tokenizer.alphabet)}
+        library = Library(models.WordLevel(numbers))
+        library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        library.decoder = decoders.Fuse()
+    else:
+        library = _byte_level(models.BPE({_byte_character(number): number for number in range(256)}, []))
+    return library.to_str()
+
+
+def _byte_level(model: models.Model) -> Library:
+    library = Library(model)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def _byte_character(number: int) -> str:
+    # GPT-2's encoder.py: visible Latin-1 characters stand for themselves, the other bytes are counted up from 256.
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(number if number in visible else 256 + number - sum(other < number for other in visible))
+
+
+def _difference_to_gpt2(facts: dict[str, Any]) -> str | None:
+    """Return how a tokenizer.json differs from GPT-2's kind, so that `whole_words` would be wrong; None if it fits."""
+    model, cut = facts["model"], facts["pre_tokenizer"] or {}
+    if model.get("type", "BPE") != "BPE":
+        return f"its model is {model['type']}"
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
+        if model.get(name):
+            return f"it has {name} {model[name]}"
+    if facts["normalizer"]:
+        return f"it normalizes the text first, with {facts['normalizer'].get('type')}"
+    if cut.get("type") != "ByteLevel" or cut.get("add_prefix_space") or not cut.get("use_regex", True):
+        return f"it splits text with {json.dumps(cut)[:100]}"
+    if missing := set(pre_tokenizers.ByteLevel.alphabet()) - model["vocab"].keys():
+        return f"{len(missing)} of the 256 bytes have no token, so it would silently drop text"
+    for token in facts["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\s", token["content"]):
+            return f"its token {token['content']!r} strips spaces or matches whole words only"
+    return None
+
+
+def _fingerprint(facts: dict[str, Any]) -> str:
+    # SHA-256 of everything that decides the numbers, in one form for all file versions
+    model = facts["model"]
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    added = sorted((token["id"], token["content"]) for token in facts["added_tokens"])
+    vocab = sorted(model["vocab"].items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps([vocab, merges, added]).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Text as a memory map of token numbers, made once, and rows of it in a seeded infinite order."""
+"""A memory map of a text's token numbers, made once, and its rows in a seeded infinite order."""
 
 import hashlib
 import json
@@ -15,38 +15,50 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.bpe import END, FILE, Bpe, read_bpe, train_bpe, whole_words
 from tpuswarm.recipes.gpt2.config import Kind
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
-from tpuswarm.recipes.gpt2.tokenizer import AlphabetCount, Bytes, Characters, Tokenizer
-from tpuswarm.recipes.prepared import ABOUT, about, is_made, make, share
+from tpuswarm.recipes.gpt2.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_FILE,
+    AlphabetCount,
+    Bpe,
+    Bytes,
+    Characters,
+    Tokenizer,
+    read_bpe,
+    train_bpe,
+    whole_words,
+)
+from tpuswarm.recipes.prepared import DESCRIPTION, copy_files, is_complete, read_description, write_once
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.data.source import shuffled_epochs
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
 
-HELD_OUT = 0.1
-"""Share of the tokens that is held out where nobody says, as nanoGPT does."""
+TOKENS_FILE = "tokens.bin"
+DEFAULT_HELD_OUT_SHARE = 0.1
+"""Share of the tokens that is held out, as in nanoGPT."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised text: `array` is memory-mapped, `digest` the SHA-256 of its numbers."""
+    """A tokenised text: `array` is memory-mapped, `digest` is the SHA-256 of its numbers."""
 
     array: np.ndarray
     digest: str
     tokenizer: Tokenizer
     folder: Path
-    """Where its files lie."""
 
 
 class Reading(NamedTuple):
-    """How documents become one text."""
+    """How documents become one text.
+
+    field: the field with the text in JSON lines; None reads them as plain text. ends: whether `<|endoftext|>` separates
+    documents; None: if the tokenizer has it.
+    """
 
     field: str | None = "text"
-    """Where the text is in the objects of JSON lines; None: these are read as they are."""
     ends: bool | None = None
-    """Whether `<|endoftext|>` is put between documents; None: where the tokenizer has it."""
 
 
 def prepare_tokens(
@@ -58,57 +70,57 @@ def prepare_tokens(
     vocab: int = 0,
     reading: Reading = Reading(),  # noqa: B008  # a tuple
 ) -> Tokens:
-    """The memory map of the text at `place`, made in the user's cache if it is not there yet.
+    """Return the memory map of the text at `place`; it is made in the user's cache if it is not there yet.
 
-    Two processes may do it at once: each writes a folder of its own and the first to finish gives it its name. Without
-    a tokenizer `given`, that of the text is made: its characters, or a BPE of at most `vocab` tokens; InputError if
-    `key` is given and it comes out as another. A folder that `share_tokens` filled is taken as it is.
+    Two processes may make it at once; the first one's stays. Without `given`, the tokenizer is made from the text: its
+    characters, or a BPE of at most `vocab` tokens. Raises InputError if its key is not the given `key`. place may also
+    be a folder that `share_tokens` filled.
     """
     key = given.key if given else key
-    if place is not None and "://" not in place and (Path(place) / "tokens.bin").is_file() and is_made(Path(place)):
+    if place is not None and "://" not in place and (Path(place) / TOKENS_FILE).is_file() and is_complete(Path(place)):
         folder = Path(place)
     else:
         text = open_text(place, reading.field)
         folder = _folder(text, kind, vocab, None, reading)
-        if given and not (is_made(folder) and about(folder)["key"] == given.key):
+        if given and not (is_complete(folder) and read_description(folder)["key"] == given.key):
             folder = _folder(text, kind, vocab, given.key, reading)
-        if not is_made(folder):
-            make(folder, lambda making: _write(making, text, kind, given, vocab, reading))
+        if not is_complete(folder):
+            write_once(folder, lambda partial: _write(partial, text, kind, given, vocab, reading))
     tokens = _open(folder)
     if key is not None and tokens.tokenizer.key != key:
         raise InputError(
             f"a BPE trained on {place} ({tokens.tokenizer.key[:12]}…) is not the tokenizer asked for ({key[:12]}…), "
-            f"which is {FILE} in the folder of the run trained with it"
+            f"which is {TOKENIZER_FILE} in the folder of the run trained with it"
         )
     return tokens
 
 
 def share_tokens(tokens: Tokens, folder: Path) -> None:
-    """Put tokens into a folder, as files that `prepare_tokens` takes."""
-    share(tokens.folder, folder, "tokens.bin", *([FILE] if isinstance(tokens.tokenizer, Bpe) else []))
+    """Copy tokens into a folder that `prepare_tokens` accepts."""
+    copy_files(tokens.folder, folder, TOKENS_FILE, *([TOKENIZER_FILE] if isinstance(tokens.tokenizer, Bpe) else []))
 
 
 def _open(folder: Path) -> Tokens:
-    said = about(folder)
-    found = contents_digest(folder / "tokens.bin")
-    if found != said["digest"]:
+    facts = read_description(folder)
+    digest = contents_digest(folder / TOKENS_FILE)
+    if digest != facts["digest"]:
         raise InputError(
-            f"{folder / 'tokens.bin'} is not what was written there: its digest is {found[:12]}…, not "
-            f"{said['digest'][:12]}…; delete {folder} and start again: it is made anew from the text"
+            f"{folder / TOKENS_FILE} has changed since it was written: its digest is {digest[:12]}…, not "
+            f"{facts['digest'][:12]}…; delete {folder} and start again to rebuild it from the text"
         )
-    array = np.memmap(folder / "tokens.bin", dtype=said["dtype"], mode="r", shape=(said["count"],))
+    array = np.memmap(folder / TOKENS_FILE, dtype=facts["dtype"], mode="r", shape=(facts["count"],))
     tokenizer: Tokenizer
-    if said["kind"] == "bpe":
-        tokenizer = read_bpe(folder / FILE)
+    if facts["kind"] == "bpe":
+        tokenizer = read_bpe(folder / TOKENIZER_FILE)
     else:
-        tokenizer = Bytes() if said["kind"] == "bytes" else Characters(said["key"])
-    return Tokens(array, said["digest"], tokenizer, folder)
+        tokenizer = Bytes() if facts["kind"] == "bytes" else Characters(facts["key"])
+    return Tokens(array, facts["digest"], tokenizer, folder)
 
 
 def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading) -> Path:
-    ends = [reading.ends] * (kind == "bpe" and text.parted)
-    marks = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends]
-    return cache_folder("tokens") / hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:32]
+    ends = [reading.ends] * (kind == "bpe" and text.has_documents)
+    identity = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends]
+    return cache_folder("tokens") / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int, reading: Reading) -> None:
@@ -122,8 +134,8 @@ def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab:
         tokenizer = given or _tokenizer_of(text, kind, vocab, advance)
         dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
         digest, count = hashlib.sha256(), 0
-        with (folder / "tokens.bin").open("wb") as file:
-            for numbers in _numbers(text, tokenizer, _end(text, tokenizer, reading), advance):
+        with (folder / TOKENS_FILE).open("wb") as file:
+            for numbers in _numbers(text, tokenizer, _separator(text, tokenizer, reading), advance):
                 data = numbers.astype(dtype).tobytes()
                 digest.update(data)
                 file.write(data)
@@ -131,11 +143,11 @@ def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab:
             file.flush()
             os.fsync(file.fileno())
     if isinstance(tokenizer, Bpe):
-        write_atomically(folder / FILE, tokenizer.text)
-    said = {
+        write_atomically(folder / TOKENIZER_FILE, tokenizer.text)
+    facts = {
         "kind": kind, "key": tokenizer.key, "dtype": dtype.name, "count": count, "digest": digest.hexdigest()
     }  # fmt: skip
-    write_atomically(folder / ABOUT, json.dumps(said))
+    write_atomically(folder / DESCRIPTION, json.dumps(facts))
 
 
 def _tokenizer_of(text: Text, kind: Kind, vocab: int, advance: Advance) -> Tokenizer:
@@ -143,18 +155,19 @@ def _tokenizer_of(text: Text, kind: Kind, vocab: int, advance: Advance) -> Token
         return Bytes()
     if kind == "bpe":
         return train_bpe(text.pieces(advance), vocab)
-    seen = AlphabetCount()
+    characters = AlphabetCount()
     for piece in text.pieces(advance):
-        seen.add(piece)
-    return Characters(seen.alphabet())
+        characters.add(piece)
+    return Characters(characters.alphabet())
 
 
-def _end(text: Text, tokenizer: Tokenizer, reading: Reading) -> str:
-    """What is put between two documents; its token is found in the text as any other."""
-    has = isinstance(tokenizer, Bpe) and tokenizer.end is not None
-    if reading.ends and not has and text.parted:
-        raise InputError(f"this tokenizer ({tokenizer.kind}) has no {END}; use --separator none or another --tokenizer")
-    return END if has and reading.ends is not False else ""
+def _separator(text: Text, tokenizer: Tokenizer, reading: Reading) -> str:
+    has_end = isinstance(tokenizer, Bpe) and tokenizer.end is not None
+    if reading.ends and not has_end and text.has_documents:
+        raise InputError(
+            f"this tokenizer ({tokenizer.kind}) has no {END_OF_TEXT}; use --separator none or another --tokenizer"
+        )
+    return END_OF_TEXT if has_end and reading.ends is not False else ""
 
 
 def _numbers(text: Text, tokenizer: Tokenizer, end: str, advance: Advance) -> Iterator[np.ndarray]:
@@ -170,8 +183,8 @@ def _numbers(text: Text, tokenizer: Tokenizer, end: str, advance: Advance) -> It
 class TokenSource:
     """Rows of context + 1 tokens: `{"tokens": int32 (count, context + 1)}`.
 
-    An epoch cuts the text into windows from a random shift on and gives each once, in an order of its own; every
-    token but those at the ends is a target once an epoch.
+    An epoch cuts the text into windows from a random shift on and returns each once, shuffled. Every token, except near
+    the ends of the text, is a target once an epoch.
     """
 
     def __init__(self, array: np.ndarray, context: int, seed: int, digest: str, name: str):
@@ -182,18 +195,18 @@ class TokenSource:
                 "use more text or a smaller --context"
             )
         self._array, self._seed, self.digest = array, seed, digest
-        self._window, self._places = context, np.arange(context + 1)
+        self._window, self._offsets = context, np.arange(context + 1)
         self.rows_per_epoch = max(1, (length - context - 1) // context)
         self._shifts = min(length - 1 - self.rows_per_epoch * context, context) + 1
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
-        """Rows start to start + count of the order."""
+        """Return rows start to start + count of the order."""
         parts = [
             window * self._window + _shift(self._seed, epoch, self._shifts)
             for epoch, window in shuffled_epochs(start, count, self.rows_per_epoch, self._seed)
         ]
         first = np.concatenate(parts)
-        return {"tokens": self._array[first[:, None] + self._places].astype(np.int32)}
+        return {"tokens": self._array[first[:, None] + self._offsets].astype(np.int32)}
 
 
 @lru_cache(maxsize=4)
@@ -202,7 +215,7 @@ def _shift(seed: int, epoch: int, shifts: int) -> int:
 
 
 class FakeTokens:
-    """Random tokens of a vocabulary, for trying a machine without any data."""
+    """Random tokens, to try a machine without data."""
 
     rows_per_epoch = 10_000
 
@@ -211,7 +224,7 @@ class FakeTokens:
         self.digest = f"fake-{vocab}-{context}-{seed}"
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
-        """Rows start to start + count of the order."""
+        """Return rows start to start + count of the order."""
         rows = [
             np.random.default_rng([self._seed, row]).integers(self._vocab, size=self._context + 1, dtype=np.int32)
             for row in range(start, start + count)
@@ -219,8 +232,8 @@ class FakeTokens:
         return {"tokens": np.stack(rows)}
 
 
-def split_tokens(array: np.ndarray, split: str, held_out: float = HELD_OUT) -> np.ndarray:
-    """The part of a token array that is `train`, `validation` (the last `held_out` of it) or `all`."""
+def split_tokens(array: np.ndarray, split: str, held_out: float = DEFAULT_HELD_OUT_SHARE) -> np.ndarray:
+    """Return the part `train`, `validation` (the last share `held_out`) or `all`."""
     cut = len(array) - int(len(array) * held_out)
     parts = {"train": array[:cut], "validation": array[cut:], "all": array}
     return parts[split]

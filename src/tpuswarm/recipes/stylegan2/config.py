@@ -2,24 +2,25 @@
 
 from dataclasses import dataclass
 
-FIRST = 4
-"""Resolution at which a picture begins."""
+MIN_RESOLUTION = 4
+"""Resolution of the generator's first block and of the discriminator's last."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of one StyleGAN2. Source: Karras et al. 2020 (1912.04958), figure 2 and appendix B."""
+    """Shape of one StyleGAN2. Source: Karras et al. 2020 (1912.04958), figure 2 and appendix B.
+
+    - latent: D, width of z and of w; mapping: layers of the mapping network.
+    - channels: C at the full resolution; each halving of the resolution doubles it, up to most_channels.
+    - group: G, pictures over which minibatch deviation is taken.
+    """
 
     resolution: int
     latent: int
-    """D: width of z and of w."""
     mapping: int
-    """Layers of the mapping network."""
     channels: int
-    """C at the full resolution; each halving of the resolution doubles it."""
     most_channels: int
     group: int
-    """G: pictures over which minibatch deviation is taken."""
 
     @property
     def resolutions(self) -> tuple[int, ...]:
@@ -28,7 +29,7 @@ class Config:
 
     @property
     def layers(self) -> int:
-        """L: codes w of one picture: one for each convolution, and one for the last that gives RGB."""
+        """L: codes w of one picture, one for each convolution and one for the last RGB layer."""
         return 2 * len(self.resolutions)
 
     def width(self, resolution: int) -> int:
@@ -44,5 +45,4 @@ SIZES: dict[int, Config] = {
     512: Config(512, latent=512, mapping=8, channels=64, most_channels=512, group=4),
     1024: Config(1024, latent=512, mapping=8, channels=32, most_channels=512, group=4),
 }
-"""Resolution → shape: 512 and 1024 are the paper's configuration F, 256 and below have half of its channels; 32 is
-ours, made for minutes on a CPU."""
+"""512 and 1024 are the paper's configuration F; 64 to 256 have half its channels; 32 trains in minutes on a CPU."""

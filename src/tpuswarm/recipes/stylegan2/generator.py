@@ -3,20 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from tpuswarm.recipes.stylegan2.config import FIRST, Config
-from tpuswarm.recipes.stylegan2.fold import Form, beside
-from tpuswarm.recipes.stylegan2.layers import (
-    Params,
-    activate,
-    dense,
-    modulated,
-    new_convolution,
-    new_dense,
-)
-from tpuswarm.recipes.stylegan2.resample import upsample
+from tpuswarm.recipes.stylegan2.config import MIN_RESOLUTION, Config
+from tpuswarm.recipes.stylegan2.convolution import spread_over_channels, upsample
+from tpuswarm.recipes.stylegan2.layers import Form, Params, activate, dense, modulated, new_convolution, new_dense
 
-MAPPING_RATE = 0.01
-"""Of the learning rate (Karras et al. 2019, appendix C)."""
+MAPPING_RATE_FACTOR = 0.01
+"""The mapping network learns at this share of the learning rate (Karras et al. 2019, appendix C)."""
 
 
 def init(key: jax.Array, config: Config) -> Params:
@@ -31,68 +23,68 @@ def init(key: jax.Array, config: Config) -> Params:
     def noisy(inputs: int, outputs: int) -> Params:
         return styled(3, inputs, outputs) | {"noise": jnp.zeros((), jnp.float32)}
 
-    mapping = {f"{layer}": new_dense(next(keys), D, D, rate=MAPPING_RATE) for layer in range(config.mapping)}
+    mapping = {f"{layer}": new_dense(next(keys), D, D, rate=MAPPING_RATE_FACTOR) for layer in range(config.mapping)}
     blocks: Params = {}
-    before = config.width(FIRST)
-    constant = jax.random.normal(next(keys), (FIRST, FIRST, before), jnp.float32)
+    C_before = config.width(MIN_RESOLUTION)
+    constant = jax.random.normal(next(keys), (MIN_RESOLUTION, MIN_RESOLUTION, C_before), jnp.float32)
     for resolution in config.resolutions:
         C = config.width(resolution)
-        block = {} if resolution == FIRST else {"up": noisy(before, C)}
+        block = {} if resolution == MIN_RESOLUTION else {"up": noisy(C_before, C)}
         blocks[f"{resolution}"] = block | {"same": noisy(C, C), "rgb": styled(1, C, 3)}
-        before = C
+        C_before = C
     return {"mapping": mapping, "constant": constant, "blocks": blocks}
 
 
 def to_w(params: Params, z_BxD: jax.Array) -> jax.Array:
-    """The mapping network: latent codes z of N(0, 1) → w_BxD."""
+    """Map latent codes z from N(0, 1) to w_BxD."""
     x = z_BxD * jax.lax.rsqrt(jnp.square(z_BxD).mean(-1, keepdims=True) + 1e-8)
     for layer in range(len(params["mapping"])):
-        x = activate(dense(x, params["mapping"][f"{layer}"], MAPPING_RATE))
+        x = activate(dense(x, params["mapping"][f"{layer}"], MAPPING_RATE_FACTOR))
     return x
 
 
 def truncate(w_BxD: jax.Array, mean_D: jax.Array, truncation: float | jax.Array) -> jax.Array:
-    """Codes drawn towards their mean: 1 leaves them, 0 gives the mean (Karras et al. 2019, appendix B)."""
+    """Pull codes towards their mean: 1 keeps them, 0 returns the mean (Karras et al. 2019, appendix B)."""
     mean_BxD = jnp.broadcast_to(mean_D, w_BxD.shape)
     return mean_BxD + (w_BxD - mean_BxD) * truncation
 
 
 def in_layers(w_BxD: jax.Array, config: Config) -> jax.Array:
-    """One code for all layers: w_BxLxD."""
+    """Repeat one code for all layers: w_BxLxD."""
     return jnp.broadcast_to(w_BxD[:, None], (len(w_BxD), config.layers, config.latent))
 
 
 def synthesize(params: Params, w_BxLxD: jax.Array, key: jax.Array | None, config: Config, form: Form) -> jax.Array:
-    """Pictures x_BxHxWx3 in float32, about -1 to 1; noise is drawn from `key`, None leaves it out.
+    """Return pictures x_BxHxWx3, about -1 to 1; noise is drawn from `key`, None leaves it out.
 
-    What is added up to the picture stays in float32.
+    The picture is summed in float32.
     """
     B = len(w_BxLxD)
     constant = params["constant"]
     x = jnp.broadcast_to(constant, (B, *constant.shape))
-    picture = jnp.zeros((B, FIRST, FIRST, 3), jnp.float32)
+    picture = jnp.zeros((B, MIN_RESOLUTION, MIN_RESOLUTION, 3), jnp.float32)
     noise_BxP = None
-    if key is not None:  # drawn at once: every draw of its own is hundreds of operations to compile
+    if key is not None:  # one draw for all layers: each draw compiles to hundreds of operations
         noise_BxP = jax.random.normal(key, (B, 2 * sum(side * side for side in config.resolutions)))
-    index = at = 0
+    layer = noise_start = 0
     fold = 1
     for resolution in config.resolutions:
-        before, fold = fold, form.fold(config.width(resolution), resolution)
+        fold_before, fold = fold, form.fold(config.width(resolution), resolution)
         block = params["blocks"][f"{resolution}"]
         x = x.astype(form.dtype(resolution, config.resolution))
         for name, up in (("up", 2), ("same", 1)):
             if name in block:
-                x = modulated(x, w_BxLxD[:, index], block[name], form.half, up=up, folds=(before, fold))
-                before = fold
+                x = modulated(x, w_BxLxD[:, layer], block[name], form.half, up=up, folds=(fold_before, fold))
+                fold_before = fold
                 if noise_BxP is not None:
-                    noise = noise_BxP[:, at : at + resolution**2].reshape(B, resolution, resolution)
-                    noise = beside(noise, config.width(resolution), fold)
+                    noise = noise_BxP[:, noise_start : noise_start + resolution**2].reshape(B, resolution, resolution)
+                    noise = spread_over_channels(noise, config.width(resolution), fold)
                     x = x + (noise * block[name]["noise"]).astype(x.dtype)
-                    at += resolution**2
+                    noise_start += resolution**2
                 x = activate(x, block[name]["b"])
-                index += 1
-        rgb = modulated(x, w_BxLxD[:, index], block["rgb"], form.half, demodulate=False, folds=(fold, 1))
+                layer += 1
+        rgb = modulated(x, w_BxLxD[:, layer], block["rgb"], form.half, demodulate=False, folds=(fold, 1))
         rgb = rgb.astype(jnp.float32)
-        picture = upsample(picture) if resolution > FIRST else picture
+        picture = upsample(picture) if resolution > MIN_RESOLUTION else picture
         picture = picture + rgb + jnp.broadcast_to(block["rgb"]["b"], rgb.shape)
     return picture

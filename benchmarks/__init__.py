@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table beside a peer or a limit, and the machine; nothing here is a timed test."""
+"""Benchmarks: each prints tables of figures beside a peer or a limit."""

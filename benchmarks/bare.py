@@ -1,4 +1,4 @@
-"""The plain way to train: a recipe's compiled step, and nothing around it but the caller's loop."""
+"""A recipe's compiled step without the trainer, for loops that benchmarks time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,27 +14,31 @@ from tpuswarm.train.recipe import Batch, Metrics
 
 
 class Bare:
-    """A compiled program and its state; the step is the one that the trainer compiles for the same request."""
+    """A compiled program and its state; the step is the trainer's."""
 
     def __init__(self, compiled: Compiled, recipe: Recipe):
         self.compiled = compiled
         self.state = compiled.init(jax.random.key(0))
-        self.done = 0
-        self._steps = int(recipe.defaults["steps"])
+        self.steps_done = 0
+        self._total_steps = int(recipe.defaults["steps"])
         self._key = jax.random.key(1)
 
-    def put(self, rows: Batch) -> Batch:
-        """Rows on the devices."""
+    def to_devices(self, rows: Batch) -> Batch:
         return jax.device_put(rows, batch_sharding(self.compiled.mesh))
 
     def step(self, batch: Batch) -> Metrics:
-        """One update; returns when it is dispatched."""
-        clock = Clock(self._key, np.int32(self.done), np.float32(min(1.0, self.done / self._steps)), np.float32(1))
+        """Dispatch one update."""
+        clock = Clock(
+            self._key,
+            np.int32(self.steps_done),
+            np.float32(min(1.0, self.steps_done / self._total_steps)),
+            np.float32(1),
+        )
         self.state, metrics = self.compiled.step(self.state, batch, clock)
-        self.done += 1
+        self.steps_done += 1
         return metrics
 
 
-def usual(recipe: Recipe, devices: Sequence[Any]) -> Bare:
-    """The bare loop of what the trainer runs when the user names nothing."""
+def compile_bare(recipe: Recipe, devices: Sequence[Any]) -> Bare:
+    """Compile the step of a trainer without options."""
     return Bare(compile_step(recipe, default_request(recipe), devices), recipe)

@@ -1,8 +1,7 @@
-"""Count requests to a bucket: of a swarm's versions, a plain run, and a fleet's keepers. Two minutes.
+"""Count requests to a bucket by swarms, a plain run and a fleet's keepers. Two minutes.
 
-A version's coordinator, ledger and shards are the product's; the bucket is the memory of this process and answers after
-50 ms. Members push at once, as the nodes of the engine let them. There are as many fragments as for GPT-2 124M, but
-they are small: the time that bytes take on a line is not measured. A run and keepers use the local cloud's bucket.
+A swarm's bucket is in memory and answers after 50 ms; all members push at once. It has the fragments of GPT-2 124M, but
+small ones, so that transfer times do not count. A plain run and keepers use the local cloud's bucket.
 """
 
 import os
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.swarm.memory_store import Memory
 
-from benchmarks.memory_store import Memory
 from benchmarks.report import Settings, Table
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule, initial_state
@@ -43,52 +42,47 @@ from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.places import Copied
 from tpuswarm.swarm.storage.store import Store
 
-MEMBERS = (4, 16, 32, 64)
-MODEL_BYTES, ELEMENTS = 4 * 124_439_808, 2**16
-SECONDS = 0.05
-"""Of a request."""
-PER_SHARD = 16
-"""Members for each aggregator, as the product has them."""
+MEMBER_COUNTS = (4, 16, 32, 64)
+MODEL_BYTES, FRAGMENT_SIZE = 4 * 124_439_808, 2**16
+REQUEST_S = 0.05
+MEMBERS_PER_SHARD = 16
+"""As in the product."""
 
 
-class Slow(Memory):
-    """A bucket that takes its time, and counts."""
+class SlowBucket(Memory):
+    """A bucket that takes a time for each request and counts requests and bytes by folder."""
 
     def __init__(self, seconds: float):
         super().__init__()
         self._seconds, self._counting = seconds, threading.Lock()
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
     def _count(self, name: str, size: int) -> None:
         time.sleep(self._seconds)
         with self._counting:
-            self.asked[name.partition("/")[0]] += 1
+            self.requests[name.partition("/")[0]] += 1
             self.sent[name.partition("/")[0]] += size
 
     def create(self, name: str, data: Any) -> bool:
-        """Counted."""
         self._count(name, len(data) if isinstance(data, bytes) else sum(map(len, data)))
         return super().create(name, data)
 
     def put(self, name: str, data: Any) -> None:
-        """Counted."""
         self._count(name, len(data) if isinstance(data, bytes) else sum(map(len, data)))
         super().put(name, data)
 
     def put_file(self, name: str, part: Path) -> None:
-        """Counted."""
         self._count(name, part.stat().st_size)
         super().put_file(name, part)
 
     def fetch(self, name: str, to: Path) -> None:
-        """Counted: a copy was not there."""
         self._count(f"read of {name}", 0)
         super().fetch(name, to)
 
 
-def _carried(process: Any, shards: list[Aggregator]) -> Any:
-    """What a process returns, its effects carried out; calls are to shards, which work together."""
+def _run_effects(process: Any, shards: list[Aggregator]) -> Any:
+    """Run a process and its calls to shards; return its result."""
     answer: Any = None
     while True:
         try:
@@ -99,26 +93,26 @@ def _carried(process: Any, shards: list[Aggregator]) -> Any:
             answer = effect.action()
         elif isinstance(effect, Parallel):
             with ThreadPoolExecutor(len(effect.calls)) as pool:
-                answer = tuple(pool.map(lambda call: _shard(call, shards), effect.calls))
+                answer = tuple(pool.map(lambda call: _call_shard(call, shards), effect.calls))
         else:
-            answer = None  # it would sleep
+            answer = None  # instead of sleeping
 
 
-def _shard(call: Call, shards: list[Aggregator]) -> Any:
-    return _carried(getattr(shards[int(call.address)], call.method)(*call.arguments), shards)
+def _call_shard(call: Call, shards: list[Aggregator]) -> Any:
+    return _run_effects(getattr(shards[int(call.address)], call.method)(*call.arguments), shards)
 
 
-def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, float]:
-    """The bucket after one version of so many members, seconds of the slowest push, and of the commit."""
-    back = Slow(0.0)
+def commit_version(members: int, folder: Path, seconds: float) -> tuple[SlowBucket, float, float]:
+    """Commit one version; return the bucket and the seconds of the slowest push and of the commit."""
+    bucket = SlowBucket(0.0)
     fragments = fragments_for(MODEL_BYTES, members)
     store = Store(folder)
-    store._back = Copied(back, folder)  # type: ignore[arg-type]
+    store._back = Copied(bucket, folder)  # type: ignore[arg-type]
     ledger, objects, outer = Ledger(store), Objects(store), OuterRule("nesterov")
-    zero = np.zeros(ELEMENTS, np.float32)
+    zero = np.zeros(FRAGMENT_SIZE, np.float32)
     first = initial_state(outer, zero)
     assert first is not None
-    state, momentum = (objects.put_array(each) for each in (zero, first))
+    state, momentum = (objects.put_array(array) for array in (zero, first))
     names = tuple(f"m{number}" for number in range(members))
     terms = Terms("run", Digests("l", "c", "d", "k"), 1, 1, 1_000_000, 1, names, outer)
     ledger.append(
@@ -128,12 +122,12 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
             processed=(), digests=terms.digests, time=0.0,
         )
     )  # fmt: skip
-    number = -(-members // PER_SHARD)
-    shards = [Aggregator(ledger, objects, (ELEMENTS,) * fragments, index, number) for index in range(number)]
+    number = -(-members // MEMBERS_PER_SHARD)
+    shards = [Aggregator(ledger, objects, (FRAGMENT_SIZE,) * fragments, index, number) for index in range(number)]
     ticks = count()
-    addresses = [str(each) for each in range(number)]
+    addresses = [str(index) for index in range(number)]
     coordinator = Coordinator(ledger, addresses, lambda: float(next(ticks)) / 1e6, time.time)
-    _carried(coordinator.open(terms, founded=True), shards)
+    _run_effects(coordinator.open(terms, founded=True), shards)
     pushing = []
     for name in names:
         member = MemberState(terms, "plain", True, Incarnation(name, uuid.uuid4().hex), 0, 0)
@@ -143,48 +137,48 @@ def version(members: int, folder: Path, seconds: float) -> tuple[Slow, float, fl
         member = after_snapshot(after_step(member, member.next_rows))
         pushing.append(member)
     rng = np.random.default_rng(0)
-    payloads = [{"s": rng.standard_normal(ELEMENTS, np.float32)} for _ in range(fragments)]
+    payloads = [{"s": rng.standard_normal(FRAGMENT_SIZE, np.float32)} for _ in range(fragments)]
     digests = tuple(map(tensors.digest, payloads))
-    back._seconds = seconds
-    back.asked.clear()
-    back.sent.clear()
+    bucket._seconds = seconds
+    bucket.requests.clear()
+    bucket.sent.clear()
 
     def push(member: MemberState) -> float:
-        began = time.monotonic()
-        member, made = finish_push(member, 1.0, True, digests)
+        start = time.monotonic()
+        member, header = finish_push(member, 1.0, True, digests)
         for fragment, payload in enumerate(payloads):
             shard = shards[fragment % number]
-            _carried(shard.put(made.identity, fragment, payload, digests[fragment]), shards)
+            _run_effects(shard.put(header.identity, fragment, payload, digests[fragment]), shards)
         with order:
-            process = coordinator.push(made)
+            process = coordinator.push(header)
             effect = process.send(None)
         assert isinstance(effect, RunBlocking)
-        done = effect.action()  # beside those of the other members
+        done = effect.action()  # concurrent with other members
         with order:
             try:
                 process.send(done)
             except StopIteration as end:
                 assert isinstance(end.value, Accepted)
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     order = threading.Lock()
     with ThreadPoolExecutor(members) as pool:
         slowest = max(pool.map(push, pushing))
-    began = time.monotonic()
+    start = time.monotonic()
     run = coordinator.run()
     effect = run.send(None)
     while coordinator.state.view.version == 0:
         if isinstance(effect, Parallel):
             with ThreadPoolExecutor(len(effect.calls)) as pool:
-                effect = run.send(tuple(pool.map(lambda call: _shard(call, shards), effect.calls)))
+                effect = run.send(tuple(pool.map(lambda call: _call_shard(call, shards), effect.calls)))
         else:
             effect = run.send(effect.action() if isinstance(effect, RunBlocking) else None)
-    return back, slowest, time.monotonic() - began
+    return bucket, slowest, time.monotonic() - start
 
 
-SPEED_UP, RUN_S = 60, 30
-"""The intervals of a plain run are so much shorter while its requests are counted for so long."""
-KEPT_S = 3600
+SPEED_UP_FACTOR = 60
+"""Shortens the intervals of a plain run."""
+RUN_S, KEEPER_S = 30, 3600
 
 
 @contextmanager
@@ -200,7 +194,7 @@ def counted(requests: list[str]) -> Iterator[Counter[str]]:
 
 
 def plain_run(seconds: float) -> tuple[float, float]:
-    """Requests of class A and B an hour of a run whose metrics grow all the time."""
+    """Return the requests of class A and B in an hour of a run that always writes metrics."""
     from tests.swarm.bucket import bucket
     from tests.train.storage.conftest import URL
 
@@ -211,22 +205,22 @@ def plain_run(seconds: float) -> tuple[float, float]:
     intervals = record.RENEW_INTERVAL_S, sync.UPLOAD_INTERVAL_S
     with tempfile.TemporaryDirectory() as name, bucket("bucket", Path(name)) as server:
         os.environ |= {"TPUSWARM_CACHE": name, "STORAGE_EMULATOR_HOST": server.endpoint}
-        vars(sync)["RENEW_INTERVAL_S"], sync.UPLOAD_INTERVAL_S = (each / SPEED_UP for each in intervals)
+        vars(sync)["RENEW_INTERVAL_S"], sync.UPLOAD_INTERVAL_S = (interval / SPEED_UP_FACTOR for interval in intervals)
         run = Run(folder_of(URL))
         run.write_config({})
-        time.sleep(1)  # what its start asks for
+        time.sleep(1)  # the requests of its start
         end = time.monotonic() + seconds
         with counted(server.requests) as made:
             while time.monotonic() < end:
                 run.write_metrics({"step": 1, "loss": 1.0})
                 time.sleep(0.02)
         run.close()
-    hours = seconds * SPEED_UP / 3600
+    hours = seconds * SPEED_UP_FACTOR / 3600
     return made["A"] / hours, made["B"] / hours
 
 
 def keeper(seconds: float, leads: bool) -> tuple[float, float]:
-    """Requests of class A and B an hour of a keeper of a fleet at rest, by the clock of a cloud in memory."""
+    """Return the requests of class A and B in an hour of a keeper of an unchanging fleet; its clock is simulated."""
     from tests.fleet.loop import ManagedFleet
     from tests.swarm.bucket import bucket
 
@@ -258,62 +252,62 @@ def keeper(seconds: float, leads: bool) -> tuple[float, float]:
 
 
 def an_hour(quick: bool) -> Table:
-    """Requests an hour of what runs all the time."""
     parts = {
         "a plain run whose metrics grow": plain_run(3 if quick else RUN_S),
-        "a keeper that leads": keeper(60 if quick else KEPT_S, True),
-        "a keeper that watches": keeper(60 if quick else KEPT_S, False),
+        "the leading keeper": keeper(60 if quick else KEEPER_S, True),
+        "a standby keeper": keeper(60 if quick else KEEPER_S, False),
     }
     rows = [(name, f"{a:,.0f}", f"{b:,.0f}") for name, (a, b) in parts.items()]
-    a, b = (sum(each[index] for each in parts.values()) for index in (0, 1))
+    a, b = (sum(part[index] for part in parts.values()) for index in (0, 1))
     rows.append(("a fleet: a run, a keeper on its head, one on a laptop", f"{a:,.0f}", f"{b:,.0f}"))
     rows.append(("limits of a run", "900", ""))
     rows.append(("limits of a fleet", "1,500", "2,500"))
-    notes = [f"the run: for {RUN_S} s at {SPEED_UP} times the speed; keepers: an hour by a clock of their own"]
+    notes = [f"the run: for {RUN_S} s at {SPEED_UP_FACTOR} times the speed; keepers: an hour by a simulated clock"]
     return Table("Requests an hour", ("", "class A", "class B"), rows, notes)
 
 
 def run(settings: Settings) -> Iterator[Table]:
-    """What runs all the time, and one version of each number of members."""
     yield an_hour(settings.quick)
-    found: dict[int, tuple[Slow, float, float]] = {}
-    at_once: dict[int, tuple[Slow, float, float]] = {}
-    for members in (2, 4) if settings.quick else MEMBERS:
-        for made, seconds in ((found, SECONDS), (at_once, 0.0)):
+    slow: dict[int, tuple[SlowBucket, float, float]] = {}
+    instant: dict[int, tuple[SlowBucket, float, float]] = {}
+    for members in (2, 4) if settings.quick else MEMBER_COUNTS:
+        for results, seconds in ((slow, REQUEST_S), (instant, 0.0)):
             with tempfile.TemporaryDirectory() as name:
-                made[members] = version(members, Path(name) / "run", seconds)
-    rows: list[tuple[str, Callable[[int, Slow, float, float], str]]] = [
-        ("a member's requests: payloads, header", lambda n, each, *_: _each(each, n, "payloads", "headers")),
-        ("a member's bytes, of the model's", lambda n, each, *_: f"{each.sent['payloads'] / n / _size(n):.2f}"),
-        ("the slowest push, s", lambda n, each, push, commit: f"{push:.2f}"),
-        ("with a bucket that answers at once, s", lambda n, *_: f"{at_once[n][1]:.2f}"),
-        ("requests of a push, with its share of the commit", lambda n, each, *_: f"{each.asked.total() / n:.1f}"),
-        ("the commit's requests: objects, record", lambda n, each, *_: _each(each, 1, "objects", "commits")),
-        ("its bytes, of the model's", lambda n, each, *_: f"{each.sent['objects'] / _size(n):.2f}"),
-        ("its record and all headers, KB", lambda n, each, *_: _small(each)),
-        ("the commit, s", lambda n, each, push, commit: f"{commit:.2f}"),
-        ("with a bucket that answers at once, s", lambda n, *_: f"{at_once[n][2]:.2f}"),
-        ("reads", lambda n, each, *_: str(sum(v for k, v in each.asked.items() if k.startswith("read")))),
+                results[members] = commit_version(members, Path(name) / "run", seconds)
+    rows: list[tuple[str, Callable[[int, SlowBucket, float, float], str]]] = [
+        ("a member's requests: payloads, header", lambda n, bucket, *_: _requests(bucket, n, "payloads", "headers")),
+        ("a member's bytes, of the model's", lambda n, bucket, *_: f"{bucket.sent['payloads'] / n / _size(n):.2f}"),
+        ("the slowest push, s", lambda n, bucket, push, commit: f"{push:.2f}"),
+        ("with an instant bucket, s", lambda n, *_: f"{instant[n][1]:.2f}"),
+        (
+            "requests of a push, with its share of the commit",
+            lambda n, bucket, *_: f"{bucket.requests.total() / n:.1f}",
+        ),
+        ("the commit's requests: objects, record", lambda n, bucket, *_: _requests(bucket, 1, "objects", "commits")),
+        ("its bytes, of the model's", lambda n, bucket, *_: f"{bucket.sent['objects'] / _size(n):.2f}"),
+        (
+            "its record and all headers, KB",
+            lambda n, bucket, *_: f"{(bucket.sent['commits'] + bucket.sent['headers']) / 1e3:,.0f}",
+        ),
+        ("the commit, s", lambda n, bucket, push, commit: f"{commit:.2f}"),
+        ("with an instant bucket, s", lambda n, *_: f"{instant[n][2]:.2f}"),
+        ("reads", lambda n, bucket, *_: str(sum(v for k, v in bucket.requests.items() if k.startswith("read")))),
     ]
     yield Table(
         "Requests of a version",
-        ("members", *map(str, found)),
-        [(name, *(show(members, *each) for members, each in found.items())) for name, show in rows],
+        ("members", *map(str, slow)),
+        [(name, *(show(members, *results) for members, results in slow.items())) for name, show in rows],
         [
-            f"{', '.join(str(fragments_for(MODEL_BYTES, members)) for members in found)} fragments, as GPT-2 124M has; "
-            f"plain, nesterov; {SECONDS * 1e3:.0f} ms a request; an aggregator for {PER_SHARD}; a push is to have at "
-            "most 8 requests"
+            f"{', '.join(str(fragments_for(MODEL_BYTES, members)) for members in slow)} fragments, as for GPT-2 124M; "
+            f"plain, nesterov; {REQUEST_S * 1e3:.0f} ms a request; an aggregator for {MEMBERS_PER_SHARD}; limit: "
+            "8 requests a push"
         ],
     )
 
 
 def _size(members: int) -> int:
-    return fragments_for(MODEL_BYTES, members) * ELEMENTS * 4
+    return fragments_for(MODEL_BYTES, members) * FRAGMENT_SIZE * 4
 
 
-def _each(bucket: Slow, members: int, *kinds: str) -> str:
-    return ", ".join(f"{bucket.asked[kind] / members:g}" for kind in kinds)
-
-
-def _small(bucket: Slow) -> str:
-    return f"{(bucket.sent['commits'] + bucket.sent['headers']) / 1e3:,.0f}"
+def _requests(bucket: SlowBucket, members: int, *kinds: str) -> str:
+    return ", ".join(f"{bucket.requests[kind] / members:g}" for kind in kinds)

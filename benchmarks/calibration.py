@@ -1,9 +1,8 @@
-"""Published training speeds on TPUs beside the floor that a plan predicts for the same model and slice. Seconds.
+"""Compare published training speeds on TPUs with the predicted floor for the same model and slice. Seconds.
 
-Floors are for compute alone: the published runs do not say what their devices held. The FLOPs of a token are this
-project's count: 6 for each weight of a matrix product, and 12 x layers x width x context for attention over the whole
-square. Llama's shapes are those of its model cards, contexts 8,192 (8B) and 2,048 (70B, where the published tokens a
-second and share of peak agree); tpuchat's FLOPs are those its own figures imply.
+Floors are for compute alone. FLOPs of a token are counted as in this project: 6 for each weight of a matrix product,
+and 12 x layers x width x context for attention. Llama's shapes are from its model cards, with contexts 8,192 (8B) and
+2,048 (70B); tpuchat's FLOPs follow from its figures.
 """
 
 from benchmarks.report import Settings, Table
@@ -12,7 +11,6 @@ from tpuswarm.plan.speed import PUBLISHED, Published, expected_band
 
 
 def run(settings: Settings) -> Table:
-    """One row for each published figure."""
     return Table(
         "Published speeds beside the predicted floor",
         (
@@ -27,21 +25,21 @@ def run(settings: Settings) -> Table:
             "band, without this system",
             "",
         ),
-        [_row(each) for each in PUBLISHED],
+        [_row(published) for published in PUBLISHED],
         [
-            "where only a share of the peak was published, tokens/s follow from it, and say nothing about the count",
-            "a band is of the other systems' figures alone: what a plan would have said before this one was published",
+            "where only a share of the peak was published, tokens/s follow from it and do not test our count",
+            "bands use only the other systems' figures",
         ],
     )
 
 
 def transformer(layers: int, width: int, hidden: int, keys: int, vocab: int, context: int, gated: bool) -> float:
-    """FLOPs of a token, forward and backward. hidden: of the MLP; keys: width of keys, and of values."""
+    """FLOPs of a token, forward and backward. hidden: width of the MLP; keys: width of keys and of values."""
     weights = layers * (2 * width**2 + 2 * width * keys + (3 if gated else 2) * width * hidden) + vocab * width
     return 6 * weights + 12 * layers * width * context
 
 
-TPUCHAT = 0.465 * 918e12 / 433_606
+TPUCHAT_FLOPS_PER_TOKEN = 0.465 * 918e12 / 433_606
 FLOPS = {
     "GPT-2 124M": transformer(12, 768, 3072, 768, 50304, 1024, False),
     "GPT-2 345M": transformer(24, 1024, 4096, 1024, 50304, 1024, False),
@@ -49,7 +47,7 @@ FLOPS = {
     "GPT-2 1.4B": transformer(48, 1536, 6144, 1536, 50304, 1024, False),
     "Llama 8B": transformer(32, 4096, 14336, 1024, 128256, 8192, True),
     "Llama 70B": transformer(80, 8192, 28672, 1024, 128256, 2048, True),
-    "164M": TPUCHAT,
+    "164M": TPUCHAT_FLOPS_PER_TOKEN,
 }
 
 

@@ -1,8 +1,8 @@
-"""How fast rows come from the tokenised memory map, and how long a run waits for them. About 1 minute.
+"""Measure how fast the feed reads tokens, and how long a run waits for it. About 1 minute.
 
-Speed: `TokenSource.rows` on one core, at the batch and context of gpt2-tiny and gpt2-124m; limit 20 M tokens/s. Beside
-it nanoGPT's way on the same map: windows at random offsets, cut one by one and stacked, drawn with replacement.
-Wait: the share of a gpt2-tiny run in which the training thread stands waiting for the feed; limit 1%.
+Speed: `TokenSource.rows` on one core, for gpt2-tiny and gpt2-124m; limit 20 M tokens/s. nanoGPT's method is measured on
+the same map: windows at random offsets, cut one by one and stacked. Wait: the share of a gpt2-tiny run in which the
+training thread waits for the feed; limit 1%.
 """
 
 import multiprocessing
@@ -20,16 +20,15 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens
 from tpuswarm.train.trainer import Trainer
 
-MAP_TOKENS = 2**27
-"""Far more than a processor's caches hold."""
-BLOCKS, TOKENS = 15, 2**24
-WAIT_STEPS = 1_000
+MAP_SIZE = 2**27
+"""Tokens; far more than the caches hold."""
+BLOCK_COUNT, BLOCK_SIZE = 15, 2**24
+WAIT_STEP_COUNT = 1_000
 MIN_SPEED, MAX_WAIT = 20.0, 0.01
 
 
 def run(settings: Settings) -> Table:
-    """Speed in a child process pinned to one core, then the wait of a run with all cores."""
-    blocks, tokens, steps = (3, 2**18, 50) if settings.quick else (BLOCKS, TOKENS, WAIT_STEPS)
+    blocks, tokens, steps = (3, 2**18, 50) if settings.quick else (BLOCK_COUNT, BLOCK_SIZE, WAIT_STEP_COUNT)
     core = min(os.sched_getaffinity(0))
     spawn = multiprocessing.get_context("spawn")
     rows = []
@@ -39,26 +38,24 @@ def run(settings: Settings) -> Table:
             shape = f"M tokens/s, {batch} rows of {context}"
             limit = (f"at least {MIN_SPEED:.0f}", verdict(ours.middle >= MIN_SPEED))
             rows.append((shape, ours.show(".1f"), peer.show(".1f"), *limit))
-    waited = wait_share(steps)
-    rows.append(
-        ("wait in a gpt2-tiny run", f"{waited:.3%}", "", f"at most {MAX_WAIT:.0%}", verdict(waited <= MAX_WAIT))
-    )
+    share = wait_share(steps)
+    rows.append(("wait in a gpt2-tiny run", f"{share:.3%}", "", f"at most {MAX_WAIT:.0%}", verdict(share <= MAX_WAIT)))
     return Table(
         "Feed from the memory map",
         ("", "tpuswarm: median (95% interval)", "nanoGPT's way", "limit", ""),
         rows,
         [
-            f"speed: one core, {blocks} interleaved blocks of {tokens:,} tokens, a warm map of {MAP_TOKENS:,} tokens",
+            f"speed: one core, {blocks} interleaved blocks of {tokens:,} tokens, a warm map of {MAP_SIZE:,} tokens",
             f"wait: {steps} steps after the first 20, the feed and the loop as in the trainer",
         ],
     )
 
 
 def speeds(batch: int, context: int, blocks: int, tokens: int) -> tuple[Median, Median]:
-    """Million tokens/s of our rows and of nanoGPT's, block by block in turn."""
+    """Return million tokens/s of our rows and of nanoGPT's, measured in turns."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
-        np.resize(prepare_tokens(None, "characters").array, MAP_TOKENS).tofile(path)
+        np.resize(prepare_tokens(None, "characters").array, MAP_SIZE).tofile(path)
         array = np.memmap(path, np.uint16, mode="r")
         source = TokenSource(array, context, 0, "", "the text")
         generator = np.random.default_rng(0)
@@ -68,20 +65,20 @@ def speeds(batch: int, context: int, blocks: int, tokens: int) -> tuple[Median, 
             return np.stack([array[offset : offset + context + 1].astype(np.int32) for offset in offsets])
 
         calls = tokens // (batch * context)
-        found: dict[Callable[[int, int], object], list[float]] = {source.rows: [], peer: []}
+        measured: dict[Callable[[int, int], object], list[float]] = {source.rows: [], peer: []}
         for block in range(-1, blocks):  # one block of each warms up
-            for rows, speed in found.items():
+            for rows, speed in measured.items():
                 start = time.perf_counter()
                 for call in range(calls):
                     rows(call * batch, batch)
                 if block >= 0:
                     speed.append(calls * batch * context / (time.perf_counter() - start) / 1e6)
-        ours, theirs = (median(speed) for speed in found.values())
+        ours, theirs = (median(speed) for speed in measured.values())
         return ours, theirs
 
 
 def wait_share(steps: int) -> float:
-    """Seconds spent waiting for data over seconds of training, from the rows of a run of gpt2-tiny."""
+    """Return the share of a gpt2-tiny run's time that it waits for data."""
     warm = 20
     with tempfile.TemporaryDirectory() as folder:
         loop = Trainer(devices=1, save_every="1h").steps(GPT2(size="tiny"), steps=warm + steps, run=f"{folder}/run")

@@ -1,11 +1,10 @@
-"""GPT-2 on one GPU beside torch.compile with SDPA. GPU only.
+"""Compare GPT-2 on one GPU with torch.compile and SDPA. GPU only.
 
-Each of the two is a process of its own that holds its own part of the GPU's memory; they take turns, block by block, so
-that only one works at a time. bfloat16, context 1024, one batch of random tokens; gradient, clipping, AdamW. Aims on
-an H200 or H100: 550,000 tokens/s with the 124M model, and 1.2 times torch.
+The two processes share the GPU's memory and take turns, block by block. bfloat16, context 1024, one batch of random
+tokens; gradient, clipping, AdamW. Aims on an H200 or H100: 550,000 tokens/s with the 124M model, and 1.2 times torch.
 
-It needs a machine with an NVIDIA GPU, tpuswarm with its extra `cuda`, and beside it (or in `.venv-oracle`) a torch that
-sees the GPU. Tables are printed as they are ready. `--quick` runs all of it with tiny models, on a CPU too.
+It needs an NVIDIA GPU, tpuswarm with its extra `cuda`, and a torch that sees the GPU, here or in `.venv-oracle`.
+`--quick` runs tiny models, also on a CPU.
 """
 
 import json
@@ -22,40 +21,35 @@ from tpuswarm.catalog import peak_flops
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.process.platform import has_gpu
 
-SIZES = {"124m": 64, "355m": 32, "774m": 16}
-"""Size → rows of a batch."""
-TOKENS_A_SECOND, TIMES_TORCH = 550_000, 1.2
-ROUNDS, STEPS = 10, 10
-TINY = {"layers": 2, "heads": 2, "width": 64, "context": 128, "vocab": 500}
-QUICK_BATCH = 2
+BATCHES = {"124m": 64, "355m": 32, "774m": 16}
+MIN_TOKENS_PER_S, MIN_TORCH_RATIO = 550_000, 1.2
+ROUND_COUNT, STEP_COUNT = 10, 10
+TINY_SHAPE = {"layers": 2, "heads": 2, "width": 64, "context": 128, "vocab": 500}
+QUICK_BATCH_SIZE = 2
 OURS, TORCH = "tpuswarm", "torch.compile, SDPA"
 
 
 def run(settings: Settings) -> Iterator[Table]:
-    """A table for each size."""
     require_gpu(settings)
-    for size in SIZES:
+    for size in BATCHES:
         yield _beside_torch(size, settings.quick)
 
 
 def require_gpu(settings: Settings) -> None:
-    """Skipped on a machine without one, unless it is only to be seen that everything runs."""
+    """Raise Skipped on a machine without a GPU, except with --quick."""
     if not settings.quick and not has_gpu():
-        raise Skipped(
-            "there is no NVIDIA GPU with JAX's CUDA plugin on this machine; it is ready to run on one with this very "
-            "command, and with --quick it runs here in a tiny form"
-        )
+        raise Skipped("there is no NVIDIA GPU with JAX's CUDA plugin on this machine; --quick runs tiny models here")
 
 
 def options_of(size: str, quick: bool) -> dict[str, Any]:
-    """What `benchmarks.step` is given for a size."""
-    return {"size": size, "batch": QUICK_BATCH if quick else SIZES[size], "shape": TINY if quick else {}}
+    """Return the options of `benchmarks.step` for a size."""
+    return {"size": size, "batch": QUICK_BATCH_SIZE if quick else BATCHES[size], "shape": TINY_SHAPE if quick else {}}
 
 
 def ours(options: Mapping[str, Any], flags: str = "") -> Worker:
-    """A step of ours, in less than half of the GPU's memory."""
-    said = " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), flags]))
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45", "XLA_FLAGS": said}
+    """Start a worker with our step and less than half of the GPU's memory."""
+    xla_flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), flags]))
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45", "XLA_FLAGS": xla_flags}
     return Worker([sys.executable, "-m", "benchmarks.step", json.dumps(options)], environment)
 
 
@@ -72,10 +66,10 @@ def _beside_torch(size: str, quick: bool) -> Table:
         notes.append(f"no torch: {reason}")
     took: dict[str, list[float]] = {}
     while not took and (working := {name: worker for name, worker in workers.items() if not worker.ended}):
-        with suppress(Ended):  # the others go on without it
-            took = in_turns(working, *((2, 2) if quick else (ROUNDS, STEPS)))
+        with suppress(Ended):  # the others continue
+            took = in_turns(working, *((2, 2) if quick else (ROUND_COUNT, STEP_COUNT)))
     ends = {name: worker.close() for name, worker in workers.items()}
-    for name in [each for each in workers if each not in took]:
+    for name in workers.keys() - took.keys():
         notes.append(f"{name} {'broke off' if workers[name].about else 'does not work here'}: {ends[name]}")
     about = workers[OURS].about
     if not about:
@@ -83,13 +77,13 @@ def _beside_torch(size: str, quick: bool) -> Table:
     rows = [_row(name, about, seconds) for name, seconds in took.items()]
     if len(took) == 2:
         ratio = median([theirs / mine for theirs, mine in zip(took[TORCH], took[OURS], strict=True)])
-        rows.append(("tpuswarm over torch", ratio.show(".2f"), "", verdict(ratio.middle >= TIMES_TORCH)))
+        rows.append(("tpuswarm over torch", ratio.show(".2f"), "", verdict(ratio.middle >= MIN_TORCH_RATIO)))
     if size == "124m" and OURS in took:
         speed = median([about["tokens"] / seconds for seconds in took[OURS]]).middle
-        rows.append(("aim", f"{TOKENS_A_SECOND:,}", "", verdict(speed >= TOKENS_A_SECOND)))
+        rows.append(("aim", f"{MIN_TOKENS_PER_S:,}", "", verdict(speed >= MIN_TOKENS_PER_S)))
     return Table(
         f"GPT-2 {size} beside torch on {about['device']}",
-        ("", "tokens/s: median (95% interval)", "MFU", f"{TIMES_TORCH} times torch; aim"),
+        ("", "tokens/s: median (95% interval)", "MFU", f"{MIN_TORCH_RATIO} times torch; aim"),
         rows,
         [
             f"{about['parameters']:,} parameters, batch {options['batch']}, "
@@ -101,7 +95,6 @@ def _beside_torch(size: str, quick: bool) -> Table:
 
 
 def _row(name: str, about: Mapping[str, Any], took: list[float]) -> tuple[str, ...]:
-    """Both do the same work, so that ours says what a token takes."""
     speed = median([about["tokens"] / seconds for seconds in took])
     peak = peak_flops(about["device"], "bf16")
     mfu = f"{speed.middle * about['flops'] / about['tokens'] / peak:.1%}" if peak else "–"

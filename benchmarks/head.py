@@ -1,63 +1,54 @@
-"""Whether one head carries 200 members of GPT-2 124M that push every 100 steps. About 3 minutes.
+"""Compute whether one head is enough for 200 members of GPT-2 124M that push every 100 steps. About 3 minutes.
 
-What merges take of its processors is measured, of four contributions and of sixteen: what one more costs follows. What
-the coordinator takes, and what goes over the network, comes from the simulation, whose steps take a second, as on a
-v2-8 in the plan. The head is an n2-highmem-8, as docs/journey.md has it.
+Merges of four and of sixteen contributions are measured. The coordinator's processor time and the traffic come from the
+simulation with steps of a second. The head is an n2-highmem-8, as in docs/journey.md.
 """
 
 import time
 
 from benchmarks import scale
-from benchmarks.merge import MEMBERS, SMALL, Case, Run, room_for
+from benchmarks.merge import CONTRIBUTION_COUNT, SMALL_SIZE, Case, Run, room_for
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.catalog import machines
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 
-AIM, CYCLE_S, HEAD = 200, 100.0, "n2-highmem-8"
-SECONDS = 650
-"""Simulated."""
-MORE, ROUNDS = 16, 3
+MEMBER_COUNT, CYCLE_S, HEAD = 200, 100.0, "n2-highmem-8"
+SIMULATED_S = 650
+MAX_CONTRIBUTIONS, ROUND_COUNT = 16, 3
 
 
 def run(settings: Settings) -> Table:
-    """Merges, then the simulation."""
-    size, members, seconds = (2**20, 20, 350) if settings.quick else (SMALL, AIM, SECONDS)
-    few, many = (merging(size, count) for count in (MEMBERS, MORE))
-    one_more = (many - few) / (MORE - MEMBERS)
-    merges = (few + (members - MEMBERS) * one_more) / CYCLE_S
-    found = scale.simulate(members, seconds)
-    cores = merges + found.cpu
-    gbps = max(found.up, found.down) * members / 1e3
-    (machine,) = [each for each in machines() if each.name == HEAD]
+    size, members, seconds = (2**20, 20, 350) if settings.quick else (SMALL_SIZE, MEMBER_COUNT, SIMULATED_S)
+    few, many = (merge_cpu_s(size, count) for count in (CONTRIBUTION_COUNT, MAX_CONTRIBUTIONS))
+    one_more = (many - few) / (MAX_CONTRIBUTIONS - CONTRIBUTION_COUNT)
+    merges = (few + (members - CONTRIBUTION_COUNT) * one_more) / CYCLE_S
+    load = scale.simulate(members, seconds)
+    cores = merges + load.cpu
+    gbps = max(load.up, load.down) * members / 1e3
+    (machine,) = [machine for machine in machines() if machine.name == HEAD]
     rows = [
         ("merging, cores", f"{merges:.2f}", ""),
-        ("the coordinator, without the carrying of messages, cores", f"{found.cpu:.2f}", ""),
+        ("the coordinator, without message transport, cores", f"{load.cpu:.2f}", ""),
         ("together, cores", f"{cores:.2f}", f"{machine.vcpus} vCPUs: {verdict(cores <= machine.vcpus / 2)}"),
         ("network, Gbit/s, the busier way", f"{gbps:.2f}",
          f"{machine.network_gbps:g}: {verdict(gbps <= machine.network_gbps / 2)}"),
     ]  # fmt: skip
     notes = [
-        f"a merge of {MEMBERS}: {few:.2f} s of a core; of {MORE}: {many:.2f}; so {one_more:.2f} for one more",
-        "int8 up and down, Nesterov; a push of each member every 100 s",
-        f"limit: half of what an {HEAD} has, for pushes come in bursts",
+        f"CPU-s of {CONTRIBUTION_COUNT}: {few:.2f}, of {MAX_CONTRIBUTIONS}: {many:.2f}; one more: {one_more:.2f}",
+        "int8 up and down, Nesterov; each member pushes every 100 s",
+        f"limit: half of an {HEAD}, because pushes come in bursts",
     ]
     return Table(f"One head for {members} members of GPT-2 124M", ("", "needs", "has"), rows, notes)
 
 
-def merging(parameters: int, members: int) -> float:
-    """Seconds of a core that a merge of so many contributions takes: the median of some."""
-    case = Case(
-        f"{members} contributions",
-        parameters,
-        "int8",
-        OuterRule("nesterov", downlink="int8"),
-        cold=False,
-        members=members,
-    )
+def merge_cpu_s(parameters: int, members: int) -> float:
+    """Return the median CPU seconds of a merge of so many contributions."""
+    outer = OuterRule("nesterov", downlink="int8")
+    case = Case(f"{members} contributions", parameters, "int8", outer, cold=False, members=members)
     with room_for(case) as folder:
-        made, took = Run(folder, case), []
-        for _ in range(ROUNDS):
+        prepared, took = Run(folder, case), []
+        for _ in range(ROUND_COUNT):
             start = time.process_time()
-            made.merge()
+            prepared.merge()
             took.append(time.process_time() - start)
-    return sorted(took)[ROUNDS // 2]
+    return sorted(took)[ROUND_COUNT // 2]

@@ -1,4 +1,4 @@
-"""Load for a network: a process that opens connections or fills them, and one that takes them."""
+"""Network load: processes that open or fill connections, and processes that accept them."""
 
 import errno
 import multiprocessing
@@ -10,23 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from benchmarks.namespaces import Space
+from tests.router.namespaces import Space
 
 FORK = multiprocessing.get_context("fork")
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER of a connection whose end leaves nothing behind on either side."""
-PATIENCE = struct.pack("ll", 20, 0)
-"""SO_RCVTIMEO: seconds for what should take none."""
-CHUNK = 2**18
-BACKLOG = 16_384
-WARM_UP = 0.2
-"""Seconds in which connections that are filled find their pace."""
+"""SO_LINGER: reset a connection at its end."""
+RECEIVE_TIMEOUT = struct.pack("ll", 20, 0)
+"""SO_RCVTIMEO, in seconds."""
+CHUNK_BYTES = 2**18
+BACKLOG_SIZE = 16_384
+WARM_UP_S = 0.2
 Address = tuple[str, int]
 
 
 @contextmanager
 def answering(space: Space, port: int) -> Iterator[None]:
-    """A target that says a byte on each connection and ends it."""
+    """Run a target that sends a byte on each connection and closes it."""
 
     def serve(server: socket.socket) -> None:
         while True:
@@ -40,11 +39,11 @@ def answering(space: Space, port: int) -> Iterator[None]:
 
 @contextmanager
 def reading(space: Space, port: int) -> Iterator[Any]:
-    """A target that says a byte on each connection and reads what comes; gives a value that counts the bytes."""
+    """Run a target that sends a byte on each connection and reads; yield its count of bytes."""
     count = FORK.Value("Q", 0, lock=False)
 
     def serve(server: socket.socket) -> None:
-        buffer, peers, poll = bytearray(CHUNK), {server.fileno(): server}, select.epoll()
+        buffer, peers, poll = bytearray(CHUNK_BYTES), {server.fileno(): server}, select.epoll()
         poll.register(server, select.EPOLLIN)
         while True:
             for number, _ in poll.poll():
@@ -71,7 +70,7 @@ def _serving(space: Space, port: int, serve: Callable[[socket.socket], None]) ->
 
     def body() -> None:
         space.join()
-        server = socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
+        server = socket.create_server(("0.0.0.0", port), backlog=BACKLOG_SIZE)
         ready.set()
         serve(server)
 
@@ -87,47 +86,46 @@ def _serving(space: Space, port: int, serve: Callable[[socket.socket], None]) ->
 
 
 def opened(space: Space, address: Address, at_once: int, seconds: float) -> float:
-    """Connections a second that hear their target's byte and are closed then; `at_once` are opened together."""
+    """Return connections per second, each closed after its target's byte; `at_once` are opened together."""
 
     def body() -> float:
         done, start = 0, time.perf_counter()
         while (now := time.perf_counter()) < start + seconds:
-            _hear([_connect(address) for _ in range(at_once)], close=True)
+            _receive_bytes([_connect(address) for _ in range(at_once)], close=True)
             done += at_once
         return done / (now - start)
 
-    return _measured(space, body)
+    return _run_in(space, body)
 
 
 def filled(space: Space, addresses: Sequence[Address], count: Any, seconds: float) -> float:
-    """Gbit/s through a connection to each address, as the target that is `reading` counts them."""
+    """Return Gbit/s through a connection to each address, as counted by the target of `reading`."""
 
     def body() -> float:
-        chunk, poll = memoryview(bytes(CHUNK)), select.epoll()
+        chunk, poll = memoryview(bytes(CHUNK_BYTES)), select.epoll()
         peers = [_connect(address) for address in addresses]
-        _hear(peers, close=False)
+        _receive_bytes(peers, close=False)
         by_number = {peer.fileno(): peer for peer in peers}
         for peer in peers:
             peer.setblocking(False)
             poll.register(peer, select.EPOLLOUT)
         start = time.perf_counter()
-        began, before = start, 0
-        while (now := time.perf_counter()) < start + WARM_UP + seconds:
-            if not before and now > start + WARM_UP:
-                began, before = now, count.value
+        counted_since, before = start, 0
+        while (now := time.perf_counter()) < start + WARM_UP_S + seconds:
+            if not before and now > start + WARM_UP_S:
+                counted_since, before = now, count.value
             for number, _ in poll.poll():
                 with suppress(BlockingIOError):
                     by_number[number].send(chunk)
-        return (count.value - before) * 8 / (time.perf_counter() - began) / 1e9
+        return (count.value - before) * 8 / (time.perf_counter() - counted_since) / 1e9
 
-    return _measured(space, body)
+    return _run_in(space, body)
 
 
 def _connect(address: Address) -> socket.socket:
-    """A socket that connects, without waiting."""
     peer = socket.socket()
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PATIENCE)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, RECEIVE_TIMEOUT)
     peer.setblocking(False)
     if (code := peer.connect_ex(address)) not in (0, errno.EINPROGRESS):
         raise OSError(code, f"connecting to {address} failed")
@@ -135,17 +133,16 @@ def _connect(address: Address) -> socket.socket:
     return peer
 
 
-def _hear(peers: Sequence[socket.socket], close: bool) -> None:
-    """Wait for the byte on all of them."""
+def _receive_bytes(peers: Sequence[socket.socket], close: bool) -> None:
     for peer in peers:
         if not peer.recv(1):
-            raise RuntimeError("a connection ended before its target said anything")
+            raise RuntimeError("a connection ended before its target sent a byte")
         if close:
             peer.close()
 
 
-def _measured(space: Space, body: Callable[[], float]) -> float:
-    """What it gives in a process of its own, in a network."""
+def _run_in(space: Space, body: Callable[[], float]) -> float:
+    """Run `body` in its own process, in a network namespace."""
     reader, writer = FORK.Pipe(duplex=False)
 
     def work() -> None:

@@ -1,9 +1,8 @@
-"""How fast a shard merges: four contributions of 124 M and of 1.5 B parameters. About 10 minutes, 40 GB of disk.
+"""Measure how fast a shard merges four contributions of 124 M and of 1.5 B parameters. 10 minutes, 40 GB of disk.
 
-A merge is all that a shard does between CHOOSE and COMMIT: read payloads and the version before from disk and check
-their digests, sum, write the next version and its digest, fsync. Beside it, in the same rounds: memcpy of as many
-bytes, and for 124 M a gloo all-reduce of four float32 vectors among four processes on loopback, which leaves no record
-and survives no loss. 1.5 B parameters are read from the disk: what the system keeps of the files is dropped before.
+A merge reads payloads and the previous version, checks digests, sums, writes the next version, and calls fsync. The
+same rounds measure memcpy of as many bytes, and for 124 M a gloo all-reduce of four float32 vectors on loopback, which
+is not durable. With 1.5 B parameters the page cache is dropped before each merge.
 """
 
 import json
@@ -34,29 +33,25 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.storage.store import Store
 
-MEMBERS, FRAGMENTS = 4, 8
-SMALL, LARGE = 124_475_904, 1_557_611_200
+CONTRIBUTION_COUNT, FRAGMENT_COUNT = 4, 8
+SMALL_SIZE, LARGE_SIZE = 124_475_904, 1_557_611_200
 """Parameters of gpt2-124m and gpt2-1558m with padded vocabularies."""
-ROUNDS, LARGE_ROUNDS = 6, 3
-BLOCK_SIZE = 2**28
-"""Bytes copied at a time beside a merge: a quarter of a gibibyte, far beyond the caches."""
+ROUND_COUNT, LARGE_ROUND_COUNT = 6, 3
+COPY_BLOCK_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table."""
-
     name: str
     parameters: int
     form: Form
     outer: OuterRule
     cold: bool
-    members: int = MEMBERS
+    members: int = CONTRIBUTION_COUNT
 
 
 def run(settings: Settings) -> Table:
-    """Case by case; in each, merge and peers in turn."""
-    small, large = (2**20, 2**22) if settings.quick else (SMALL, LARGE)
+    small, large = (2**20, 2**22) if settings.quick else (SMALL_SIZE, LARGE_SIZE)
     cases = [
         Case("124 M, f32, average", small, "plain", OuterRule("average"), cold=False),
         Case("124 M, int8 up, average", small, "int8", OuterRule("average"), cold=False),
@@ -65,21 +60,21 @@ def run(settings: Settings) -> Table:
     ]
     rows: list[tuple[str, ...]] = []
     notes = [
-        f"one shard of {FRAGMENTS} fragments on {os.cpu_count()} cores; digests of all that is read and written; fsync",
-        f"{ROUNDS} rounds of 124 M and {LARGE_ROUNDS} of 1.5 B after one that warms up; memcpy by one core, in memory",
-        "all-reduce: one float32 vector a process, the bytes are those of all four",
+        f"one shard of {FRAGMENT_COUNT} fragments on {os.cpu_count()} cores; digests of all data; fsync",
+        f"{ROUND_COUNT} rounds of 124 M and {LARGE_ROUND_COUNT} of 1.5 B after a warm-up; memcpy: one core, in memory",
+        "all-reduce: one float32 vector a process, bytes of all four",
     ]
     for case in cases:
         try:
-            rows.append(_row(case, 1 if settings.quick else LARGE_ROUNDS if case.cold else ROUNDS))
+            rows.append(_row(case, 1 if settings.quick else LARGE_ROUND_COUNT if case.cold else ROUND_COUNT))
         except Skipped as reason:
             notes.append(f"{case.name}: skipped: {reason}")
     try:
-        took = all_reduce(small, 2 if settings.quick else ROUNDS)
-        size = 4 * MEMBERS * small
-        speed = median([size / each / 1e9 for each in took])
+        took = all_reduce(small, 2 if settings.quick else ROUND_COUNT)
+        size = 4 * CONTRIBUTION_COUNT * small
+        speed = median([size / seconds / 1e9 for seconds in took])
         shown = median(took).show(".2f"), speed.show(".2f")
-        rows.append(("124 M, f32, gloo all-reduce in place of it", f"{size / 1e9:.1f}", *shown, ""))
+        rows.append(("124 M, f32, gloo all-reduce", f"{size / 1e9:.1f}", *shown, ""))
     except Skipped as reason:
         notes.append(f"all-reduce: skipped: {reason}")
     return Table(
@@ -92,30 +87,30 @@ def run(settings: Settings) -> Table:
 
 def _row(case: Case, rounds: int) -> tuple[str, ...]:
     with room_for(case) as folder:
-        made = Run(folder, case)
+        prepared = Run(folder, case)
         merges, copies = [], []
         for number in range(-1, rounds):
-            seconds = made.merge(), memcpy(made.bytes)
+            seconds = prepared.merge(), memcpy(prepared.bytes)
             if number >= 0:
                 merges.append(seconds[0])
                 copies.append(seconds[1])
     return (
         case.name,
-        f"{made.read / 1e9:.1f} + {made.written / 1e9:.1f}",
+        f"{prepared.read / 1e9:.1f} + {prepared.written / 1e9:.1f}",
         median(merges).show(".2f"),
-        median([made.bytes / each / 1e9 for each in merges]).show(".2f"),
-        median([made.bytes / each / 1e9 for each in copies]).show(".1f"),
+        median([prepared.bytes / s / 1e9 for s in merges]).show(".2f"),
+        median([prepared.bytes / s / 1e9 for s in copies]).show(".1f"),
     )
 
 
 class Run:
-    """A run at version 0 with a contribution of each member to it."""
+    """A run at version 0 with a contribution from each member."""
 
     def __init__(self, folder: Path, case: Case):
         self._store, self._case = Store(folder), case
         ledger, objects = Ledger(self._store), Objects(self._store)
-        share = case.parameters // FRAGMENTS // 256 * 256
-        sizes = [share] * (FRAGMENTS - 1) + [case.parameters - share * (FRAGMENTS - 1)]
+        share = case.parameters // FRAGMENT_COUNT // 256 * 256
+        sizes = [share] * (FRAGMENT_COUNT - 1) + [case.parameters - share * (FRAGMENT_COUNT - 1)]
         numbers = np.random.default_rng(0)
         identities = [Identity(Incarnation(f"m{n}", f"{n:032x}"), 1) for n in range(case.members)]
         state: list[str] = []
@@ -147,21 +142,20 @@ class Run:
             decisions.append(Decision(identity, "applied", "", rows, 0, 1, 1 / case.members))
         self._merge = Merge(1, tuple(decisions), case.outer, 0.6, 1.0, 0.0, None, "")
         self._aggregator = Aggregator(ledger, objects, sizes, 0, 1)
-        self._there = set(self._store.names(""))
-        payloads = [payload_name(identity, fragment) for identity in identities for fragment in range(FRAGMENTS)]
+        self._stored = set(self._store.names(""))
+        payloads = [payload_name(identity, fragment) for identity in identities for fragment in range(FRAGMENT_COUNT)]
         self.read = self._size([object_name(digest) for digest in self._genesis.objects] + payloads)
         self.written = 0
         os.sync()
 
     @property
     def bytes(self) -> int:
-        """Read and written by a merge."""
         return self.read + self.written
 
     def merge(self) -> float:
-        """Seconds; what it wrote is deleted again."""
+        """Merge, delete the result, and return the seconds."""
         if self._case.cold:
-            for name in self._there:
+            for name in self._stored:
                 with self._path(name).open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
@@ -170,9 +164,9 @@ class Run:
         part = effect.action()
         seconds = time.perf_counter() - start
         assert isinstance(part, ShardResult)
-        made = set(self._store.names("")) - self._there
-        self.written = self._size(made)
-        for name in made:
+        new = set(self._store.names("")) - self._stored
+        self.written = self._size(new)
+        for name in new:
             self._store.delete(name)
         return seconds
 
@@ -186,24 +180,24 @@ class Run:
 
 
 def memcpy(size: int) -> float:
-    """Seconds to copy as many bytes in memory, with one core."""
-    source, target = np.ones(BLOCK_SIZE, np.uint8), np.ones(BLOCK_SIZE, np.uint8)
+    """Return the seconds to copy `size` bytes in memory with one core."""
+    source, target = np.ones(COPY_BLOCK_BYTES, np.uint8), np.ones(COPY_BLOCK_BYTES, np.uint8)
     start = time.perf_counter()
-    for begin in range(0, size, BLOCK_SIZE):
-        count = min(BLOCK_SIZE, size - begin)
+    for begin in range(0, size, COPY_BLOCK_BYTES):
+        count = min(COPY_BLOCK_BYTES, size - begin)
         np.copyto(target[:count], source[:count])
     return time.perf_counter() - start
 
 
 def all_reduce(parameters: int, rounds: int) -> list[float]:
-    """Seconds of each all-reduce of a float32 vector among four processes."""
+    """Return the seconds of each all-reduce of a float32 vector among four processes."""
     python = torch_python("cpu")
     script = Path(__file__).with_name("torch_reduce.py")
     port = random.randrange(20_000, 60_000)
-    asked = [str(MEMBERS), str(parameters), str(rounds), str(port)]
+    arguments = [str(CONTRIBUTION_COUNT), str(parameters), str(rounds), str(port)]
     processes = [
-        subprocess.Popen([python, script, str(rank), *asked], stdout=subprocess.PIPE, text=True)
-        for rank in range(MEMBERS)
+        subprocess.Popen([python, script, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
+        for rank in range(CONTRIBUTION_COUNT)
     ]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
@@ -213,11 +207,11 @@ def all_reduce(parameters: int, rounds: int) -> list[float]:
 
 @contextmanager
 def room_for(case: Case) -> Iterator[Path]:
-    """A folder for a case; Skipped where the disk is too small."""
+    """Yield a folder for a case. Raises Skipped if the disk is too small."""
     with tempfile.TemporaryDirectory() as folder:
-        room = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(folder).free
         needed = (10 + 4 * case.members) * case.parameters
-        if room < needed:
-            raise Skipped(f"{folder} has {room / 1e9:.0f} GB free, {needed / 1e9:.0f} are needed")
+        if free < needed:
+            raise Skipped(f"{folder} has {free / 1e9:.0f} GB free, {needed / 1e9:.0f} are needed")
         print(f"{case.name}: making contributions …", file=sys.stderr)
         yield Path(folder)

@@ -1,8 +1,7 @@
-"""What `tpuswarm plan` takes for GPT-2 124M on seven generations of TPU, and what it finds for all four sizes.
+"""Measure `tpuswarm plan` for GPT-2 124M on seven generations of TPU, and print its results for all four sizes.
 
-Limits, on 2 cores: 4 minutes with a batch, 12 with the largest micro-batch, 2 s once it is known, 6 GiB in all. Memory
-is the sum over all processes of what is theirs, pages they share divided among them (PSS), looked at every 3 s. The
-tables of sizes are what the TPU compiler says; no TPU is needed or used. About 70 minutes.
+Limits, on 2 cores: 4 minutes with a batch, 12 with the largest micro-batch, 2 s from the cache, 6 GiB in all. Memory is
+the PSS of all processes, read every 3 s. The TPU compiler computes the tables; no TPU is used. About 70 minutes.
 """
 
 import json
@@ -21,21 +20,20 @@ from tpuswarm.plan.compile_pool import no_compiler
 
 BATCH = "64"
 LIMITS = {"with a batch": 240.0, "largest micro-batch": 720.0, "the same again": 2.0}
-MEMORY = 6.0
-LOOK = 3.0
-"""Seconds between two looks at the memory: each takes the kernel some 50 ms."""
+MAX_MEMORY_GIB = 6.0
+MEMORY_POLL_INTERVAL_S = 3.0
+"""A reading takes the kernel some 50 ms."""
 SIZES = ("gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1558m")
 
 
 def run(settings: Settings) -> Iterator[Table]:
-    """The times, then a table for each way to ask."""
     if reason := no_compiler():
         raise Skipped(reason)
     sizes = ("gpt2-tiny",) if settings.quick else SIZES
     on = ["--on", "v5e-1", "--context", "1024"] if settings.quick else []
     with tempfile.TemporaryDirectory() as cache:
-        asked = {"with a batch": ["--batch", BATCH], "largest micro-batch": [], "the same again": []}
-        took = {name: _plan([sizes[0], *on, *words], cache) for name, words in asked.items()}
+        arguments = {"with a batch": ["--batch", BATCH], "largest micro-batch": [], "the same again": []}
+        took = {name: _plan([sizes[0], *on, *words], cache) for name, words in arguments.items()}
         yield Table(
             f"{sizes[0]} on {len(took['with a batch'][0])} slices",
             ("", "seconds", "limit", "", "memory at most, GiB", "limit", "", "compilations"),
@@ -46,15 +44,15 @@ def run(settings: Settings) -> Iterator[Table]:
                     f"{LIMITS[name]:.0f}",
                     verdict(seconds <= LIMITS[name]),
                     f"{memory / GIB:.1f}",
-                    f"{MEMORY:.0f}",
-                    verdict(memory <= MEMORY * GIB),
+                    f"{MAX_MEMORY_GIB:.0f}",
+                    verdict(memory <= MAX_MEMORY_GIB * GIB),
                     "–" if name == "the same again" else str(sum(row["compilations"] for row in rows)),
                 )
                 for name, (rows, seconds, memory) in took.items()
             ],
         )
         for name in ("with a batch", "largest micro-batch"):
-            found = {size: _plan([size, *on, *asked[name]], cache)[0] for size in sizes}
+            found = {size: _plan([size, *on, *arguments[name]], cache)[0] for size in sizes}
             yield _sizes(name, found)
 
 
@@ -73,7 +71,7 @@ def _sizes(name: str, found: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """How a row of plan runs, and what it needs of one device."""
+    """Describe a row of the plan: layout and memory of one device."""
     if row["fits"] is not True:
         return "does not fit" if row["fits"] is False else str(row["problem"])
     remat = "" if row["remat"] == "none" else f", {row['remat']}"
@@ -81,32 +79,32 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def _plan(words: list[str], cache: str) -> tuple[list[dict[str, Any]], float, int]:
-    """Rows, seconds, and bytes of memory at the worst moment."""
+    """Return rows, seconds, and the peak memory in bytes."""
     command = [str(Path(sys.executable).with_name("tpuswarm")), "plan", *words, "--json"]
-    start, most = time.perf_counter(), 0
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=out, stderr=said, env=os.environ | {"TPUSWARM_CACHE": cache})
-        seen = 0.0
+    start, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=out, stderr=errors, env=os.environ | {"TPUSWARM_CACHE": cache})
+        last_poll = 0.0
         while process.poll() is None:
             time.sleep(0.02)
-            if time.perf_counter() - seen > LOOK:
-                seen = time.perf_counter()
-                most = max(most, _memory(process.pid))
+            if time.perf_counter() - last_poll > MEMORY_POLL_INTERVAL_S:
+                last_poll = time.perf_counter()
+                peak = max(peak, _memory(process.pid))
         seconds = time.perf_counter() - start
-        for file in (out, said):
+        for file in (out, errors):
             file.seek(0)
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {said.read()[-2000:]}")
-        return json.loads(out.read())["rows"], seconds, most
+            raise RuntimeError(f"{' '.join(command)} failed: {errors.read()[-2000:]}")
+        return json.loads(out.read())["rows"], seconds, peak
 
 
 def _memory(root: int) -> int:
-    """Bytes of a process and of all under it."""
+    """Return the bytes of a process and all its descendants."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
+        except OSError:
             continue
     ours = {root}
     while more := {pid for pid, parent in parents.items() if parent in ours and pid not in ours}:

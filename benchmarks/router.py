@@ -1,4 +1,4 @@
-"""A router beside none, and beside the iptables rules and the HAProxy that it replaces: connections and throughput.
+"""Compare our router with none, with iptables rules and with HAProxy: new connections and throughput.
 
 Client, routers and targets are network namespaces of one machine, wired by veth pairs. About 10 minutes; root only.
 """
@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.load import BACKLOG, Address, answering, filled, opened, reading
-from benchmarks.namespaces import Space
+from tests.router.namespaces import Space
+
+from benchmarks.load import BACKLOG_SIZE, Address, answering, filled, opened, reading
 from benchmarks.report import Settings, Skipped, Table, median, verdict
 from tpuswarm.router.file import read_router
 from tpuswarm.router.mapping import Mapping
@@ -24,11 +25,11 @@ from tpuswarm.router.ruleset import ruleset
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "router-seed.toml"
 PORT = 8470
-OPENING, FILLING = 0.25, 0.5
-"""Seconds of one measurement; the arms take turns, in another order every round."""
+OPEN_S, FILL_S = 0.25, 0.5
+"""Length of one measurement; the arms take turns, in another order every round."""
 DIRECT, PLAIN, OURS, IPTABLES, HAPROXY = "no router", "a router that translates nothing", "ours", "iptables", "HAProxy"
-FLAT, FASTER, NEAR = 0.95, 1.4, 0.9
-"""The aims: last target over first, over iptables at the last target, throughput over direct."""
+MIN_LAST_OVER_FIRST, MIN_OVER_IPTABLES, MIN_OVER_DIRECT = 0.95, 1.4, 0.9
+"""New connections at the last target over the first and over iptables; throughput over no router."""
 
 CLIENT = """
 echo 1024 65535 > /proc/sys/net/ipv4/ip_local_port_range
@@ -41,8 +42,8 @@ ip link set d0 up
 """
 TARGETS = f"""
 ip link set lo up
-echo {BACKLOG} > /proc/sys/net/core/somaxconn
-echo {BACKLOG} > /proc/sys/net/ipv4/tcp_max_syn_backlog
+echo {BACKLOG_SIZE} > /proc/sys/net/core/somaxconn
+echo {BACKLOG_SIZE} > /proc/sys/net/ipv4/tcp_max_syn_backlog
 for net in $(seq 48 55); do ip route add local 10.$net.0.0/16 dev lo; done
 """
 ROUTER = """
@@ -61,14 +62,14 @@ echo 1 > /proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close
 
 
 def mapping(count: int) -> Mapping:
-    """The first of the 2,048 machines that the example names."""
-    _, whole = read_router(EXAMPLE)
-    targets = [(port, target) for port, target in whole.targets.items() if target.port == PORT]
-    return replace(whole, outside="eth0", inside="eth1", targets=dict(targets[:count]))
+    """Return a mapping of the first machines in the example."""
+    _, example = read_router(EXAMPLE)
+    targets = [(port, target) for port, target in example.targets.items() if target.port == PORT]
+    return replace(example, outside="eth0", inside="eth1", targets=dict(targets[:count]))
 
 
 def iptables(mapping: Mapping) -> str:
-    """A rule for each target, as the script has them, in the form of iptables-restore."""
+    """Return a rule for each target, for iptables-restore."""
     lines = ["*nat"]
     for port, target in mapping.targets.items():
         lines.append(f"-A PREROUTING --src 10.0.0.0/8 -p tcp --dport {port} -j DNAT --to-destination {target}")
@@ -76,7 +77,7 @@ def iptables(mapping: Mapping) -> str:
 
 
 def haproxy(mapping: Mapping) -> str:
-    """A `listen` for each target, as the configuration has it."""
+    """Return a configuration with a `listen` for each target."""
     text = ""
     for port, target in mapping.targets.items():
         text += f"listen tpu{port}\n  bind 0.0.0.0:{port}\n  mode tcp\n  timeout connect 4000\n"
@@ -85,13 +86,11 @@ def haproxy(mapping: Mapping) -> str:
 
 
 class Arm(NamedTuple):
-    """One way to reach the targets."""
+    """A way to reach the targets. targets: their number, 0 without translation; doors: their addresses."""
 
     name: str
     targets: int
-    """How many; 0 where nothing is translated."""
     doors: tuple[Address, ...]
-    """The address of each target for the client, in order."""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.targets:,} targets" if self.targets else self.name
@@ -113,7 +112,7 @@ class Network:
         return space
 
     def router(self) -> tuple[Space, str]:
-        """Another one that forwards, and its address."""
+        """Add a forwarding router; return it and its address."""
         self._routers += 1
         number = self._routers
         space = self._space()
@@ -123,7 +122,6 @@ class Network:
         return space, f"10.1.{number}.1"
 
     def arms(self, counts: tuple[int, ...]) -> Iterator[Arm]:
-        """All of them, ready."""
         yield Arm(DIRECT, 0, (("10.2.0.2", PORT),))
         _, door = self.router()
         self.client.sh(f"ip route add 10.48.0.0/13 via {door}")
@@ -158,74 +156,81 @@ class Network:
 
 
 def run(settings: Settings) -> Iterator[Table]:
-    """New connections per second at the last target, throughput over all targets, and the aims."""
     if os.geteuid() != 0:
-        raise Skipped("only root may make network namespaces")
+        raise Skipped("only root can make network namespaces")
     if missing := [name for name in ("ip", "nft", "unshare", "nsenter") if not shutil.which(name)]:
         raise Skipped(f"there is no {missing[0]} on this machine")
     counts, at_once, rounds = ((16,), (1, 127), 1) if settings.quick else ((16, 256, 2_048), (1, 127, 1_000), 12)
     with ExitStack() as stack:
         network = Network(stack)
         arms = list(network.arms(counts))
-        found = _measure(network, arms, at_once, rounds)
+        results = _measure(network, arms, at_once, rounds)
     notes = [f"{name}: skipped, it is not installed" for name in (IPTABLES, HAPROXY) if not shutil.which(name.lower())]
-    yield _table("A router: new connections per second", "opened together", OPENED, arms, at_once, found, [
-        f"median (interval) of {rounds} rounds of {OPENING} s; a connection counts when its target has said a byte",
+    yield _table("A router: new connections per second", "opened together", OPENED, arms, at_once, results, [
+        f"median (interval) of {rounds} rounds of {OPEN_S} s; a connection counts when its target has sent a byte",
         "at the last of the targets; the client resets each connection then",
         f"{_version('nft')}, {_version('iptables')}, {_version('haproxy', '-v')}",
         *notes,
     ])  # fmt: skip
-    yield _table("A router: Gbit/s", "connections", FILLED, arms, at_once, found, [
-        f"median (interval) of {rounds} rounds of {FILLING} s; the connections go to all the targets in turn",
+    yield _table("A router: Gbit/s", "connections", FILLED, arms, at_once, results, [
+        f"median (interval) of {rounds} rounds of {FILL_S} s; the connections go to all the targets in turn",
     ])  # fmt: skip
-    yield _aims(arms, at_once, found)
+    yield _aims(arms, at_once, results)
 
 
 OPENED, FIRST, FILLED = "opened", "opened at the first target", "filled"
-Found = dict[tuple[str, Arm, int], list[float]]
+Results = dict[tuple[str, Arm, int], list[float]]
 
 
-def _measure(network: Network, arms: list[Arm], at_once: tuple[int, ...], rounds: int) -> Found:
-    """All arms in turn, again and again."""
-    found: Found = {}
+def _measure(network: Network, arms: list[Arm], at_once: tuple[int, ...], rounds: int) -> Results:
+    results: Results = {}
     client, most = network.client, max(arm.targets for arm in arms)
     for number in range(rounds):
-        draw = random.Random(number)  # another order in every round, and what is compared close together
+        draw = random.Random(number)  # another order in every round
         turns = [(arm, at) for at in at_once for arm in draw.sample(arms, len(arms))]
         with answering(network.targets, PORT):
             for arm, at in turns:
-                found.setdefault((OPENED, arm, at), []).append(opened(client, arm.doors[-1], at, OPENING))
+                results.setdefault((OPENED, arm, at), []).append(opened(client, arm.doors[-1], at, OPEN_S))
                 if arm.targets == most:
-                    found.setdefault((FIRST, arm, at), []).append(opened(client, arm.doors[0], at, OPENING))
+                    results.setdefault((FIRST, arm, at), []).append(opened(client, arm.doors[0], at, OPEN_S))
         with reading(network.targets, PORT) as count:
             for arm, at in turns:
                 doors = [arm.doors[i % len(arm.doors)] for i in range(at)]
-                found.setdefault((FILLED, arm, at), []).append(filled(client, doors, count, FILLING))
-    return found
+                results.setdefault((FILLED, arm, at), []).append(filled(client, doors, count, FILL_S))
+    return results
 
 
 def _table(
-    title: str, what: str, kind: str, arms: list[Arm], at_once: tuple[int, ...], found: Found, notes: list[str]
+    title: str, what: str, kind: str, arms: list[Arm], at_once: tuple[int, ...], results: Results, notes: list[str]
 ) -> Table:
     form = ".1f" if kind == FILLED else ",.0f"
-    rows = [(str(arm), *(median(found[kind, arm, at]).show(form) for at in at_once)) for arm in arms]
+    rows = [(str(arm), *(median(results[kind, arm, at]).show(form) for at in at_once)) for arm in arms]
     return Table(title, (what, *(f"{at:,}" for at in at_once)), rows, notes)
 
 
-def _aims(arms: list[Arm], at_once: tuple[int, ...], found: Found) -> Table:
-    """Medians of the rounds' ratios."""
+def _aims(arms: list[Arm], at_once: tuple[int, ...], results: Results) -> Table:
+    # medians of the rounds' ratios
     last = {arm.name: arm for arm in arms}  # the one with the most targets
     ours, rows = last[OURS], []
-    compared = [(f"new connections, last of {ours.targets:,} targets over the first", FLAT, OPENED, (FIRST, ours))]
+    compared = [
+        (
+            f"new connections, last of {ours.targets:,} targets over the first",
+            MIN_LAST_OVER_FIRST,
+            OPENED,
+            (FIRST, ours),
+        )
+    ]
     if IPTABLES in last:
         what = f"new connections at the last of {ours.targets:,} targets, over iptables"
-        compared.append((what, FASTER, OPENED, (OPENED, last[IPTABLES])))
+        compared.append((what, MIN_OVER_IPTABLES, OPENED, (OPENED, last[IPTABLES])))
     for direct in (DIRECT, PLAIN):
-        compared.append((f"Gbit/s, {ours.targets:,} targets, over {direct}", NEAR, FILLED, (FILLED, last[direct])))
+        compared.append(
+            (f"Gbit/s, {ours.targets:,} targets, over {direct}", MIN_OVER_DIRECT, FILLED, (FILLED, last[direct]))
+        )
     for what, aim, kind, other in compared:
         row = [what]
         for at in at_once:
-            ratio = median([a / b for a, b in zip(found[kind, ours, at], found[*other, at], strict=True)])
+            ratio = median([a / b for a, b in zip(results[kind, ours, at], results[*other, at], strict=True)])
             row.append(f"{ratio.show('.2f')} {verdict(ratio.middle >= aim)}")
         rows.append((*row, f"at least {aim}"))
     return Table("A router: the aims", ("connections at once", *(f"{at:,}" for at in at_once), "aim"), rows)

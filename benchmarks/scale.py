@@ -1,8 +1,7 @@
-"""How far one coordinator carries: 10, 100 and 1,000 members in the simulation. About 5 minutes.
+"""Measure the load of one coordinator with 10, 100 and 1,000 simulated members. About 5 minutes.
 
-The state machines, the engine's messages and the ledger's JSON are the product's; links, steps, merges and failures are
-times on a virtual clock. What is measured is what the coordinator's code takes of a processor for a simulated second.
-The carrying of a message from process to process (Ray's part) is not in it.
+State machines, messages and the ledger's JSON are the product's; links, steps, merges and failures are simulated. The
+benchmark measures the processor time of the coordinator's code for a simulated second, without Ray's message transport.
 """
 
 import math
@@ -14,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.memory_store import MemoryStore
+from tests.swarm.memory_store import MemoryStore
+
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import Granted, Heartbeat, Refused
@@ -24,12 +24,12 @@ from tpuswarm.swarm.simulation.result import Result, result
 from tpuswarm.swarm.simulation.scenario import Scenario
 from tpuswarm.swarm.storage.ledger import Ledger
 
-SECONDS = {10: 3650, 100: 1250, 1000: 450}
-"""Simulated, for each number of members."""
-WARM = 150
-"""Seconds before traffic is measured: then comes a whole number of cycles, each with its push and its version."""
-FLAT = 0.1
-"""Traffic of a member may change by this share from 10 members to 1,000."""
+SIMULATED_S = {10: 3650, 100: 1250, 1000: 450}
+"""By number of members."""
+WARM_UP_S = 150
+"""After it a whole number of cycles is measured."""
+MAX_TRAFFIC_CHANGE_RATIO = 0.1
+"""Of a member, from 10 members to 1,000."""
 
 
 def scenario(members: int, seconds: float) -> Scenario:
@@ -40,189 +40,170 @@ def scenario(members: int, seconds: float) -> Scenario:
             "model": {"parameters": "124M", "batch": 64, "tokens_per_row": 1024},
             "exchange": {"cycle": 100, "quantize": "int8"},
             "members": [
-                {
-                    "count": members,
-                    "step_s": 1.0,
-                    "mbit_up": 1000,
-                    "mbit_down": 1000,
-                    "preempted_every_hours": 2,
-                    "back_after_minutes": 3,
-                }
+                {"count": members, "step_s": 1.0, "mbit_up": 1000, "mbit_down": 1000}
+                | {"preempted_every_hours": 2, "back_after_minutes": 3}
             ],
         }
     )
 
 
 @dataclass
-class Measured:
-    """The ledger, in memory, with the processor's time it takes and the bytes it writes."""
+class TimedLedger:
+    """A ledger in memory that measures its processor time."""
 
     inner: Ledger
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    @staticmethod
-    def of(genesis: Record) -> "Measured":
-        """With the first record in it."""
-        ledger = Ledger(MemoryStore())
-        ledger.append(genesis)
-        return Measured(ledger)
-
     def view(self) -> LedgerView:
-        """As the ledger."""
         return self.inner.view()
 
     def headers(self, view: LedgerView) -> list[Header]:
-        """As the ledger."""
         return self.inner.headers(view)
 
     def bookmark_due(self, view: LedgerView) -> bool:
-        """As the ledger."""
         return self.inner.bookmark_due(view)
 
     def bookmark(self, view: LedgerView) -> None:
-        """As the ledger."""
         self._timed("rounds", lambda: self.inner.bookmark(view))
 
     def digest(self, record: Record) -> str:
-        """As the ledger; its time is part of the round."""
         return self.inner.digest(record)
 
     def append(self, record: Record) -> Any:
-        """As the ledger."""
         return self._timed("rounds", lambda: self.inner.append(record))
 
     def create_header(self, header: Header) -> Any:
-        """As the ledger."""
         return self._timed("push", lambda: self.inner.create_header(header))
 
     def _timed(self, name: str, action: Callable[[], Any]) -> Any:
         start = time.thread_time()
-        made = action()
+        result = action()
         self.seconds[name] += time.thread_time() - start
-        return made
+        return result
 
 
 @dataclass
-class Found:
-    """Of one number of members."""
+class Load:
+    """Load with one number of members: Mbit/s of a member, and CPU seconds of each kind of message.
+
+    commit_s: CPU seconds of a version's rounds; cpu: CPU seconds for a simulated second; simulation_s: CPU seconds of
+    the whole simulation.
+    """
 
     result: Result
     up: float
-    """Mbit/s that a member sends."""
     down: float
-    beat: float
-    """Seconds of a processor for one."""
-    push: float
-    commit: float
-    """All that rounds take, for each version."""
+    heartbeat_s: float
+    push_s: float
+    commit_s: float
     cpu: float
-    """Seconds of a processor for a second."""
-    beat_bytes: int
+    heartbeat_bytes: int
     answer_bytes: int
     record_bytes: int
-    real: float
+    simulation_s: float
 
 
-def simulate(members: int, seconds: float) -> Found:
-    """One simulation, and what the coordinator took."""
-    ledgers: list[Measured] = []
+def simulate(members: int, seconds: float) -> Load:
+    """Simulate a swarm and measure its coordinator."""
+    ledgers: list[TimedLedger] = []
 
-    def ledger(genesis: Record) -> Measured:
-        ledgers.append(Measured.of(genesis))
+    def ledger(genesis: Record) -> TimedLedger:
+        inner = Ledger(MemoryStore())
+        inner.append(genesis)
+        ledgers.append(TimedLedger(inner))
         return ledgers[0]
 
     cluster = SimulatedSwarm(scenario(members, seconds), ledger)
-    said: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     inner = cluster.coordinator.inner
     beat = inner.beat
 
-    def weighed(message: Heartbeat) -> Granted | Refused | None:
+    def sampled(message: Heartbeat) -> Granted | Refused | None:
         answer = beat(message)
         if cluster.coordinator.count["beat"] % 1000 == 0:
-            said.append((len(pickle.dumps(message)), len(pickle.dumps(answer))))
+            sizes.append((len(pickle.dumps(message)), len(pickle.dumps(answer))))
         return answer
 
-    inner.beat = weighed  # type: ignore[assignment, method-assign]
+    inner.beat = sampled  # type: ignore[assignment, method-assign]
     before = [0.0, 0.0]
 
-    def warm() -> None:
+    def end_warm_up() -> None:
         before[:] = traffic(cluster)
 
-    cluster.at(WARM, warm)
+    cluster.at(WARM_UP_S, end_warm_up)
     start = time.thread_time()
     cluster.simulate()
-    real = time.thread_time() - start
+    simulation_s = time.thread_time() - start
     meter = cluster.coordinator
     took = {name: spent + ledgers[0].seconds[name] for name, spent in meter.seconds.items()}
     store = ledgers[0].inner.store
     records = [len(store.read(name)) for name in store.names("commits/")]
     up, down = (
-        (after - then) * 8 / 1e6 / members / (seconds - WARM)
+        (after - then) * 8 / 1e6 / members / (seconds - WARM_UP_S)
         for after, then in zip(traffic(cluster), before, strict=True)
     )
-    return Found(
+    return Load(
         result=result(cluster),
         up=up,
         down=down,
-        beat=took["beat"] / meter.count["beat"],
-        push=took["push"] / max(1, meter.count["push"]),
-        commit=took["rounds"] / max(1, len(records) - 1),
+        heartbeat_s=took["beat"] / meter.count["beat"],
+        push_s=took["push"] / max(1, meter.count["push"]),
+        commit_s=took["rounds"] / max(1, len(records) - 1),
         cpu=sum(took.values()) / seconds,
-        beat_bytes=round(statistics.fmean(each for each, _ in said)),
-        answer_bytes=round(statistics.fmean(each for _, each in said)),
+        heartbeat_bytes=round(statistics.fmean(message for message, _ in sizes)),
+        answer_bytes=round(statistics.fmean(answer for _, answer in sizes)),
         record_bytes=max(records),
-        real=real,
+        simulation_s=simulation_s,
     )
 
 
 def traffic(cluster: SimulatedSwarm) -> tuple[float, float]:
-    """Bytes that all members sent and received so far."""
-    return sum(each.up.bytes for each in cluster.machines), sum(each.down.bytes for each in cluster.machines)
+    """Return the bytes that all members have sent and received."""
+    return sum(link.up.bytes for link in cluster.machines), sum(link.down.bytes for link in cluster.machines)
 
 
 def run(settings: Settings) -> Table:
-    """The three simulations, one after the other."""
-    lengths = {10: 450, 20: 350, 40: 250} if settings.quick else SECONDS
-    found = {members: simulate(members, seconds) for members, seconds in lengths.items()}
-    few, many = found[min(found)], found[max(found)]
+    lengths = {10: 450, 20: 350, 40: 250} if settings.quick else SIMULATED_S
+    loads = {members: simulate(members, seconds) for members, seconds in lengths.items()}
+    few, many = loads[min(loads)], loads[max(loads)]
     sent, received = many.up / few.up - 1, many.down / few.down - 1
-    lines: list[tuple[str, Callable[[Found], str]]] = [
-        ("goodput", lambda each: "–" if each.result.goodput is None else f"{each.result.goodput:.2%}"),
-        ("stall of the members", lambda each: f"{each.result.members.stall:.2%}"),
-        ("a member sends, Mbit/s", lambda each: f"{each.up:.2f}"),
-        ("a member receives, Mbit/s", lambda each: f"{each.down:.2f}"),
-        ("aggregators", lambda each: f"{each.result.shards}"),
-        ("each receives, Mbit/s", lambda each: f"{each.up * each.result.members.count / each.result.shards:,.0f}"),
-        ("each sends, Mbit/s", lambda each: f"{each.down * each.result.members.count / each.result.shards:,.0f}"),
-        ("commits", lambda each: f"{each.result.versions}"),
-        ("contributors per commit", lambda each: f"{each.result.contributors.mean:,.1f}"),
-        ("seconds from choice to record", lambda each: f"{each.result.commit_seconds.mean:.1f}"),
-        ("coordinator, messages/s", lambda each: f"{each.result.messages_per_s:,.0f}"),
-        ("a heartbeat, µs of a core", lambda each: f"{each.beat * 1e6:.0f}"),
-        ("a header, µs", lambda each: f"{each.push * 1e6:,.0f}"),
-        ("a commit, ms", lambda each: f"{each.commit * 1e3:,.0f}"),
-        ("**share of a core**", lambda each: f"**{each.cpu:.1%}**"),
-        ("a heartbeat and its answer, bytes", lambda each: f"{each.beat_bytes:,} and {each.answer_bytes:,}"),
-        ("the largest record, KB", lambda each: f"{each.record_bytes / 1e3:,.0f}"),
-        ("simulated s, in s of a core", lambda each: f"{each.result.seconds:,.0f}, {each.real:,.0f}"),
+    lines: list[tuple[str, Callable[[Load], str]]] = [
+        ("goodput", lambda load: "–" if load.result.goodput is None else f"{load.result.goodput:.2%}"),
+        ("stall of the members", lambda load: f"{load.result.members.stall:.2%}"),
+        ("a member sends, Mbit/s", lambda load: f"{load.up:.2f}"),
+        ("a member receives, Mbit/s", lambda load: f"{load.down:.2f}"),
+        ("aggregators", lambda load: f"{load.result.shards}"),
+        ("each receives, Mbit/s", lambda load: f"{load.up * load.result.members.count / load.result.shards:,.0f}"),
+        ("each sends, Mbit/s", lambda load: f"{load.down * load.result.members.count / load.result.shards:,.0f}"),
+        ("commits", lambda load: f"{load.result.versions}"),
+        ("contributors per commit", lambda load: f"{load.result.contributors.mean:,.1f}"),
+        ("seconds from choice to record", lambda load: f"{load.result.commit_seconds.mean:.1f}"),
+        ("coordinator, messages/s", lambda load: f"{load.result.messages_per_s:,.0f}"),
+        ("a heartbeat, µs of a core", lambda load: f"{load.heartbeat_s * 1e6:.0f}"),
+        ("a header, µs", lambda load: f"{load.push_s * 1e6:,.0f}"),
+        ("a commit, ms", lambda load: f"{load.commit_s * 1e3:,.0f}"),
+        ("**share of a core**", lambda load: f"**{load.cpu:.1%}**"),
+        ("a heartbeat and its answer, bytes", lambda load: f"{load.heartbeat_bytes:,} and {load.answer_bytes:,}"),
+        ("the largest record, KB", lambda load: f"{load.record_bytes / 1e3:,.0f}"),
+        ("simulated s, in s of a core", lambda load: f"{load.result.seconds:,.0f}, {load.simulation_s:,.0f}"),
     ]
-    flat = verdict(abs(sent) <= FLAT and abs(received) <= FLAT)
+    flat = verdict(abs(sent) <= MAX_TRAFFIC_CHANGE_RATIO and abs(received) <= MAX_TRAFFIC_CHANGE_RATIO)
     return Table(
         "Scale, simulated",
-        ("members", *(f"{members:,}" for members in found)),
-        [(name, *(show(each) for each in found.values())) for name, show in lines],
+        ("members", *(f"{members:,}" for members in loads)),
+        [(name, *(show(load) for load in loads.values())) for name, show in lines],
         [
             "GPT-2 124M in int8, a push every 100 steps of a second, links of 1 Gbit/s and 40 ms, "
-            "each member preempted every 2 hours on average and back after 3 minutes",
-            f"traffic from second {WARM} on; from the fewest members to the most a member sends "
-            f"{sent:+.1%} and receives {received:+.1%}; limit ±{FLAT:.0%}: {flat}",
-            f"a coordinator's core would be full at about {full(found):,} members, without the carrying of messages",
+            "each member is preempted every 2 hours on average and returns after 3 minutes",
+            f"traffic from second {WARM_UP_S} on; from the fewest members to the most a member sends "
+            f"{sent:+.1%} and receives {received:+.1%}; limit ±{MAX_TRAFFIC_CHANGE_RATIO:.0%}: {flat}",
+            f"about {members_of_full_core(loads):,} members would fill a coordinator's core, without message transport",
         ],
     )
 
 
-def full(found: dict[int, Found]) -> int:
-    """Members at which its share of a core is 1, from the growth between the two largest numbers."""
-    (few, less), (many, more) = sorted((members, each.cpu) for members, each in found.items())[-2:]
+def members_of_full_core(loads: dict[int, Load]) -> int:
+    """Extrapolate the members of a full core from the two largest numbers."""
+    (few, less), (many, more) = sorted((members, load.cpu) for members, load in loads.items())[-2:]
     power = math.log(more / less) / math.log(many / few)
     return int(round(many * (1 / more) ** (1 / power), -2))

@@ -1,4 +1,4 @@
-"""Simulate how a swarm's rules affect a model's quality: members are a vmapped axis of one computation on one device.
+"""Simulate the effect of a swarm's rules on quality: members are a vmapped axis of one computation on one device.
 
 Decisions (weights, clipping, rates, momentum steps) are those of `core`; sums are its JAX twins. Chance is removed:
 every cycle takes all members the same time, contributions arrive in the order of the members, and no failure loses any.
@@ -65,7 +65,7 @@ class Arm:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Share of its own progress that each member keeps, float32[members]; None to add changes instead."""
+        """The share of its own progress that each member keeps, float32[members]; None adds changes instead."""
         if self.adopt == "add":
             return None
         steps = np.array(self.cycle)
@@ -78,7 +78,7 @@ class Members(NamedTuple):
     """The members' arrays; n is the number of shared parameters, in the order of one fragment."""
 
     states: State
-    """Leaves with members as their first axis."""
+    """Leaves have members as their first axis."""
     bases: jax.Array
     """f32[members, n], the version that each adopted last or adopts next."""
     snapshots: jax.Array
@@ -210,14 +210,14 @@ def train(
         trees = now, tree_of(new, now), tree_of(reference, now)
         return exchange.put(state, add(*trees) if keep is None else mix(*trees, keep))
 
-    def part(after: jax.Array, states: State) -> State:
-        """Run the ticks before the adoption, or those after it: one loop over both compiles a step only once."""
+    def run_ticks(after: jax.Array, states: State) -> State:
+        """Run the ticks before or after the adoption; one loop over both compiles a step only once."""
         first, stop = jnp.where(after, delay, 0), jnp.where(after, len(ticks.own), delay)
         states = jax.lax.fori_loop(first, stop, all_members, states)
         new = jnp.where(after, members.snapshots, members.bases)  # equal to its reference: changes nothing
         return jax.vmap(adopted)(states, new, members.snapshots, keep)
 
-    states = jax.lax.fori_loop(0, 2, part, members.states)
+    states = jax.lax.fori_loop(0, 2, run_ticks, members.states)
     snapshots = jax.vmap(lambda state: flat_of(exchange.get(state)))(states)
     norms = jnp.sqrt(jnp.square(members.bases - snapshots).sum(axis=1))
     return Members(states, members.bases, snapshots), norms

@@ -1,14 +1,13 @@
-"""A swarm for twenty minutes in which members, aggregator and coordinator are killed at random."""
+"""Run a swarm for twenty minutes while members, aggregator and coordinator are killed at random."""
 
-from benchmarks.goodput import COLUMNS, MEMBERS, SEED, measure
+from benchmarks.goodput import COLUMNS, KILL_SEED, MEMBER_COUNT, measure
 from benchmarks.report import Settings, Table
 
-MINUTES, PAUSE = 20.0, 20.0
+SOAK_S, PAUSE_S = 1200.0, 20.0
 
 
 def run(settings: Settings) -> Table:
-    """One row, as in the benchmark of the goodput."""
-    seconds, pause = (60.0, 15.0) if settings.quick else (MINUTES * 60, PAUSE)
+    seconds, pause = (60.0, 15.0) if settings.quick else (SOAK_S, PAUSE_S)
     row = ("members, aggregator and coordinator", *measure(seconds, pause, "mac").row())
-    notes = [f"{MEMBERS} members; whatever was alive was killed every {pause:.0f} s on average, seed {SEED}."]
+    notes = [f"{MEMBER_COUNT} members; a process was killed every {pause:.0f} s on average, seed {KILL_SEED}."]
     return Table("Soak", COLUMNS, [row], notes)

@@ -1,4 +1,4 @@
-"""SSH servers on loopback, each at a port of its own, with real processes: `python -m benchmarks.ssh_servers DIR N`."""
+"""Run N SSH servers with real processes on ports of loopback: `python -m benchmarks.ssh_servers DIR N`."""
 
 import asyncio
 import json
@@ -9,15 +9,14 @@ from typing import Any
 import asyncssh
 
 
-async def pass_on(reader: Any, writer: Any) -> None:
-    """What a process writes, as fast as it is taken."""
+async def forward(reader: Any, writer: Any) -> None:
     while data := await reader.read(1 << 16):
         writer.write(data)
         await writer.drain()
 
 
 async def serve(folder: Path, count: int) -> None:
-    """Until it is killed. Writes `ready`, the ports; keys are `host` and `user`, made here."""
+    """Serve until killed. Writes new keys to `host` and `user`, and the ports to `ready`."""
     host, user = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
     for key, name in ((host, "host"), (user, "user")):
         key.write_private_key(str(folder / name))
@@ -30,7 +29,7 @@ async def serve(folder: Path, count: int) -> None:
             "/bin/bash", "-c", process.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
         await process.redirect(stdin=child.stdin)
-        await asyncio.gather(pass_on(child.stdout, process.stdout), pass_on(child.stderr, process.stderr))
+        await asyncio.gather(forward(child.stdout, process.stdout), forward(child.stderr, process.stderr))
         code = await child.wait()
         process.exit(code)
 
@@ -41,7 +40,7 @@ async def serve(folder: Path, count: int) -> None:
         )
         for _ in range(count)
     ]  # fmt: skip
-    (folder / "ready.new").write_text(json.dumps([each.get_port() for each in servers]))
+    (folder / "ready.new").write_text(json.dumps([server.get_port() for server in servers]))
     (folder / "ready.new").rename(folder / "ready")
     await asyncio.Event().wait()
 

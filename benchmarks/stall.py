@@ -1,13 +1,12 @@
-"""The share of a member's time that the exchange takes from its devices, on gpt2-tiny. Limit: 1% with a core to spare.
+"""Measure how much the exchange stalls a member's devices, on gpt2-tiny. Limit: 1% with a core to spare.
 
-One member trains beside a bare loop of the same compiled step, both fed by a thread, in one process and in turns: a
-block of the member's steps, then as many of the bare loop, each timed until its last state is there. What the member's
-block takes longer is stall: snapshots, encoding, adoptions, waiting for rows, and threads that take the step's cores.
-Coordinator, aggregator and the run's storage are in another process, calls go through pipes. A block is a whole number
-of cycles and ends in the middle of one, so that what a push costs lies within.
+A member and a bare loop of the same compiled step take turns in one process, block by block, each timed until its last
+state is ready. Stall is the extra time of the member's block: snapshots, encoding, adoptions, waiting for rows, and
+threads on the step's cores. Coordinator, aggregator and storage run in another process, called through pipes. A block
+is a whole number of cycles and ends in the middle of one, so that it contains a push.
 
-Without a core to spare, all of this has the machine's cores to itself as it likes. With one, the member's training
-thread, XLA's threads and the bare loop are pinned to one core, the exchange's thread and the other process to another.
+Without a core to spare, everything shares the machine's cores. With one, the training thread, XLA's threads and the
+bare loop are pinned to one core; the exchange's thread and the other process to another.
 """
 
 import multiprocessing
@@ -25,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.bare import Bare, usual
+from benchmarks.bare import Bare, compile_bare
 from benchmarks.report import Settings, Skipped, Table, median, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
@@ -46,32 +45,35 @@ from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.platform import local_devices
 from tpuswarm.train.program.mesh import batch_sharding
 
-PAIRS, CYCLES = 6, {50: 2, 100: 1}
-"""Blocks of each loop; steps of a cycle and cycles of a block."""
+PAIR_COUNT, CYCLES = 6, {50: 2, 100: 1}
+"""CYCLES: steps of a cycle → cycles of a block."""
 FORMS: tuple[Form, ...] = ("plain", "int8")
-LIMIT = 0.01
+MAX_STALL_RATIO = 0.01
 
 
 def run(settings: Settings) -> Table:
-    """Each cycle and form, without and with a core to spare, in a process of its own."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise Skipped("it needs two cores")
-    pairs = 2 if settings.quick else PAIRS
+    pairs = 2 if settings.quick else PAIR_COUNT
     rows = []
-    for spare in (False, True):
-        where = f"{len(cores)} cores" if not spare else "a core to spare"
+    for has_spare_core in (False, True):
+        where = f"{len(cores)} cores" if not has_spare_core else "a core to spare"
         for cycle, cycles in CYCLES.items():
             for form in FORMS:
-                given = (cores[:1], cores[1:2]) if spare else (cores, cores)
+                pinned = (cores[:1], cores[1:2]) if has_spare_core else (cores, cores)
                 with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
                     count = 1 if settings.quick else cycles
-                    found = child.submit(measure, form, cycle, count, pairs, *given).result()
-                stall, bare, waited, commits = found
+                    future = child.submit(measure, form, cycle, count, pairs, *pinned)
+                    stall, bare, waited, commits = future.result()
                 share = median(stall)
-                limit = (f"at most {LIMIT:.0%}", verdict(share.middle <= LIMIT)) if spare else ("", "")
+                limit = (
+                    (f"at most {MAX_STALL_RATIO:.0%}", verdict(share.middle <= MAX_STALL_RATIO))
+                    if has_spare_core
+                    else ("", "")
+                )
                 print(f"{where}, cycle {cycle}, {form}: {share.show('+.2%')}", file=sys.stderr, flush=True)
-                shares = [f"{each:.2%}" for each in waited]
+                shares = [f"{ratio:.2%}" for ratio in waited]
                 speed = median(bare).show(".1f")
                 rows.append((where, str(cycle), form, speed, share.show("+.2%"), *shares, str(commits), *limit))
     columns = ("", "cycle", "payload", "bare loop, ms per step", "stall: median (95% interval)", "no rows", "calls")
@@ -81,7 +83,7 @@ def run(settings: Settings) -> Table:
         rows,
         [
             f"{pairs} interleaved pairs of blocks of 100 steps; stall = (member - bare) / member of each pair",
-            "the training thread's share of time: no rows: had nothing to train; calls: for snapshots and adoptions",
+            "shares of the training thread's time: no rows: it had nothing to train; calls: snapshots and adoptions",
             "a core to spare: the steps have one core, the pushes, the coordinator and the aggregator another",
         ],
     )
@@ -90,19 +92,19 @@ def run(settings: Settings) -> Table:
 def measure(
     form: Form, cycle: int, cycles: int, pairs: int, steps_on: Sequence[int], rest_on: Sequence[int]
 ) -> tuple[list[float], list[float], list[float], int]:
-    """Of each pair the stall and the bare loop's ms per step; the shares of waiting; the commits of all blocks."""
+    """Return each pair's stall and the bare loop's ms per step, the shares of waiting, and the number of commits."""
     os.sched_setaffinity(0, steps_on)  # before XLA starts its threads
     recipe = GPT2(size="tiny")
-    bare, batch = usual(recipe, local_devices()[:1]), int(recipe.defaults["batch"])
+    bare, batch = compile_bare(recipe, local_devices()[:1]), int(recipe.defaults["batch"])
     steps = cycle * cycles
     with tempfile.TemporaryDirectory() as folder:
         swarm = OneMember(Path(folder) / "run", bare, recipe, batch, cycle, form, steps_on, rest_on)
         spec, sharding = bare.compiled.program.batch_spec(batch), batch_sharding(bare.compiled.mesh)
         with Feed(recipe.data("train"), spec, sharding, 0, 10**9) as feed:
-            swarm.advance(cycle + cycle // 2)  # all programs are compiled then
+            swarm.advance(cycle + cycle // 2)  # compiles all programs
             _advance(bare, feed, cycle)
             swarm.waited, first = dict.fromkeys(swarm.waited, 0.0), swarm.version
-            stall, plain, whole = [], [], 0.0
+            stall, plain, total_s = [], [], 0.0
             for pair in range(pairs):
                 took = {}
                 for name in ("swarm", "bare") if pair % 2 else ("bare", "swarm"):
@@ -114,10 +116,11 @@ def measure(
                     took[name] = time.perf_counter() - start
                 stall.append((took["swarm"] - took["bare"]) / took["swarm"])
                 plain.append(took["bare"] / steps * 1e3)
-                whole += took["swarm"]
-            found = stall, plain, [each / whole for each in swarm.waited.values()], swarm.version - first
+                total_s += took["swarm"]
+            waited = [seconds / total_s for seconds in swarm.waited.values()]
+            commits = swarm.version - first
         swarm.close()
-    return found
+    return stall, plain, waited, commits
 
 
 def _advance(bare: Bare, feed: Feed, steps: int) -> None:
@@ -126,13 +129,13 @@ def _advance(bare: Bare, feed: Feed, steps: int) -> None:
         fed = feed.next()
         assert fed is not None
         metrics = bare.step(fed[0])
-        jax.block_until_ready(before)  # one step ahead, as the trainer and a member
+        jax.block_until_ready(before)  # one step ahead, like the trainer and a member
         before = metrics
     jax.block_until_ready(bare.state)
 
 
 class OneMember:
-    """A run with one member, which goes on for as many steps as it is told to."""
+    """A run with one member that trains a given number of steps at a time."""
 
     def __init__(
         self, root: Path, bare: Bare, recipe: GPT2, batch: int, cycle: int, form: Form,
@@ -149,10 +152,10 @@ class OneMember:
             outer=OuterRule("average"),
         )  # fmt: skip
         store = Store(root)
-        Ledger(store).append(_genesis(terms, [Objects(store).put_array(each) for each in anchor]))
+        Ledger(store).append(_genesis(terms, [Objects(store).put_array(array) for array in anchor]))
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._server = spawn.Process(target=serve, args=(theirs, root, terms, layout.sizes, rest_on), daemon=True)
+        self._pipe, server_end = spawn.Pipe()
+        self._server = spawn.Process(target=serve, args=(server_end, root, terms, layout.sizes, rest_on), daemon=True)
         self._server.start()
         source = recipe.data("train")
         key = jax.random.key(1)
@@ -162,59 +165,58 @@ class OneMember:
         state = MemberState(terms, form, True, Incarnation("m0", "0" * 32), 0, 0)
         self._member = MemberLoop(state, self._holder, "coordinator", ["shard"], time.monotonic)
         self._node, self._one_call = NodeThreads(self._call), threading.Lock()
-        self._go, self._stopped, self._left = threading.Semaphore(0), threading.Semaphore(0), 0
+        self._resume, self._stopped, self._steps_left = threading.Semaphore(0), threading.Semaphore(0), 0
         self.waited = {"no rows": 0.0, "work": 0.0}
-        """Seconds of its training thread without rows to train, and with snapshots and adoptions."""
+        """Seconds of the training thread without rows, and with snapshots and adoptions."""
         self._node.start("train", self._gated(self._member.train()))
-        os.sched_setaffinity(0, rest_on)  # of this thread, and of those that it starts
+        os.sched_setaffinity(0, rest_on)  # this thread and the threads that it starts
         self._node.start("exchange", self._member.exchange())
         self._node.start("heartbeats", self._member.heartbeats())
         os.sched_setaffinity(0, steps_on)
 
     @property
     def version(self) -> int:
-        """That it has adopted."""
+        """The version that the member has adopted."""
         return self._member.state.base
 
     def advance(self, steps: int) -> None:
-        """Let it make so many steps; returns when the last one is done."""
-        self._left = steps
-        self._go.release()
+        """Train so many steps, and wait for the last one."""
+        self._steps_left = steps
+        self._resume.release()
         while not self._stopped.acquire(timeout=1):
             if self._node.failure:
                 raise self._node.failure
 
     def close(self) -> None:
-        """End it."""
         self._node.stop()
-        self._go.release()
+        self._resume.release()
         self._node.wait(10)
         self._server.kill()
         self._server.join()
 
     def _gated(self, process: Process) -> Process:
-        """The training process, with a gate before every step."""
+        """Run the training process with a gate before every step."""
         value = error = None
-        yield RunBlocking("gate", self._go.acquire)
+        yield RunBlocking("gate", self._resume.acquire)
         while True:
             effect = process.throw(error) if error else process.send(value)
             value = error = None
-            training = isinstance(effect, RunBlocking) and effect.name == "member trains"
-            if training and self._left == 0:
+            is_step = isinstance(effect, RunBlocking) and effect.name == "member trains"
+            if is_step and self._steps_left == 0:
                 yield RunBlocking("gate", self._gate)
-            self._left -= training
+            self._steps_left -= is_step
             start = time.perf_counter()
             try:
                 value = yield effect
-            except Exception as raised:  # noqa: BLE001  # the process decides what it means
+            except Exception as raised:  # noqa: BLE001  # the process handles it
                 error = raised
-            if not training:
+            if not is_step:
                 self.waited["no rows" if isinstance(effect, Sleep) else "work"] += time.perf_counter() - start
 
     def _gate(self) -> None:
         jax.block_until_ready(self._holder.state)
         self._stopped.release()
-        self._go.acquire()
+        self._resume.acquire()
 
     def _call(self, call: Call) -> Any:
         if self._node.failure:
@@ -225,28 +227,32 @@ class OneMember:
 
 
 def serve(pipe: Connection, root: Path, terms: Terms, sizes: Sequence[int], cores: Sequence[int]) -> None:
-    """The other process: coordinator and aggregator, called through a pipe by one thread."""
+    """Run coordinator and aggregator in another process, called through a pipe by one thread."""
     os.sched_setaffinity(0, cores)
     ledger, objects = Ledger(Store(root)), Objects(Store(root))
     aggregator = Aggregator(ledger, objects, sizes, 0, 1)
-    shard, node = NodeThreads(_nobody), NodeThreads(lambda call: shard.call(aggregator, call.method, call.arguments))
+    shard, node = (
+        NodeThreads(_unreachable),
+        NodeThreads(lambda call: shard.call(aggregator, call.method, call.arguments)),
+    )
     coordinator = Coordinator(ledger, ["shard"], time.monotonic, time.time)
     opened = threading.Event()
 
-    def whole() -> Process:
+    def lead() -> Process:
         yield from coordinator.open(terms, founded=True)
         opened.set()
         yield from coordinator.run()
 
-    node.start("coordinator", whole())
+    node.start("coordinator", lead())
     opened.wait()
     while True:
         call: Call = pipe.recv()
-        at: tuple[NodeThreads, Any] = (node, coordinator) if call.address == "coordinator" else (shard, aggregator)
-        pipe.send(at[0].call(at[1], call.method, call.arguments))
+        is_coordinator = call.address == "coordinator"
+        target: tuple[NodeThreads, Any] = (node, coordinator) if is_coordinator else (shard, aggregator)
+        pipe.send(target[0].call(target[1], call.method, call.arguments))
 
 
-def _nobody(call: Call) -> Any:
+def _unreachable(call: Call) -> Any:
     raise Unreachable(call.address)
 
 

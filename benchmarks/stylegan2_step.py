@@ -1,4 +1,4 @@
-"""A StyleGAN2 step as the trainer compiles it, as a worker of `turns.py`.
+"""Run a StyleGAN2 step, compiled as by the trainer, as a worker of `turns.py`.
 
 python -m benchmarks.stylegan2_step '{"resolution": 256, "batch": 32, …}'
 """
@@ -23,7 +23,7 @@ def main(*, batch: int, **options: Any) -> None:
     recipe = StyleGAN2(data="fake", **options)
     start = time.perf_counter()
     bare = Bare(compile_step(recipe, default_request(recipe, batch=batch), [device]), recipe)
-    rows = bare.put(recipe.data("train").rows(0, batch))
+    rows = bare.to_devices(recipe.data("train").rows(0, batch))
     loss = float(bare.step(rows)["loss"])
     about = {
         "device": device.device_kind,
@@ -32,7 +32,7 @@ def main(*, batch: int, **options: Any) -> None:
         "ready_s": time.perf_counter() - start,
     }
     print(json.dumps(about), flush=True)
-    bare.done = 0
+    bare.steps_done = 0
     for line in sys.stdin:
         start = time.perf_counter()
         for _ in range(int(line)):

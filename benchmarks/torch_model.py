@@ -1,10 +1,8 @@
-"""GPT-2's step in plain PyTorch, for `torch_speed.py` and `gpu.py`; runs under a Python that need have no tpuswarm.
+"""Run GPT-2's step in plain PyTorch, for `torch_speed.py` and `gpu.py`; it does not need tpuswarm.
 
     python torch_model.py eager|compile cpu|cuda '{"layers": 4, "heads": 4, "width": 128, "context": 64, …}'
 
-On CUDA as nanoGPT trains: bfloat16 autocast over float32 weights, TF32 for what stays float32, fused AdamW.
-
-Prints one JSON line when it is ready; then, for each number of steps on a line of stdin, the seconds they took.
+On CUDA like nanoGPT: bfloat16 autocast over float32 weights, TF32, fused AdamW. A worker of `turns.py`.
 """
 
 import json
@@ -13,11 +11,11 @@ import time
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  # its usual name
+from torch.nn import functional as F  # noqa: N812  # the common name
 
 
-class Block(nn.Module):  # type: ignore[misc]  # torch is not there when types are checked
-    """One pre-norm layer."""
+class Block(nn.Module):  # type: ignore[misc]  # types are checked without torch
+    """A pre-norm layer."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -36,7 +34,7 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is not there when types a
 
 
 class GPT2(nn.Module):  # type: ignore[misc]
-    """Learned positions, tied head; gives the mean cross-entropy."""
+    """Learned positions, tied head; returns the mean cross-entropy."""
 
     def __init__(self, layers: int, heads: int, width: int, context: int, vocab: int):
         super().__init__()
@@ -82,7 +80,7 @@ def main(form: str, device: str, shape: dict[str, int]) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    step()  # compiles, where asked
+    step()  # compiles
     wait()
     ready = {
         "torch": torch.__version__,

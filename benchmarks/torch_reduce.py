@@ -1,4 +1,4 @@
-"""One rank of an all-reduce with gloo on loopback; run by merge.py with torch's own interpreter."""
+"""Run one rank of an all-reduce with gloo on loopback, for merge.py."""
 
 import json
 import os

@@ -1,8 +1,7 @@
-"""Time of a gpt2-tiny step beside the same model in torch, on the same CPU; a fact, no limit. About 5 minutes.
+"""Compare a gpt2-tiny step with the same model in torch on the same CPU. About 5 minutes.
 
-torch runs in child processes, each with the same shapes, batch, optimizer and clipping (`torch_model.py`), eager and
-with torch.compile where that works; the three take turns, block by block, and only one of them works at a time. Torch
-lives in `.venv-oracle`, which the first run makes (1 GB): it is no part of the product.
+torch runs in child processes with the same shapes, batch, optimizer and clipping (`torch_model.py`), eager and with
+torch.compile. The three take turns, block by block. The first run installs torch in `.venv-oracle` (1 GB).
 """
 
 import json
@@ -14,35 +13,34 @@ from typing import Any
 
 import jax
 
-from benchmarks.bare import Bare, usual
+from benchmarks.bare import Bare, compile_bare
 from benchmarks.report import Settings, Skipped, Table, median
 from benchmarks.turns import Worker
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.process.platform import local_devices
 
-ROUNDS, STEPS = 15, 200
+ROUND_COUNT, STEP_COUNT = 15, 200
 ROOT = Path(__file__).resolve().parents[1]
-ORACLE = ROOT / ".venv-oracle"
+ORACLE_FOLDER = ROOT / ".venv-oracle"
 PACKAGES = ("torch==2.13.0", "numpy")
 OURS = "tpuswarm"
 
 
 def torch_worker(form: str, shape: dict[str, int], device: str = "cpu") -> Worker:
-    """The model in torch, `eager` or through torch.compile (`compile`)."""
+    """Start a worker with the model in torch, in the form `eager` or `compile`."""
     script = Path(__file__).with_name("torch_model.py")
     return Worker([torch_python(device), script, form, device, json.dumps(shape)])
 
 
 def run(settings: Settings) -> Table:
-    """Blocks of ours, torch, torch compiled, ours, …"""
-    rounds, steps = (3, 10) if settings.quick else (ROUNDS, STEPS)
+    rounds, steps = (3, 10) if settings.quick else (ROUND_COUNT, STEP_COUNT)
     local_devices()  # chooses JAX's platforms
-    recipe = GPT2(size="tiny", data="fake")  # 65 characters, as tinyshakespeare has
-    bare = usual(recipe, jax.devices("cpu")[:1])
+    recipe = GPT2(size="tiny", data="fake")  # 65 characters, like tinyshakespeare
+    bare = compile_bare(recipe, jax.devices("cpu")[:1])
     config, rows_a_step = recipe.config, int(recipe.defaults["batch"])
     shape = {name: getattr(config, name) for name in ("layers", "heads", "width", "context")}
     shape |= {"vocab": config.padded_vocab, "batch": rows_a_step}
-    batch = bare.put(recipe.data("train").rows(0, rows_a_step))
+    batch = bare.to_devices(recipe.data("train").rows(0, rows_a_step))
     torches = {f"torch, {form}": torch_worker(form, shape) for form in ("eager", "compile")}
     working = {name: torch for name, torch in torches.items() if torch.about}
     took: dict[str, list[float]] = {name: [] for name in (OURS, *working)}
@@ -57,14 +55,8 @@ def run(settings: Settings) -> Table:
     for name, torch in working.items():
         ratio = median([theirs / ours for theirs, ours in zip(took[name], took[OURS], strict=True)])
         about = torch.about
-        rows.append(
-            (
-                f"{name} ({about['torch']}, {about['threads']} threads)",
-                median(took[name]).show(".2f"),
-                ratio.show(".2f"),
-                f"{about['parameters']:,}",
-            )
-        )
+        label = f"{name} ({about['torch']}, {about['threads']} threads)"
+        rows.append((label, median(took[name]).show(".2f"), ratio.show(".2f"), f"{about['parameters']:,}"))
     return Table(
         "A step of gpt2-tiny beside torch, one CPU, float32",
         ("", "ms per step: median (95% interval)", "over ours, median of rounds", "parameters"),
@@ -85,25 +77,27 @@ def _ours(bare: Bare, batch: Any, steps: int) -> float:
 
 
 def torch_python(device: str) -> Path:
-    """A Python whose torch works on the device: for CUDA this one, if it can, else that of `.venv-oracle`.
+    """Return a Python with a torch for the device: for CUDA this one if possible, else `.venv-oracle`'s.
 
-    That is made if it is not there; Skipped where its packages cannot be had, or do not see the GPU.
+    Creates `.venv-oracle` if it is missing. Raises Skipped if its packages cannot be installed or do not see the GPU.
     """
-    python, version = ORACLE / "bin" / "python", PACKAGES[0].partition("==")[2]
-    wanted = f"import torch; assert torch.__version__.startswith('{version}')"
+    python, version = ORACLE_FOLDER / "bin" / "python", PACKAGES[0].partition("==")[2]
+    check = f"import torch; assert torch.__version__.startswith('{version}')"
     if device == "cuda":
-        wanted = "import torch; assert torch.cuda.is_available()"
-        if _runs(Path(sys.executable), wanted):
+        check = "import torch; assert torch.cuda.is_available()"
+        if _runs(Path(sys.executable), check):
             return Path(sys.executable)
-    if _runs(python, wanted):
+    if _runs(python, check):
         return python
-    print(f"making {ORACLE.name} with {', '.join(PACKAGES)} …", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", ORACLE], check=True)
+    print(f"making {ORACLE_FOLDER.name} with {', '.join(PACKAGES)} …", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", ORACLE_FOLDER], check=True)
     pip = subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], stdout=sys.stderr)
     if pip.returncode:
-        raise Skipped(f"{PACKAGES[0]} could not be installed in {ORACLE.name}")
-    if not _runs(python, wanted):
-        raise Skipped(f"the torch in {ORACLE.name} sees no GPU: remove it, or install a torch for CUDA beside tpuswarm")
+        raise Skipped(f"{PACKAGES[0]} could not be installed in {ORACLE_FOLDER.name}")
+    if not _runs(python, check):
+        raise Skipped(
+            f"the torch in {ORACLE_FOLDER.name} sees no GPU: remove it, or install a torch for CUDA beside tpuswarm"
+        )
     return python
 
 

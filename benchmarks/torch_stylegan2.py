@@ -1,12 +1,10 @@
-"""StyleGAN2's step in plain PyTorch, for `stylegan2_gpu.py`; runs under a Python that need have no tpuswarm.
+"""Run StyleGAN2's step in plain PyTorch, for `stylegan2_gpu.py`; it does not need tpuswarm.
 
     python torch_stylegan2.py cpu|cuda '{"resolution": 256, "latent": 512, "mapping": 8, "channels": 64, …}'
 
-In the form of ours: activations are modulated in the place of weights, convolutions multiply bfloat16 (on CUDA), the
-four highest resolutions are in it altogether; lazy R1 and path length, style mixing, noise, Adam, the moving average.
-Eager, for torch.compile differentiates once only; channels last, cuDNN's fastest algorithms, fused Adam.
-
-Prints one JSON line when it is ready; then, for each number of steps on a line of stdin, the seconds they took.
+Like our recipe it modulates activations, multiplies in bfloat16 (on CUDA), and computes the four highest resolutions in
+it; lazy R1 and path length, style mixing, noise, Adam, moving average. Eager, because torch.compile differentiates only
+once; channels last, cuDNN's fastest algorithms, fused Adam. A worker of `turns.py`.
 """
 
 import json
@@ -15,14 +13,14 @@ import time
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812  # its usual name
+from torch.nn import functional as F  # noqa: N812  # the common name
 
-R1_EVERY, PATH_EVERY, HALVES, MAPPING_RATE = 16, 4, 4, 0.01
+R1_INTERVAL, PATH_INTERVAL, HALF_RESOLUTION_COUNT, MAPPING_RATE_FACTOR = 16, 4, 4, 0.01
 Tree = dict[str, Any]
 
 
 class StyleGAN2:
-    """Both networks as trees of parameters, and what they compute."""
+    """Both networks, with their parameters as trees."""
 
     def __init__(self, resolution: int, latent: int, mapping: int, channels: int, most_channels: int, group: int):
         self.side, self.D, self.mapping, self.group = resolution, latent, mapping, group
@@ -40,7 +38,7 @@ class StyleGAN2:
             block = {"same": self._styled(3, C, C), "rgb": self._styled(1, C, 3)}
             blocks[str(R)] = block if R == 4 else {"up": self._styled(3, before, C), **block}
             before = C
-        mapping = {str(layer): _dense(self.D, self.D, 1 / MAPPING_RATE) for layer in range(self.mapping)}
+        mapping = {str(layer): _dense(self.D, self.D, 1 / MAPPING_RATE_FACTOR) for layer in range(self.mapping)}
         return {"mapping": mapping, "constant": torch.randn(1, self.width[4], 4, 4), "blocks": blocks}
 
     def discriminator(self) -> Tree:
@@ -55,19 +53,19 @@ class StyleGAN2:
         return {"rgb": _conv(1, 3, self.width[self.side]), "blocks": blocks, "last": last}
 
     def codes(self, params: Tree, count: int) -> torch.Tensor:
-        """Random w of each layer, BxLxD; most batches change to other codes at a random layer."""
+        """Random w of each layer, BxLxD; most batches switch to a second code at a random layer."""
         layers = 2 * len(self.sizes)
         x = torch.randn(2 * count, self.D, device=params["constant"].device)
         x = x * (x.square().mean(-1, keepdim=True) + 1e-8).rsqrt()
         for layer in range(self.mapping):
-            x = _leaky(_linear(x, params["mapping"][str(layer)], MAPPING_RATE))
+            x = _leaky(_linear(x, params["mapping"][str(layer)], MAPPING_RATE_FACTOR))
         cut = torch.randint(1, layers, (), device=x.device)
         cut = torch.where(torch.rand((), device=x.device) < 0.9, cut, layers)
         early = torch.arange(layers, device=x.device) < cut
         return torch.where(early[None, :, None], x[:count, None], x[count:, None])
 
     def synthesize(self, params: Tree, w: torch.Tensor) -> torch.Tensor:
-        """Pictures B3HW of codes BxLxD."""
+        """Generate pictures B3HW from codes BxLxD."""
         x = params["constant"].expand(len(w), -1, -1, -1)
         picture, index = None, 0
         for R in self.sizes:
@@ -87,7 +85,7 @@ class StyleGAN2:
         return picture
 
     def score(self, params: Tree, x: torch.Tensor) -> torch.Tensor:
-        """Scores of pictures B3HW."""
+        """Score pictures B3HW."""
         for R in self.sizes[:0:-1]:
             x = x.to(self._dtype(R, x))
             if self.side == R:
@@ -136,7 +134,7 @@ class StyleGAN2:
         return self._filtered(between, 4, (2, 1, 2, 1))
 
     def _dtype(self, R: int, x: torch.Tensor) -> torch.dtype:
-        return torch.bfloat16 if x.is_cuda and self.side < R << HALVES else torch.float32
+        return torch.bfloat16 if x.is_cuda and self.side < R << HALF_RESOLUTION_COUNT else torch.float32
 
     @staticmethod
     def _biased(x: torch.Tensor, p: Tree) -> torch.Tensor:
@@ -173,15 +171,15 @@ def _convolve(x: torch.Tensor, kernel: torch.Tensor, **how: int) -> torch.Tensor
 
 
 def _leaves(tree: Tree) -> list[torch.Tensor]:
-    return [leaf for each in tree.values() for leaf in (_leaves(each) if isinstance(each, dict) else [each])]
+    return [leaf for node in tree.values() for leaf in (_leaves(node) if isinstance(node, dict) else [node])]
 
 
 def _on(tree: Tree, device: str) -> Tree:
     return {
-        name: _on(each, device) if isinstance(each, dict)
-        else each.to(device, memory_format=torch.channels_last if each.ndim == 4 else torch.preserve_format)
+        name: _on(node, device) if isinstance(node, dict)
+        else node.to(device, memory_format=torch.channels_last if node.ndim == 4 else torch.preserve_format)
         .requires_grad_()
-        for name, each in tree.items()
+        for name, node in tree.items()
     }  # fmt: skip
 
 
@@ -203,7 +201,7 @@ def main(device: str, shape: dict[str, int]) -> None:
         fused = device == "cuda" or None
         return torch.optim.Adam(leaves, 0.0025 * share, (0.0, 0.99**share), eps=1e-8, fused=fused)
 
-    g_adam, d_adam = adam(g_all, PATH_EVERY), adam(d_all, R1_EVERY)
+    g_adam, d_adam = adam(g_all, PATH_INTERVAL), adam(d_all, R1_INTERVAL)
     real = torch.rand(batch, 3, nets.side, nets.side, device=device).mul(2).sub(1)
     real = real.contiguous(memory_format=torch.channels_last)
     gamma = 0.0002 * nets.side**2 / batch
@@ -219,19 +217,19 @@ def main(device: str, shape: dict[str, int]) -> None:
             made = nets.synthesize(g, nets.codes(g, batch))
         loss = F.softplus(-nets.score(d, real)).mean() + F.softplus(nets.score(d, made)).mean()
         update(d_adam, d_all, loss)
-        if number % R1_EVERY == 0:
+        if number % R1_INTERVAL == 0:
             x = real.detach().requires_grad_()
             (slope,) = torch.autograd.grad(nets.score(d, x).sum(), x, create_graph=True)
-            update(d_adam, d_all, slope.square().sum((1, 2, 3)).mean() * (gamma / 2 * R1_EVERY))
+            update(d_adam, d_all, slope.square().sum((1, 2, 3)).mean() * (gamma / 2 * R1_INTERVAL))
         update(g_adam, g_all, F.softplus(-nets.score(d, nets.synthesize(g, nets.codes(g, batch)))).mean())
-        if number % PATH_EVERY == 0:
+        if number % PATH_INTERVAL == 0:
             w = nets.codes(g, max(batch // 2, 1))
             made = nets.synthesize(g, w)
             (slope,) = torch.autograd.grad((made * torch.randn_like(made)).sum() / nets.side, w, create_graph=True)
             length = (slope.square().sum(2).mean(1) + 1e-12).sqrt()
             target = path_mean.lerp(length.mean(), 0.01)
             path_mean = target.detach()
-            update(g_adam, g_all, (length - target).square().mean() * (2 * PATH_EVERY))
+            update(g_adam, g_all, (length - target).square().mean() * (2 * PATH_INTERVAL))
         with torch.no_grad():
             torch._foreach_lerp_(mean, g_all, 0.002)
 

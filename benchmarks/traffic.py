@@ -1,11 +1,9 @@
-"""Bytes that members send and receive, beside an all-reduce at every step: real programs, quantized links. 4 minutes.
+"""Count the bytes that members send and receive, with real programs and quantized links. 4 minutes.
 
-Four members of gpt2-tiny, their shards and their coordinator run in one process, under a virtual clock in which a step
-takes about a second. What passes between a member and the others is counted at the member: each call and each answer
-as the bytes that pickle makes of it, heartbeats and headers included; what the network adds is not counted.
-
-Beside it a ring all-reduce of float32 gradients at every step, of which each of M members sends, and receives,
-2 x (M - 1) / M x 4 bytes a parameter. Limit: 400 times less, each way.
+Four members of gpt2-tiny, shards and coordinator run in one process, with a virtual clock and steps of about a second.
+Calls and answers of members are counted as pickled bytes, including heartbeats and headers. For comparison: in a ring
+all-reduce of float32 gradients each of M members sends and receives 2 x (M - 1) / M x 4 bytes a parameter in every
+step. Limit: 400 times less, each way.
 """
 
 import pickle
@@ -39,28 +37,27 @@ from tpuswarm.train.process.platform import local_devices
 from tpuswarm.train.program.compiled import Compiled, compile_step
 from tpuswarm.train.program.request import default_request
 
-MEMBERS, CYCLE, CYCLES, FRAGMENTS, SHARDS = 4, 100, 4, 4, 2
+MEMBER_COUNT, CYCLE_STEP_COUNT, CYCLE_COUNT, FRAGMENT_COUNT, SHARD_COUNT = 4, 100, 4, 4, 2
 FORMS: tuple[Form, ...] = ("int8", "int4", "plain")
-SPREAD = 0.2
-"""Members' speeds differ by up to so much; H is in proportion."""
-LIMIT = 400
+SPEED_SPREAD_RATIO = 0.2
+"""Between the slowest and the fastest member; H is in proportion."""
+MIN_REDUCTION_FACTOR = 400
 
 
 def run(settings: Settings) -> Table:
-    """The same run in three forms."""
     recipe = GPT2(size="tiny")
     compiled = compile_step(recipe, default_request(recipe), local_devices()[:1])
-    cycle, cycles = (4, 2) if settings.quick else (CYCLE, CYCLES)
+    cycle, cycles = (4, 2) if settings.quick else (CYCLE_STEP_COUNT, CYCLE_COUNT)
     rows: list[tuple[str, ...]] = []
     for form in FORMS:
         swarm = Swarm(recipe, compiled, form, cycle, cycles)
         swarm.run()
-        rows += swarm.rows(limited=form == "int8")
+        rows += swarm.rows(has_limit=form == "int8")
         print(f"{form}: {rows[-2][2]} and {rows[-1][2]} times less", file=sys.stderr)
     tokens = swarm.terms.batch * swarm.terms.tokens_per_row
-    reduced = 2 * (MEMBERS - 1) / MEMBERS * 4 * swarm.parameters / tokens
+    reduced = 2 * (MEMBER_COUNT - 1) / MEMBER_COUNT * 4 * swarm.parameters / tokens
     return Table(
-        f"Traffic of a member of {MEMBERS}, gpt2-tiny ({swarm.parameters:,} parameters), H = {cycle}",
+        f"Traffic of a member of {MEMBER_COUNT}, gpt2-tiny ({swarm.parameters:,} parameters), H = {cycle}",
         (
             "links, direction",
             "bytes per token",
@@ -72,69 +69,54 @@ def run(settings: Settings) -> Table:
         ),
         rows,
         [
-            f"an f32 ring all-reduce at every step: {reduced:,.0f} bytes per token each way, {tokens} tokens per step",
-            f"about {cycles} cycles of each member, speeds up to {SPREAD:.0%} apart, Nesterov; {SHARDS} shards",
-            "bytes of pickled calls and answers, of all members, over the tokens counted; joining is left out",
+            f"a float32 ring all-reduce: {reduced:,.0f} bytes per token each way, {tokens} tokens per step",
+            f"about {cycles} cycles, speeds up to {SPEED_SPREAD_RATIO:.0%} apart, Nesterov; {SHARD_COUNT} shards",
+            "pickled bytes of all members' calls and answers over the tokens counted, without joining",
         ],
     )
 
 
 class Swarm:
-    """Members with real programs, their traffic counted."""
+    """Members with real programs and counted traffic."""
 
     def __init__(self, recipe: GPT2, compiled: Compiled, form: Form, cycle: int, cycles: int):
         self._form, self._cycle = form, cycle
         self.sent: Counter[str] = Counter()
-        """Bytes by method of the call."""
         self.received: Counter[str] = Counter()
         speeds = random.Random(1)
-        step = [speeds.uniform(1 - SPREAD / 2, 1 + SPREAD / 2) for _ in range(MEMBERS)]
+        step = [speeds.uniform(1 - SPEED_SPREAD_RATIO / 2, 1 + SPEED_SPREAD_RATIO / 2) for _ in range(MEMBER_COUNT)]
         self._engine = _Engine(3, step)
-        layout = layout_of(compiled, FRAGMENTS)
+        layout = layout_of(compiled, FRAGMENT_COUNT)
         self.parameters = sum(layout.sizes)
         batch = int(recipe.defaults["batch"])
         outer = OuterRule("nesterov", downlink=form)
         self.terms = Terms(
             run="traffic", digests=Digests(layout.digest, "c" * 64, "d" * 64, "e" * 64), batch=batch,
-            tokens_per_row=compiled.program.tokens_per_row, horizon=MEMBERS * cycle * cycles * batch,
-            cycle=cycle * batch, members=tuple(f"m{n}" for n in range(MEMBERS)), outer=outer,
+            tokens_per_row=compiled.program.tokens_per_row, horizon=MEMBER_COUNT * cycle * cycles * batch,
+            cycle=cycle * batch, members=tuple(f"m{n}" for n in range(MEMBER_COUNT)), outer=outer,
         )  # fmt: skip
         self._folder = tempfile.TemporaryDirectory()
         store = Store(Path(self._folder.name) / "run")
         self._ledger, objects = Ledger(store), Objects(store)
-        shards = [f"shard-{n}" for n in range(SHARDS)]
+        shards = [f"shard-{n}" for n in range(SHARD_COUNT)]
         for number, address in enumerate(shards):
-            self._engine.serve(address, Aggregator(self._ledger, objects, layout.sizes, number, SHARDS))
+            self._engine.serve(address, Aggregator(self._ledger, objects, layout.sizes, number, SHARD_COUNT))
         state = compiled.init(jax.random.key(0))
         shared = compiled.program.exchange().get(state)
         anchor = layout.split(dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True)))
-        outer_state = [initial_state(outer, each) for each in anchor]
+        outer_state = [initial_state(outer, array) for array in anchor]
         self._ledger.append(
             Record(
-                run="traffic",
-                version=0,
-                epoch=1,
-                parent="",
-                state=tuple(map(objects.put_array, anchor)),
-                outer=tuple(objects.put_array(each) for each in outer_state if each is not None),
-                decisions=(),
-                rule=outer.rule,
-                rate=0.0,
-                momentum=outer.momentum,
-                share=0.0,
-                gathered=0.0,
-                tokens=0,
-                changes=0,
-                processed=(),
-                digests=self.terms.digests,
-                time=0.0,
-                downlink=form,
+                run="traffic", version=0, epoch=1, parent="", state=tuple(map(objects.put_array, anchor)),
+                outer=tuple(objects.put_array(array) for array in outer_state if array is not None), decisions=(),
+                rule=outer.rule, rate=0.0, momentum=outer.momentum, share=0.0, gathered=0.0, tokens=0, changes=0,
+                processed=(), digests=self.terms.digests, time=0.0, downlink=form,
             )
-        )
+        )  # fmt: skip
         clock = lambda: self._engine.now  # noqa: E731
         self._coordinator = Coordinator(self._ledger, shards, clock, clock)
         self._engine.spawn("coordinator", self._coordinator.open(self.terms, founded=True), self._opened)
-        for number in range(MEMBERS):
+        for number in range(MEMBER_COUNT):
             own = compiled.init(jax.random.key(0))
             key = jax.random.key(1)
             holder = ProgramState(
@@ -147,22 +129,22 @@ class Swarm:
                 self._engine.spawn(f"m{number}", self._counted(process))
 
     def run(self) -> None:
-        """To the end."""
         ended = lambda: hasattr(self._coordinator, "state") and self._coordinator.state.ended  # noqa: E731
         assert self._engine.run(ended, 10**6), "no clean end"
         self._tokens = self._ledger.view().newest.tokens
         self._folder.cleanup()
 
-    def rows(self, limited: bool) -> list[tuple[str, ...]]:
-        """Sent and received."""
+    def rows(self, has_limit: bool) -> list[tuple[str, ...]]:
         step = self.terms.batch * self.terms.tokens_per_row
-        reduced = 2 * (MEMBERS - 1) / MEMBERS * 4 * self.parameters / step
+        reduced = 2 * (MEMBER_COUNT - 1) / MEMBER_COUNT * 4 * self.parameters / step
         rows: list[tuple[str, ...]] = []
         for direction, counted in (("sent", self.sent), ("received", self.received)):
             arrays = sum(counted[method] for method in ("put", "updates", "fetch")) / self._tokens
             rest = counted.total() / self._tokens - arrays
             less = reduced / (arrays + rest)
-            limit = (f"at least {LIMIT}", verdict(less >= LIMIT)) if limited else ("", "")
+            limit = (
+                (f"at least {MIN_REDUCTION_FACTOR}", verdict(less >= MIN_REDUCTION_FACTOR)) if has_limit else ("", "")
+            )
             shown = f"{arrays + rest:.1f}", f"{less:.0f}", f"{arrays:.1f}", f"{rest:.1f}"
             rows.append((f"{self._form}, {direction}", *shown, *limit))
         return rows
@@ -172,7 +154,7 @@ class Swarm:
         self._engine.spawn("coordinator", self._coordinator.run())
 
     def _counted(self, process: Process) -> Process:
-        """A process whose calls and answers are counted."""
+        """Run a process and count its calls and answers."""
         value: Any = None
         error: Exception | None = None
         while True:
@@ -186,21 +168,20 @@ class Swarm:
             value, error = None, None
             try:
                 value = yield effect
-            except Exception as raised:  # noqa: BLE001  # the process decides what it means
+            except Exception as raised:  # noqa: BLE001  # the process handles it
                 error = raised
             for call, answer in zip(calls, value if isinstance(effect, Parallel) else [value], strict=False):
                 self.received[call.method] += _size(answer)
 
 
 class _Engine(Inproc):
-    """A step takes what its member's speed says."""
+    """An engine whose members have different speeds."""
 
     def __init__(self, seed: int, step: list[float]):
         super().__init__(seed)
         self._step_s = step
 
     def effect_seconds(self, node: str, effect: Any) -> float:
-        """Seconds of an effect."""
         return self._step_s[int(node[1:])] if effect.name == "member trains" else super().effect_seconds(node, effect)
 
 

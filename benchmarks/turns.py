@@ -1,4 +1,4 @@
-"""Programs measured in turns: each in a process of its own that waits, so that only one works at a time."""
+"""Measure programs in turns: worker processes wait for one another."""
 
 import json
 import os
@@ -11,13 +11,14 @@ from typing import Any
 
 
 class Ended(Exception):
-    """A worker ended while it had work, out of memory for example; its last line."""
+    """A worker died, for example without memory; the message is its last line."""
 
 
 class Worker:
-    """A child process that prints a JSON object when it is ready, then runs blocks of steps when asked.
+    """A child process that prints a JSON object when it is ready, and then runs blocks of steps.
 
-    For each number of steps on a line of its stdin it prints the seconds that they took.
+    For each number of steps on stdin it prints their seconds. about: the object, empty if the child failed; ended:
+    whether the child has ended.
     """
 
     def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None):
@@ -26,24 +27,22 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env={**os.environ, **(environment or {})},
         )  # fmt: skip
-        self.about: dict[str, Any] = json.loads(self._answer() or "{}")
-        """Empty where it does not work here."""
+        self.about: dict[str, Any] = json.loads(self._read_line() or "{}")
         self.ended = not self.about
-        """It has ended, or never worked."""
         self._last = ""
 
     def run(self, steps: int) -> float:
-        """Seconds of a block."""
+        """Run a block; return its seconds."""
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(f"{steps}\n")
             self._child.stdin.flush()
-            return float(self._answer())
-        except (BrokenPipeError, ValueError) as error:  # no answer
+            return float(self._read_line())
+        except (BrokenPipeError, ValueError) as error:
             raise Ended(self.close()) from error
 
     def close(self) -> str:
-        """End the child; the last line it wrote to stderr, or its exit status. A second time, the same again."""
+        """End the child; return its last line on stderr, or its exit status."""
         self.ended = True
         if not self._errors.closed:
             with suppress(BrokenPipeError):
@@ -55,13 +54,13 @@ class Worker:
             self._last = next((line for line in reversed(lines) if line.strip()), status)
         return self._last
 
-    def _answer(self) -> str:
+    def _read_line(self) -> str:
         assert self._child.stdout is not None
         return self._child.stdout.readline()
 
 
 def in_turns(workers: Mapping[str, Worker], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds a step of each in each round; a round before them warms up. Raises Ended where one has `ended`."""
+    """Return the seconds a step of each worker in each round, after a warm-up round. Raises Ended if one dies."""
     took: dict[str, list[float]] = {name: [] for name in workers}
     for turn in range(-1, rounds):
         for name, worker in workers.items():

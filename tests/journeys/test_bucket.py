@@ -5,10 +5,10 @@ import shutil
 import time
 
 import pytest
-from benchmarks.chaos import SMALL
 
 from tests import processes
 from tests.swarm.bucket import bucket
+from tests.swarm.chaos import SMALL
 
 URL = "gs://bucket/runs/all"
 PATIENCE = 240.0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from benchmarks.__main__ import NAMES
 
 from tests.journeys.documents import DOCUMENTS, ROOT, anchors, blocks, links, named_commands, named_options
 from tpuswarm.cli.app import make_app
@@ -14,7 +15,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.user_code import option_types
 
-OTHER_OPTIONS = {"--clear-soft-delete", "--hours", "--logdir"}
+OTHER_OPTIONS = {"--clear-soft-delete", "--logdir", "--quick"}
 """Options of other programs and of our benchmarks."""
 
 
@@ -41,6 +42,13 @@ def test_named_options_and_commands_exist(document: Path):
     assert not unknown, f"{document.name} names options that do not exist: {sorted(unknown)}"
     wrong = named_commands(document) - commands
     assert not wrong, f"{document.name} names commands that do not exist: {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_benchmarks_exist(document: Path):
+    text = document.read_text(encoding="utf-8")
+    named = {name for names in re.findall(r"`python -m benchmarks((?: [a-z]\w*)+)", text) for name in names.split()}
+    assert named <= set(NAMES), f"{document.name} names benchmarks that do not exist: {sorted(named - set(NAMES))}"
 
 
 @cache

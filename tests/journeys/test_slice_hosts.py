@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from benchmarks.chaos import SMALL, Swarm
 
 from tests.hosts import free_port
 from tests.processes import PATIENCE, PROGRAM, Forked
+from tests.swarm.chaos import SMALL, Swarm
 from tests.waiting import until
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store

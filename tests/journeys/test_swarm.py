@@ -13,9 +13,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from benchmarks.chaos import SMALL, Swarm, torment
 
 from tests import processes
+from tests.swarm.chaos import SMALL, Swarm, torment
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from benchmarks.traffic import MEMBERS, Swarm
+from benchmarks.traffic import MEMBER_COUNT, Swarm
 
 from tpuswarm import catalog
 from tpuswarm.config.units import GIB
@@ -20,9 +20,9 @@ def test_real_swarm_sends_and_receives_as_predicted(devices):
     recipe = GPT2(data="fake", layers=1, heads=1, width=64, context=16)
     swarm = Swarm(recipe, compile_step(recipe, default_request(recipe), devices[:1]), "int8", 5, 4)
     swarm.run()
-    steps = swarm._tokens / (swarm.terms.batch * swarm.terms.tokens_per_row) / MEMBERS
+    steps = swarm._tokens / (swarm.terms.batch * swarm.terms.tokens_per_row) / MEMBER_COUNT
     predicted = member_traffic(Exchange(swarm.parameters, step_seconds=1.0, cycle=5, form="int8"))
-    share = MEMBERS * steps / DAY_S
+    share = MEMBER_COUNT * steps / DAY_S
     sent, received = swarm.sent["put"], swarm.received["updates"] + swarm.received["fetch"]
     assert sent == pytest.approx(predicted.sent["contributions"] * share, rel=0.25)
     assert received == pytest.approx(predicted.received["versions"] * share, rel=0.1)

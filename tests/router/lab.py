@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.namespaces import Space
 from benchmarks.report import Skipped
 
 from tests.processes import Forked, finish
+from tests.router.namespaces import Space
 
 ROUTER, CLIENT, STRANGER, TARGET_HOST = "10.1.0.1", "10.1.0.2", "10.1.0.3", "10.9.0.2"
 TARGETS = 256

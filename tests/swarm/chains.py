@@ -8,9 +8,9 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from benchmarks.memory_store import MemoryStore
 
 from tests.swarm.exact import TERMS, genesis
+from tests.swarm.memory_store import MemoryStore
 from tpuswarm.swarm.core.arithmetic.merge import CHUNK_SIZE
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule, advance_quorum, initial_state
 from tpuswarm.swarm.core.arithmetic.quantize import encode

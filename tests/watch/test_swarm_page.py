@@ -5,9 +5,9 @@ import os
 import signal
 
 import pytest
-from benchmarks.chaos import SMALL, Swarm
 
 from tests.processes import finish, start
+from tests.swarm.chaos import SMALL, Swarm
 from tests.train.look.test_profile import steps_in
 from tests.train.look.test_wandb import files, logged_rows
 from tpuswarm.train.look import profile

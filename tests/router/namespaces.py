@@ -1,4 +1,4 @@
-"""Network namespaces that vanish with the process that made them: the machines of a network, on one machine."""
+"""Network namespaces: the machines of a network on one machine. They end with the process that made them."""
 
 import ctypes
 import os
@@ -11,10 +11,10 @@ CLONE_NEWNET = 0x4000_0000
 
 
 class Space:
-    """Namespaces, held by a process that ends when this one does."""
+    """Namespaces, held by a process that ends with this one."""
 
     def __init__(self, *kinds: str) -> None:
-        """New ones, of the kinds that unshare(1) names. Raises Skipped where that is not allowed."""
+        """Create namespaces of the kinds of unshare(1). Raises Skipped if that is not allowed."""
         self._holder = subprocess.Popen(
             ["unshare", *kinds, "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -24,16 +24,16 @@ class Space:
             raise Skipped(f"this machine does not allow namespaces (unshare {' '.join(kinds)})")
         self.pid = self._holder.pid
         self.enter = ["nsenter", "-t", str(self.pid), *kinds]
-        """The beginning of a command that is to run there."""
+        """The prefix of a command that runs there."""
 
     def join(self) -> None:
-        """Take this thread into its network for good; the sockets that it makes stay there."""
+        """Move this thread into the network; its new sockets stay there."""
         with Path(f"/proc/{self.pid}/ns/net").open() as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
 
     def sh(self, script: str, text: str | None = None, **environment: str) -> str:
-        """What a script prints there. Raises RuntimeError, with what it says on stderr, if it fails."""
+        """Run a script there and return its output. Raises RuntimeError with its stderr if it fails."""
         done = subprocess.run(
             [*self.enter, "sh", "-ec", script], input=text, env={**os.environ, **environment},
             capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""A swarm of real processes on this machine, and what kills them at random: for the slow test, the soak and goodput."""
+"""A swarm of real processes on this machine, and random kills of its processes."""
 
 import json
 import os
@@ -14,58 +14,57 @@ from pathlib import Path
 from typing import Any
 
 SMALL = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "32")
-"""Of gpt2-tiny: a step of some milliseconds, so that commits are many and losses are seen."""
+"""Options of gpt2-tiny for steps of some milliseconds and many commits."""
 
-PATIENCE = 240.0
-"""Seconds until something that is waited for will not come any more."""
+WAIT_TIMEOUT_S = 240.0
 
 
 @dataclass
 class Swarm:
-    """`tpuswarm train` as a process of its own, seen from outside as a user sees it."""
+    """`tpuswarm train` as a separate process, seen from outside."""
 
     run: Path
     arguments: Sequence[str]
     process: "subprocess.Popen[bytes]" = field(init=False)
 
     def start(self) -> None:
-        """Start it, or go on with it."""
+        """Start or resume it."""
         self.run.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "tpuswarm", "train", *self.arguments, "--run", str(self.run)]
         with (self.run.parent / f"{self.run.name}.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def status(self) -> dict[str, Any]:
-        """status.json; empty before there is one."""
+        """Return status.json; empty before it exists."""
         try:
             return json.loads((self.run / "status.json").read_text())
         except FileNotFoundError:
             return {}
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """What happened, of one kind."""
+        """Return the events of one kind."""
         path = self.run / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
     def pids(self) -> dict[str, int]:
-        """Of everything that may be killed."""
+        """Return the processes that may be killed, by name."""
         status = self.status()
-        members = {each["id"]: each["pid"] for each in status.get("members", []) if each["state"] == "alive"}
+        members = {row["id"]: row["pid"] for row in status.get("members", []) if row["state"] == "alive"}
         return members | status.get("processes", {})
 
-    def wait(self, until: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-        """What `until` gives, once it is true; raises where the process or the patience ends before."""
+    def wait(self, until: Callable[[], Any], seconds: float = WAIT_TIMEOUT_S) -> Any:
+        """Wait for a true result of `until` and return it. Raises RuntimeError if process or time ends first."""
         end = time.monotonic() + seconds
-        while not (found := until()):
+        while not (result := until()):
             if self.process.poll() is not None or time.monotonic() > end:
-                said = (self.run.parent / f"{self.run.name}.log").read_text()[-3000:]
-                raise RuntimeError(f"waited in vain, exit status {self.process.poll()}:\n{said}")
+                log = (self.run.parent / f"{self.run.name}.log").read_text()[-3000:]
+                raise RuntimeError(f"waited in vain, exit status {self.process.poll()}:\n{log}")
             time.sleep(0.1)
-        return found
+        return result
 
     def end(self) -> None:
-        """Ctrl-C, and the end of it all."""
+        """Stop it with Ctrl-C."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -76,52 +75,50 @@ class Swarm:
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill -9."""
+    """One kill -9. at: seconds since the start; back: seconds until another process had the name."""
 
     name: str
     at: float
-    """Seconds since the beginning."""
     back: float
-    """Seconds until the same name was alive as another process."""
 
 
 def torment(
     swarm: Swarm, rnd: random.Random, seconds: float, pause: Callable[[], float], names: str, stopped: float = 0.0
 ) -> list[Kill]:
-    """Kill processes whose names begin with one of the letters in `names`, for so long; wait until all are back.
+    """Kill processes whose names begin with a letter in `names`, for some seconds; wait until all are back.
 
-    pause: seconds from one kill to the next, drawn anew each time; stopped: share of the blows that only stop a process
-    for a minute. What is not back yet is not killed again.
+    pause: draws the seconds to the next kill; stopped: the share of kills that only stop a process for a minute. A
+    process that is not back is not killed again.
     """
-    began, kills, away = time.monotonic(), [], dict[str, tuple[int, float]]()
+    start, kills, away = time.monotonic(), [], dict[str, tuple[int, float]]()
     standing: dict[str, int] = {}
-    due = began + pause()
+    due = start + pause()
 
-    def over() -> bool:
+    def is_over() -> bool:
         nonlocal due
-        now, there = time.monotonic(), swarm.pids()
+        now, pids = time.monotonic(), swarm.pids()
         for name, (pid, at) in list(away.items()):
-            if there.get(name, pid) != pid:
+            if pids.get(name, pid) != pid:
                 del away[name]
-                kills.append(Kill(name, at - began, now - at))
+                kills.append(Kill(name, at - start, now - at))
                 standing.pop(name, None)
             elif name in standing and now - at > 60.0:
                 del away[name]
                 with suppress(ProcessLookupError):
                     os.kill(standing.pop(name), signal.SIGCONT)
-        if now - began >= seconds:
+        if now - start >= seconds:
             return not away
-        found = sorted(name for name in there.keys() - away.keys() if name[0] in names)
-        if now >= due and found:
-            name = rnd.choice(found)
-            with suppress(ProcessLookupError):  # the status may be older than the end of a process
+        candidates = sorted(name for name in pids.keys() - away.keys() if name[0] in names)
+        if now >= due and candidates:
+            name = rnd.choice(candidates)
+            with suppress(ProcessLookupError):  # the status may be out of date
                 if rnd.random() < stopped:
-                    os.kill(there[name], signal.SIGSTOP)
-                    standing[name] = there[name]
+                    os.kill(pids[name], signal.SIGSTOP)
+                    standing[name] = pids[name]
                 else:
-                    os.kill(there[name], signal.SIGKILL)
-                away[name], due = (there[name], now), now + pause()
+                    os.kill(pids[name], signal.SIGKILL)
+                away[name], due = (pids[name], now), now + pause()
         return False
 
-    swarm.wait(over, seconds + PATIENCE)
+    swarm.wait(is_over, seconds + WAIT_TIMEOUT_S)
     return sorted(kills, key=lambda kill: kill.at)

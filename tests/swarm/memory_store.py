@@ -1,4 +1,4 @@
-"""A place for a swarm's record in the memory of this process: what is measured or tested is not the disk."""
+"""A store of a swarm's record in memory, for tests and measurements without a disk."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ from tpuswarm.train.storage.bucket import Content
 
 
 class Memory:
-    """Keeps the files of a Store."""
+    """The files of a Store."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[bytes, float]] = {}
@@ -27,17 +27,17 @@ class Memory:
         with self._lock:
             if self.exists(name):
                 return False
-            self._keep(name, data)
+            self._write(name, data)
             return True
 
     def put(self, name: str, data: Content) -> None:
-        self._keep(name, data)
+        self._write(name, data)
 
-    def _keep(self, name: str, data: Content) -> None:
+    def _write(self, name: str, data: Content) -> None:
         self._files[name] = b"".join(parts(data)), time.time()
 
     def put_file(self, name: str, part: Path) -> None:
-        self._keep(name, part.read_bytes())
+        self._write(name, part.read_bytes())
 
     def temporary(self, name: str) -> Path:
         handle, path = tempfile.mkstemp(suffix=".part")
@@ -70,7 +70,7 @@ class Memory:
 
 
 class MemoryStore(Store):
-    """A Store in the memory of this process."""
+    """A Store in memory."""
 
     def __init__(self) -> None:
         self.root, self._back = "memory", Memory()  # type: ignore[assignment]

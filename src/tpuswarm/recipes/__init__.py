@@ -1,4 +1,7 @@
-"""The built-in recipes by name."""
+"""The built-in recipes by name.
+
+Most lines of this room are mathematics, file formats and refusals of damaged files, so that it can hardly shrink.
+"""
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError

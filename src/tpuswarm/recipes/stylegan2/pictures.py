@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -187,7 +188,7 @@ def _read_zip(text: Text, path: str) -> Iterator[PictureFile]:
             for name in filter(_is_picture, sorted(archive.namelist(), key=_shuffle_key)):
                 where = f"{path}:{name}"
                 try:
-                    yield _read_entry(where, archive.getinfo(name).file_size, lambda name=name: archive.read(name))
+                    yield _read_entry(where, archive.getinfo(name).file_size, partial(archive.read, name))
                 except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError) as error:  # the last: a password
                     yield PictureFile(where, b"", str(error))
     except (zipfile.BadZipFile, EOFError) as error:

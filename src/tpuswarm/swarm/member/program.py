@@ -18,9 +18,9 @@ from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
 from tpuswarm.train.data.placing import to_host
 from tpuswarm.train.data.source import training_source
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
-from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, merge_numbers, recipe_hooks
 from tpuswarm.train.loop.resolve import held_out, request
+from tpuswarm.train.loop.saver import require_finite
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled, compile_step

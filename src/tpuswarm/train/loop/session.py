@@ -16,10 +16,10 @@ from tpuswarm.train.data.stream import StreamSource
 from tpuswarm.train.hosts.agreement import Agreement, join_hosts
 from tpuswarm.train.hosts.host_group import HostGroup
 from tpuswarm.train.loop.evaluate import HeldOut, rehearse
-from tpuswarm.train.loop.finite import require_finite
 from tpuswarm.train.loop.resolve import first_given, held_out, request, resolve
 from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.loop.run_config import chosen_form, first_row_digest, lr_scale_after, run_config, shared_facts
+from tpuswarm.train.loop.saver import require_finite
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.numerics import changed_numerics, numerics, run_key
 from tpuswarm.train.process.stop import defer_interrupts

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -58,9 +57,7 @@ class Feed:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self._free.release()
         self._thread.join(CLOSE_TIMEOUT_S)

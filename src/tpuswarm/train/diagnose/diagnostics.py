@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Generator
-from types import TracebackType
 from typing import Any
 
 from tpuswarm.catalog import peak_flops
@@ -41,9 +40,7 @@ class Diagnostics:
         self._host_sync.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._host_sync.stop()
         self._recompilation.stop()
 

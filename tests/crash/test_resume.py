@@ -80,7 +80,7 @@ def test_killed_at_random_moments(undisturbed, tmp_path):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")  # shown with a failure
     moments, folder = random.Random(seed), tmp_path / "run"
-    for _ in range(3):
+    for _ in range(6):
         process = start_until(min(STEPS - 6, max(1, updates(folder) + moments.randrange(-8, 40))), tmp_path)
         process.send_signal(moments.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         process.communicate(timeout=PATIENCE)

@@ -12,7 +12,7 @@ from tpuswarm.torch.check import QUICK_COMPILE
 from tpuswarm.torch.export import export, export_by_rows
 from tpuswarm.torch.interpreter import run_graph
 
-BATCH_SIZES = 4, 7
+BATCH_SIZES = 2, 3, 4, 7, 64
 ROUNDING_FACTOR = 4
 
 

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tests.recipes.test_pretrained import GOLDEN, check_results, relative
 
 from tpuswarm.recipes.gpt2 import loss, model
+from tpuswarm.recipes.gpt2.hub import open_published
+from tpuswarm.recipes.gpt2.pretrained import SHAPE, read_config
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.recipe import Options
 
@@ -54,6 +56,13 @@ def same(made: Path, stored: Path) -> bool:
     return ours.keys() == theirs.keys() and all(
         ours[name].shape == theirs[name].shape and relative(ours[name], theirs[name]) < NOISE for name in ours
     )
+
+
+def test_random_models_have_transformers_results(tmp_path):
+    transformers("random", tmp_path)
+    for folder in sorted(tmp_path.iterdir()):
+        config = read_config(open_published(f"hf:{folder / 'model'}"))
+        check_results(GPT2(**{name: getattr(config, name) for name in SHAPE}, data="fake"), folder)
 
 
 def test_transformers_loads_exports_with_the_same_results(tmp_path, text_file):

@@ -1,16 +1,18 @@
-"""Exported StyleGAN2 networks make the same pictures and scores in torch.
+"""StyleGAN2 beside torch: both networks, their losses and regularisers with every gradient, and an exported generator.
 
-tests/recipes/test_stylegan2_authors.py compares losses and gradients with the authors' code.
+The second implementation reads weights as exported files name them: kernels of each picture's own, one group after the
+other. In double precision, every gradient is by torch's autograd.
 """
 
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tpuswarm.recipes.stylegan2 import discriminator, generator
+from tpuswarm.recipes.stylegan2 import discriminator, generator, losses
 from tpuswarm.recipes.stylegan2.config import Config
 from tpuswarm.recipes.stylegan2.layers import Form
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
@@ -23,6 +25,26 @@ SHAPE = {"resolution": 16, "latent": 6, "mapping": 2, "channels": 3, "most_chann
 CONFIG = Config(**SHAPE)
 COUNT = 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def named(prefix, params):
+    """Tensors of a network by their names in an exported file, as functions of the parameters."""
+    found = {}
+    for name, layer in params.items():
+        path = f"{prefix}.{name}"
+        if not isinstance(layer, dict):
+            found[path] = layer.permute(2, 0, 1) if layer.ndim == 3 else layer
+            continue
+        if "w" in layer:
+            rate = 0.01 if prefix.endswith(".mapping") else 1.0
+            w = layer["w"] / np.prod(layer["w"].shape[:-1]) ** 0.5 * rate
+            if path == "discriminator.last.dense":
+                w = w.reshape(4, 4, -1, w.shape[-1]).permute(2, 0, 1, 3).flatten(0, 2)
+            found[f"{path}.weight"] = w.permute(3, 2, 0, 1) if w.ndim == 4 else w.T
+            if "b" in layer:
+                found[f"{path}.bias"] = layer["b"] * rate
+        found |= named(path, {key: value for key, value in layer.items() if key not in ("w", "b")})
+    return found
 
 
 def leaky(x):
@@ -104,14 +126,102 @@ def score(weights, x):
     ]
 
 
+def double(tree, requires_grad=False):
+    return jax.tree.map(lambda leaf: torch.tensor(np.asarray(leaf, np.float64), requires_grad=requires_grad), tree)
+
+
 def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def perturbed(params):
-    """Move biases and noise strengths away from 0, where a wrong one has no effect."""
+    """Biases and noise strengths begin at 0, where a wrong one would not be seen."""
     leaves, tree = jax.tree.flatten(params)
     return jax.tree.unflatten(tree, [leaf + 0.3 * normal(seed, *leaf.shape) for seed, leaf in enumerate(leaves)])
+
+
+G_PARAMS, D_PARAMS = (
+    perturbed(jax.jit(network.init, static_argnums=1)(jax.random.key(0), CONFIG))
+    for network in (generator, discriminator)
+)
+Z, W = normal(0, COUNT, CONFIG.latent), normal(1, COUNT, CONFIG.layers, CONFIG.latent)
+PICTURES, NOISE = (normal(seed, COUNT, CONFIG.resolution, CONFIG.resolution, 3) for seed in (2, 3))
+MEAN_LENGTH = 0.3
+
+
+def planes(pictures):
+    return torch.tensor(pictures.transpose(0, 3, 1, 2).astype(np.float64))
+
+
+def our_losses(form):
+    """The parameters and the loss of each kind, in one form of our networks."""
+
+    def our_score(params, x):
+        return discriminator.score(params, x, CONFIG, form)
+
+    def pictures_of(params, w):
+        return generator.synthesize(params, w, None, CONFIG, form)
+
+    def made(params):
+        return pictures_of(params, generator.in_layers(generator.to_w(params, Z), CONFIG))
+
+    def path(params):
+        length_B = losses.path_lengths(lambda w: pictures_of(params, w), jnp.asarray(W), jnp.asarray(NOISE))
+        return jnp.square(length_B - MEAN_LENGTH).mean()
+
+    return {
+        "generator": (G_PARAMS, lambda params: losses.real(our_score(D_PARAMS, made(params)))),
+        "discriminator": (
+            D_PARAMS,
+            lambda params: losses.real(our_score(params, PICTURES)) + losses.fake(our_score(params, made(G_PARAMS))),
+        ),
+        "r1": (D_PARAMS, lambda params: losses.r1(lambda x: our_score(params, x), jnp.asarray(PICTURES))),
+        "path lengths": (G_PARAMS, path),
+    }
+
+
+def their_loss(kind, params):
+    """The same loss in torch."""
+    fixed_g, fixed_d = named("generator", double(G_PARAMS)), named("discriminator", double(D_PARAMS))
+    weights = named("generator" if params.keys() == G_PARAMS.keys() else "discriminator", params)
+
+    def made(weights):
+        return synthesize(weights, to_w(weights, double(Z))[:, None].expand(-1, CONFIG.layers, -1))
+
+    if kind == "generator":
+        return functional.softplus(-score(fixed_d, made(weights))).mean()
+    if kind == "discriminator":
+        real, fake = score(weights, planes(PICTURES)), score(weights, made(fixed_g))
+        return functional.softplus(-real).mean() + functional.softplus(fake).mean()
+    if kind == "r1":
+        x = planes(PICTURES).requires_grad_()
+        (slope,) = torch.autograd.grad(score(weights, x).sum(), x, create_graph=True)
+        return slope.square().sum((1, 2, 3)).mean()
+    codes = double(W, requires_grad=True)
+    projected = (synthesize(weights, codes) * planes(NOISE)).sum() / CONFIG.resolution
+    (slope,) = torch.autograd.grad(projected, codes, create_graph=True)
+    return (slope.square().sum(2).mean(1).sqrt() - MEAN_LENGTH).square().mean()
+
+
+@pytest.mark.parametrize("form", [Form(), Form(folds=True)], ids=["plain", "folded"])
+@pytest.mark.parametrize("kind", ["generator", "discriminator", "r1", "path lengths"])
+def test_losses_and_their_gradients_are_torchs(kind, form):
+    params, loss = our_losses(form)[kind]
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    leaves, tree = jax.tree.flatten(double(params, requires_grad=True))
+    expected = their_loss(kind, jax.tree.unflatten(tree, leaves))
+    assert float(value) == pytest.approx(float(expected.detach()), rel=1e-4)
+    slopes = torch.autograd.grad(expected, leaves, allow_unused=True, materialize_grads=True)
+    largest = max(slope.abs().max() for slope in slopes)
+    for (path, grad), slope in zip(jax.tree.leaves_with_path(grads), slopes, strict=True):
+        np.testing.assert_allclose(grad, slope, 1e-4, 1e-4 * float(largest), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("form", [Form(), Form(folds=True)], ids=["plain", "folded"])
+def test_pictures_are_torchs(form):
+    found = jax.jit(lambda params, w: generator.synthesize(params, w, None, CONFIG, form))(G_PARAMS, W)
+    expected = synthesize(named("generator", double(G_PARAMS)), double(W))
+    np.testing.assert_allclose(found.transpose(0, 3, 1, 2), expected, **CLOSE)
 
 
 def test_exported_networks_are_the_same_in_torch(tmp_path):
@@ -128,9 +238,8 @@ def test_exported_networks_are_the_same_in_torch(tmp_path):
         made = generator.synthesize(state.average, generator.in_layers(w, CONFIG), None, CONFIG, Form())
         return made, discriminator.score(state.discriminator, pictures, CONFIG, Form())
 
-    z, real = normal(0, COUNT, CONFIG.latent), normal(2, COUNT, CONFIG.resolution, CONFIG.resolution, 3)
-    ours, our_scores = jax.jit(pictures_and_scores)(state, z, real)
-    w = weights["w_mean"] + (to_w(weights, torch.from_numpy(z)) - weights["w_mean"]) * 0.7
+    ours, our_scores = jax.jit(pictures_and_scores)(state, Z, PICTURES)
+    w = weights["w_mean"] + (to_w(weights, torch.from_numpy(Z)) - weights["w_mean"]) * 0.7
     theirs = synthesize(weights, w[:, None].expand(-1, CONFIG.layers, -1))
     np.testing.assert_allclose(ours.transpose(0, 3, 1, 2), theirs, **CLOSE)
-    np.testing.assert_allclose(our_scores, score(weights, torch.from_numpy(real).permute(0, 3, 1, 2)), **CLOSE)
+    np.testing.assert_allclose(our_scores, score(weights, planes(PICTURES).float()), **CLOSE)

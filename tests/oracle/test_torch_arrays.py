@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tests.journeys.modern_jax_rows import check, names, rows
 
 from tpuswarm import InputError, to_jax, to_numpy, to_torch
+from tpuswarm.train.program.mesh import make_mesh
 
 torch = pytest.importorskip("torch")
 
@@ -32,6 +34,12 @@ def test_memory_is_shared_both_ways():
     assert to_numpy(tensor).ctypes.data == tensor.data_ptr()
 
 
+def test_writable_tensor_does_not_change_the_jax_array():
+    array = jnp.arange(4.0)
+    to_torch({"w": array}, writable=True)["w"].add_(10)
+    np.testing.assert_array_equal(array, np.arange(4.0))
+
+
 @pytest.mark.parametrize(
     "view",
     [
@@ -48,6 +56,28 @@ def test_memory_is_shared_both_ways():
 def test_views_keep_their_values(view):
     tensor = view(torch.arange(24.0).reshape(4, 6))
     np.testing.assert_array_equal(to_jax(tensor), tensor.detach().resolve_conj().resolve_neg().numpy())
+
+
+def test_layer_of_torch_is_the_same_function_in_jax():
+    layer = torch.nn.Linear(6, 3)
+    params, x = to_jax(layer.state_dict()), torch.rand(4, 6)
+    ours = to_jax(x) @ params["weight"].T + params["bias"][None]
+    np.testing.assert_allclose(ours, layer(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_integers_too_large_for_jax_are_refused():
+    assert to_jax(torch.tensor([5, -3])).tolist() == [5, -3]
+    with pytest.raises(InputError, match="ids holds 1099511627776, too large for int32"):
+        to_jax({"ids": torch.tensor([1, 2**40])})
+    with jax.enable_x64(True):
+        assert to_jax(torch.tensor([2**40])).tolist() == [2**40]
+    assert to_torch(np.array([2**40])).tolist() == [2**40]
+
+
+def test_sharded_array_becomes_one_tensor():
+    mesh = make_mesh(jax.devices())
+    split = jax.device_put(jnp.arange(16, dtype=jnp.bfloat16), NamedSharding(mesh, PartitionSpec("data")))
+    assert torch.equal(to_torch(split), torch.arange(16).bfloat16())
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "meta"])

@@ -168,6 +168,7 @@ MODULES = {
         lambda m, x: m.last(functional.adaptive_max_pool2d(m.first(x).view(-1, 1, 2, 4), (2, 4)).flatten(1))
     ),
     "lp pool": Net(lambda m, x: m.last(functional.lp_pool1d(m.first(x)[:, None], 2, 1)[:, 0])),
+    "bilinear": Net(lambda m, x: m.last(m.both(m.first(x), x)), both=nn.Bilinear(8, 8, 8)),
     "embedding bag": Net(lambda m, x: m.last(m.bag((x > 0).long())), bag=nn.EmbeddingBag(5, 8)),
     "embedding bag of a maximum": Net(
         lambda m, x: m.last(m.bag((x > 0).long() + (x > 1).long(), None)),
@@ -175,6 +176,9 @@ MODULES = {
     ),
     "weighted embedding bag": Net(
         lambda m, x: m.last(m.bag((x > 0).long(), per_sample_weights=m.first(x))), bag=nn.EmbeddingBag(5, 8, mode="sum")
+    ),
+    "gaussian likelihood": Net(
+        lambda m, x: m.last(m.first(x)) + functional.gaussian_nll_loss(m.first(x), x, m.first(x).relu())
     ),
     "ctc": Net(
         lambda m, x: (
@@ -251,6 +255,9 @@ MODULES = {
             torch.stft(m.first(x), 8, return_complex=True, window=torch.ones(8)).abs().sum(-1).repeat(1, 2)[:, :8]
         )
     ),
+    "logarithm of a determinant": Net(
+        lambda m, x: m.last(x) + torch.linalg.slogdet(m.first.weight @ m.first.weight.T + torch.eye(8))[1]
+    ),
     "classes": Net(
         lambda m, x: (
             m.last(x)
@@ -273,13 +280,42 @@ MODULES = {
             )
         )
     ),
+    "eigenvalues": Net(
+        lambda m, x: m.last(x) + torch.linalg.eigvalsh(m.first.weight + m.first.weight.T).square().sum()
+    ),
+    "qr": Net(lambda m, x: m.last(x @ torch.linalg.qr(m.first.weight)[1])),
+    "cdist": Net(lambda m, x: m.last(torch.cdist(m.first(x), m.first.weight))),
+    "pdist": Net(lambda m, x: m.last(torch.cdist(m.first(x), m.first.weight, p=1.0))),
+    "prelu": Net(lambda m, x: m.last(m.slope(m.first(x))), slope=nn.PReLU(8)),
+    "glu": Net(lambda m, x: m.last(functional.glu(torch.cat([m.first(x), x], 1)))),
     "fold": Net(lambda m, x: m.last(functional.unfold(m.first(x).view(-1, 1, 2, 4), (1, 1)).flatten(1))),
+    "einsum": Net(lambda m, x: m.last(torch.einsum("bi,bj,ji->bi", m.first(x), x, m.first.weight))),
     "pixel shuffle": Net(lambda m, x: m.last(functional.pixel_shuffle(m.first(x).view(-1, 4, 1, 2), 2).flatten(1))),
+    "roll": Net(lambda m, x: m.last(m.first(x).roll(2, 1))),
+    "cross": Net(lambda m, x: m.last(torch.cat([torch.linalg.cross(m.first(x)[:, :3], x[:, :3]), x[:, :5]], 1))),
+    "masked_scatter": Net(lambda m, x: m.last(m.first(x).masked_scatter(x > 0, x * 2))),
+    "diagonal_scatter": Net(lambda m, x: m.last(m.first(x) @ m.first.weight.diagonal_scatter(torch.ones(8)))),
     "repeat_interleave": Net(lambda m, x: m.last(m.first(x)[:, :4].repeat_interleave(2, 1))),
+    "searchsorted": Net(
+        look_up(lambda m, t: torch.searchsorted(m.bounds, t.float())[:, None]), bounds=torch.arange(4.0)
+    ),
+    "bucketize": Net(
+        look_up(lambda m, t: torch.bucketize(t.float(), m.bounds, right=True)[:, None]), bounds=torch.arange(4.0)
+    ),
     "bincount": Net(look_up(lambda m, t: torch.bincount(t, minlength=5)[t][:, None])),
     "one_hot": Net(look_up(lambda m, t: functional.one_hot(t, 8))),
     "tensor_split": Net(lambda m, x: m.last(torch.cat(m.first(x).tensor_split(3, 1)[::-1], 1))),
+    "unfold of a tensor": Net(lambda m, x: m.last(m.first(x).unfold(1, 3, 1).sum(-1).repeat(1, 2)[:, :8])),
     "as_strided": Net(lambda m, x: m.last(m.first(x).as_strided((len(x), 8), (8, 1)))),
+    "triangular": Net(lambda m, x: m.last(m.first(x) @ m.first.weight.tril())),
+    "nan_to_num": Net(lambda m, x: m.last(torch.nan_to_num(m.first(x) / (x > 0).float(), 0.0, 1.0, -1.0))),
+    "clip of norm": Net(lambda m, x: m.last(m.first(x).renorm(2, 0, 1.0))),
+    "cholesky": Net(lambda m, x: m.last(x @ torch.linalg.cholesky(m.first.weight @ m.first.weight.T + torch.eye(8)))),
+    "solve": Net(lambda m, x: m.last(torch.linalg.solve(m.first.weight + 3 * torch.eye(8), x.T).T)),
+    "inverse": Net(lambda m, x: m.last(x @ torch.linalg.inv(m.first.weight + 3 * torch.eye(8)))),
+    "determinant": Net(lambda m, x: m.last(x) * torch.linalg.det(m.first.weight + 2 * torch.eye(8))),
+    "fft": Net(lambda m, x: m.last(torch.fft.irfft(torch.fft.rfft(m.first(x)) * 2, n=8))),
+    "fft size": Net(lambda m, x: m.last(torch.fft.fft(m.first(x)).abs())),
 }
 MODULES["tied"].other = nn.Linear(8, 8)
 MODULES["tied"].other.weight = MODULES["tied"].first.weight
@@ -287,4 +323,4 @@ MODULES["tied"].other.weight = MODULES["tied"].first.weight
 
 @pytest.mark.parametrize("case", MODULES)
 def test_operators_and_layers_train_as_in_torch(case):
-    assert_trains_as_in_torch(MODULES[case])
+    assert_trains_as_in_torch(MODULES[case], batch_sizes=(4, 7))

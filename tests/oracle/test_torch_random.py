@@ -1,14 +1,24 @@
-"""Random modules have torch's gradients: layers, stopped and custom gradients, checkpoints."""
+"""Random modules train as in torch: layers, stopped and custom gradients, checkpoints."""
 
+import copy
+
+import jax
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from tests.oracle.compare_modules import StraightThrough, assert_trains_as_in_torch
 from tests.oracle.zoo import functional, nn, torch
+from tests.train.toy import clock
 
-NET_WIDTH = 8
-pytestmark = pytest.mark.torch_all
+from tpuswarm.torch import recipe
+from tpuswarm.torch.check import QUICK_COMPILE
+from tpuswarm.train.program.mesh import make_mesh
+from tpuswarm.train.recipe import Options
+
+NET_WIDTH, NUM_STEPS = 8, 5
 
 
 class Attention(nn.Module):
@@ -110,6 +120,14 @@ LOSSES = {
     "logits": lambda o, batch: functional.binary_cross_entropy_with_logits(o, (batch["y"] > 0).float().expand_as(o)),
     "by the rows": lambda o, batch: (o**2).sum() / len(o),
 }
+OPTIMIZERS = {
+    "sgd": (lambda: optax.sgd(0.05, momentum=0.9), lambda params: torch.optim.SGD(params, 0.05, momentum=0.9)),
+    "adam": (lambda: optax.adam(1e-2, eps=1e-5), lambda params: torch.optim.Adam(params, 1e-2, eps=1e-5)),
+    "adamw": (
+        lambda: optax.adamw(1e-2, eps=1e-5, weight_decay=0.1),
+        lambda params: torch.optim.AdamW(params, 1e-2, eps=1e-5, weight_decay=0.1),
+    ),
+}
 
 
 def make_batch(rows):
@@ -135,3 +153,32 @@ EXAMPLES = st.tuples(
 def test_gradients_of_random_modules(example, rows):
     names, loss, seed = example
     assert_trains_as_in_torch(build(names, seed), LOSSES[loss], (rows,), make_batch, allow_rounding=True)
+
+
+@settings(max_examples=15)
+@given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)), st.sampled_from([1, 4]), st.sampled_from([1, 2]))
+def test_five_steps_of_random_modules(example, optimizer, devices, accumulate):
+    names, loss, seed = example
+    if accumulate > 1:  # these depend on the size of the micro-batch
+        names = [name for name in names if name not in ("batch norm", "number of rows")]
+        loss = "squared" if loss == "by the rows" else loss
+    module, batch = build(names, seed), make_batch(8)
+    ours, theirs = OPTIMIZERS[optimizer]
+    program = recipe(module, LOSSES[loss], batch, ours(), check=False).program(Options(accumulate=accumulate))
+    mesh = make_mesh(jax.devices()[:devices])
+    state = jax.device_put(program.init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+    given_batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    step = jax.jit(program.step, compiler_options=QUICK_COMPILE)
+    other = copy.deepcopy(module).train()
+    updates = theirs([param for param in other.parameters() if param.requires_grad])
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    tensors["t"] = tensors["t"].long()
+    for index in range(NUM_STEPS):
+        state, metrics = step(state, given_batch, clock(index, index / NUM_STEPS))
+        updates.zero_grad()
+        found = LOSSES[loss](other(tensors["input"]), tensors)
+        found.backward()
+        updates.step()
+        assert float(metrics["loss"]) == pytest.approx(float(found.detach()), rel=1e-3, abs=1e-5)
+    for name, param in other.named_parameters():
+        np.testing.assert_allclose(state.params[name], param.detach().numpy(), rtol=2e-3, atol=2e-4, err_msg=name)

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpuswarm import RunFailed, Trainer
 from tpuswarm.recipes.stylegan2 import augment
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
+from tpuswarm.train.run.checkpoint import checkpoint_folders
 
 pytestmark = pytest.mark.slow
 TINY = {"resolution": 8, "latent": 4, "mapping": 1, "channels": 4, "most_channels": 4, "group": 2}
@@ -91,6 +93,15 @@ def test_broken_network_makes_the_loss_nan(recipe, one, fresh, broken):
     network = jax.tree.map(lambda leaf: leaf * np.nan, getattr(fresh, broken))
     _, [metrics] = train(recipe, one, dataclasses.replace(fresh, **{broken: network}), [0])
     assert np.isnan(metrics["loss"])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_gradient_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
+    """The authors' code continues with 0 in its place, silently."""
+    recipe = StyleGAN2(**TINY, r1=1e38, adapt=False)
+    with pytest.raises(RunFailed, match=r"at step 2 .*not finite: discriminator/.*checkpoint of step 0 is safe"):
+        Trainer(eval_every=None, devices=1).fit(recipe, steps=4, batch=BATCH, run=tmp_path / "run")
+    assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
 
 
 def test_held_out_rest_is_scored_in_whole_groups_and_counts_once(recipe, fresh):

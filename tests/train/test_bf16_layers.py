@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from tests.recipes.test_bf16_gradients import by_leaf, long_sums, require_close
 from tpuswarm import Trainer, supervised
@@ -36,6 +37,25 @@ class Linen(nn.Module):
 def linen(dtype, dense=nn.Dense):
     model = Linen(dtype, dense)
     return lambda key: model.init(key, DIGITS[:2]), lambda params, ids: model.apply(params, ids)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.place = (nnx.Param(rngs.params.normal((count, WIDTH))) for count in (CLASSES, PLACES))
+        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)])
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.dense, self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.embed[ids] + self.place[None]
+        x = x + self.attention(self.norms[0](x))
+        return self.head(x + nnx.gelu(self.dense(self.norms[1](x))))
+
+
+def of_nnx():
+    structure, _ = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param)
+    init = lambda key: nnx.to_pure_dict(nnx.split(Nnx(nnx.Rngs(key)), nnx.Param)[1])  # noqa: E731
+    return init, lambda params, ids: nnx.merge(structure, params)(ids)
 
 
 class Equinox(eqx.Module):
@@ -68,6 +88,7 @@ FORMS = {
     "linen": lambda precision: linen(None),
     "linen with dtype": lambda precision: linen(jnp.bfloat16 if precision == "bf16" else None),
     "linen recomputed": lambda precision: linen(None, nn.remat(nn.Dense)),
+    "nnx": lambda precision: of_nnx(),
     "equinox": lambda precision: equinox(),
 }
 
@@ -101,4 +122,6 @@ def test_micro_batches_and_devices_take_the_same_step(tmp_path):
         return np.float64(result.state.params.head.bias)
 
     before = np.float64(init(jax.random.split(run_key(0))[0]).head.bias)
-    np.testing.assert_allclose(bias(2, 4) - before, bias(1, 1) - before, rtol=0.01, atol=1e-4)
+    alone = bias(1, 1) - before
+    for devices, accumulate in (1, 4), (2, 1), (2, 4):
+        np.testing.assert_allclose(bias(devices, accumulate) - before, alone, rtol=0.01, atol=1e-4)

@@ -142,3 +142,10 @@ def test_blocked_data_does_not_delay_a_stop(tmp_path):
 def test_stopping_run_saves_if_the_notice_is_long_enough(asked, seconds, busy, save, words):
     decision = decide_stop(asked, seconds, busy, remaining_s=10.0)
     assert decision.save == save and words in decision.reason
+
+
+@pytest.mark.parametrize(("clip", "advice"), [(None, "rate or --clip may help"), (1e9, "rate may help")])
+def test_advice_names_no_option_that_is_on(tmp_path, clip, advice):
+    diverges = supervised(toy.init, toy.loss, optax.sgd(float("inf")), toy.data())
+    with pytest.raises(RunFailed, match=f"a lower learning {advice}"):
+        fit(diverges, tmp_path / "run", clip=clip)

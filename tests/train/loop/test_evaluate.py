@@ -53,7 +53,7 @@ def weighted(count):
     return found, found.init(jax.random.key(0))
 
 
-@pytest.mark.parametrize("rows", [5, 64, 130])
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 64, 100, 130])
 @pytest.mark.parametrize("count", [1, 8])
 def test_every_row_counts_once(rows, count):
     data = held_out_with_weights(rows)

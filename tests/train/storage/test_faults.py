@@ -85,7 +85,7 @@ def delete(bucket, folder):
 
 
 REQUESTS = create, swap, put_small, put_large, read, fetch, find, delete
-FAULTS = "429", "503", "reset", "lose the answer", "stall"
+FAULTS = "408", "429", "500", "502", "503", "504", "reset", "lose the answer", "stall"
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: each.__name__)

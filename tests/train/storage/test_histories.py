@@ -4,7 +4,7 @@ import pytest
 
 from tests.train.storage.histories import play
 
-HISTORIES = 120
+HISTORIES = 200
 
 
 @pytest.mark.parametrize("part", range(4))

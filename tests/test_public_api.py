@@ -10,11 +10,10 @@ import tpuswarm
 @pytest.mark.parametrize("name", tpuswarm.__all__)
 def test_export_and_its_methods_have_docstrings(name):
     export = getattr(tpuswarm, name)
-    members = vars(export).items() if inspect.isclass(export) else []
-    methods = {
-        key: getattr(value, "__func__", value)
-        for key, value in members
+    methods = [
+        key
+        for key, value in (vars(export).items() if inspect.isclass(export) else ())
         if not key.startswith("_") and (inspect.isroutine(value) or isinstance(value, property))
-    }
+    ]
     assert inspect.getdoc(export)
-    assert [key for key, method in methods.items() if not method.__doc__] == []
+    assert [key for key in methods if not inspect.getdoc(getattr(export, key))] == []

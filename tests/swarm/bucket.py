@@ -1,17 +1,24 @@
-"""A bucket on loopback: the local cloud's storage, with faults that a test switches on."""
+"""A bucket on loopback: the local cloud's storage, with faults that a test switches on.
+
+STORAGE_TESTBENCH=http://HOST:PORT in the environment selects another server, such as Google's storage-testbench, behind
+a proxy with the same faults.
+"""
 
 import asyncio
+import os
 import random
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 
 class Bucket:
@@ -85,9 +92,12 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
     ready, stops = threading.Event(), []
 
     async def serve():
-        objects = Objects(Records(folder / "records.sqlite"), folder / "objects")
-        objects.make_bucket("project", {"name": name})
-        served = Starlette(routes=Storage(objects).routes(), exception_handlers={Rejected: reject})
+        if upstream := os.environ.get("STORAGE_TESTBENCH"):
+            served = proxy(upstream, name, made.endpoint)
+        else:
+            objects = Objects(Records(folder / "records.sqlite"), folder / "objects")
+            objects.make_bucket("project", {"name": name})
+            served = Starlette(routes=Storage(objects).routes(), exception_handlers={Rejected: reject})
         app = BaseHTTPMiddleware(served, made.answer)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
 
@@ -106,3 +116,31 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
     finally:
         stops[0]()
         thread.join()
+
+
+def proxy(upstream: str, name: str, endpoint: str) -> Starlette:
+    """Forward requests to another server, after making its bucket empty."""
+    import httpx
+
+    with httpx.Client(base_url=upstream) as bench:
+        bench.post("/storage/v1/b", params={"project": "project"}, json={"name": name})
+        for stored in bench.get(f"/storage/v1/b/{name}/o").json().get("items", []):
+            bench.delete(f"/storage/v1/b/{name}/o/{quote(stored['name'], safe='')}").raise_for_status()
+    client = httpx.AsyncClient(base_url=upstream, timeout=60)
+
+    async def forward(request):
+        path = request.scope["raw_path"].decode()
+        query = request.url.query
+        headers = [(key, value) for key, value in request.headers.items() if key not in ("host", "content-length")]
+        answer = await client.request(
+            request.method, f"{path}?{query}" if query else path, headers=headers, content=await request.body()
+        )
+        kept = {
+            key: value.replace(upstream, endpoint)
+            for key, value in answer.headers.items()
+            if key not in ("connection", "content-encoding", "content-length", "date", "server", "transfer-encoding")
+        }
+        return Response(answer.content, answer.status_code, kept)
+
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+    return Starlette(routes=[Route("/{rest:path}", forward, methods=methods)])

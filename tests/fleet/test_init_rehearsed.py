@@ -104,13 +104,13 @@ def test_project_without_billing_gets_nothing(init):
 @pytest.mark.parametrize(
     ("zone", "found", "way_out"),
     [
-        (NO_QUOTA, f"{NO_QUOTA}: 0 (TPUV2sPreemptiblePerProjectPerZoneForTPUAPI)", "mend: ask for more at"),
-        ("asia-east1-c", "Permission denied on 'locations/asia-east1-c'", "mend: use a zone and a type that project"),
+        (NO_QUOTA, f"{NO_QUOTA}: 0 (TPUV2sPreemptiblePerProjectPerZoneForTPUAPI)", "fix: ask for more at"),
+        ("asia-east1-c", "Permission denied on 'locations/asia-east1-c'", "fix: use a zone and a type that project"),
     ],
 )
 def test_zone_that_gives_no_tpu_is_reported_at_the_end(init, zone, found, way_out):
     code, out, _ = init(f"--yes --project {zone}-1 --provider rehearsal --type v2-8 --zone {zone}")
-    assert code == 0 and all(words in out for words in (found, way_out, "mend this, then `tpuswarm up`"))
+    assert code == 0 and all(words in out for words in (found, way_out, "fix this, then `tpuswarm up`"))
 
 
 def test_bucket_name_of_somebody_else_is_refused(init, access, monkeypatch):

@@ -86,12 +86,12 @@ def test_folder_may_mix_json_lines_and_text(folder):
     [
         (
             '{"text": "good"}\n{"text": ',
-            r"a\.jsonl:2 is not JSON \(.*\); mend or remove this line, or give --json-field none",
+            r"a\.jsonl:2 is not JSON \(.*\); fix or remove this line, or give --json-field none",
         ),
         ('{"body": "x", "id": 1}\n', r"a\.jsonl:1 has no text in a field 'text' \(the line has body, id\); give"),
         ('{"text": 3}\n', r"a\.jsonl:1 has no text in a field 'text' \(it is 3\); give its field"),
         ("[1]\n", r"a\.jsonl:1 has no text in a field 'text' \(the line is no object\)"),
-        ('{"text": "\\ud800"}\n', r"a\.jsonl:1 is not Unicode text \(surrogates not allowed\); mend or remove"),
+        ('{"text": "\\ud800"}\n', r"a\.jsonl:1 is not Unicode text \(surrogates not allowed\); fix or remove"),
     ],
 )
 def test_unreadable_json_line_is_named(tmp_path, content, words):

@@ -52,9 +52,9 @@ def confirm(yes: bool) -> None:
 
 
 def print_checks(checks: "list[Check]") -> None:
-    """Print a line for each check, and how to mend a failed one."""
+    """Print a line for each check, and how to fix a failed one."""
     for check in checks:
         verdict = "no" if not check.ok else "ok" if check.known else f"{check.id}"
         echo(f"{verdict}: {check.sentence}", hang=4)
         if not check.ok and check.mend:
-            echo(f"    mend: {check.mend}")
+            echo(f"    fix: {check.mend}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ACTIVITY_COLORS = {"training": "green", "joining": "yellow", "not ready": "yellow", "missing": "red", "lost": "red"}
 STATE_COLORS = {"ready": "green", "dead": "red", "deleting": "red", "stopped": "dim"}
 STALE_LEASE_S = 60.0
-"""A keeper that does not renew its lease for this long has lost the fleet."""
+"""Twice this without a renewal: the keeper may be gone."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def default_precision(platform: str) -> Precision:
 
 @dataclass(frozen=True)
 class Options:
-    """How a program computes. The user sets the first six; train/program/compiled.py chooses the others.
+    """How a program computes. The user sets the first six; train/program/request.py lists the choices for the others.
 
     A program raises InputError for a user's option that it does not support, naming it.
 
@@ -300,7 +300,7 @@ class Recipe(ABC):
     def project(
         self, state: State, picture: "np.ndarray", steps: int, seed: int, far: Callable[[int, int], None]
     ) -> Any:
-        """Return the code of a picture (recipes/stylegan2/projection.py); report progress by far(done, total)."""
+        """Return the code of a picture (recipes/stylegan2/samples.py); report progress by far(done, total)."""
         raise NotImplementedError
 
     def measures(self, state: State, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def print_dry_run(
 
 
 def require_checks(cloud: Provider, file: SwarmFile, paid: bool) -> None:
-    """Run the checks before the first machine. Raises InputError if one fails, after printing how to mend it."""
+    """Run the checks before the first machine. Raises InputError if one fails, after printing how to fix it."""
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.cloud.google.provider import GoogleProvider
     from tpuswarm.fleet.apply.preflight import run_checks
@@ -155,7 +155,7 @@ def require_checks(cloud: Provider, file: SwarmFile, paid: bool) -> None:
     if failed := [check for check in checks if not check.ok]:
         print_checks(failed)
         raise InputError(
-            f"{len(failed)} of {len(checks)} checks failed; nothing was created. Mend them, or run `tpuswarm init`."
+            f"{len(failed)} of {len(checks)} checks failed; nothing was created. Fix them, or run `tpuswarm init`."
         )
 
 

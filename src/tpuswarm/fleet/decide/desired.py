@@ -64,7 +64,7 @@ class Desired:
     down: str | None = None
     """Why everything is to be deleted; None while the fleet is up."""
     kept_on: str | None = None
-    """The VM that runs the keeper; None: any computer."""
+    """The pool of the machine that runs the keeper; None: any computer."""
     revision: int = 1
     """Counts the user's requests; each one clears earlier failures."""
 

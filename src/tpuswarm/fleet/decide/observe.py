@@ -30,7 +30,8 @@ from tpuswarm.fleet.decide.state import (
 )
 
 UNLISTED_TIMEOUT_S, OPERATION_TIMEOUT_S = 300.0, 3600.0
-"""A creation has failed if no listing shows the machine after this time; the second while its operation runs."""
+"""A creation has failed if no listing shows the machine after UNLISTED_TIMEOUT_S; after OPERATION_TIMEOUT_S if its
+operation still runs."""
 MIN_LIFETIME_S = 120.0
 """A machine taken away sooner than this counts as a failed creation."""
 MAX_LOSSES, LOSS_WINDOW_S = 3, 180.0

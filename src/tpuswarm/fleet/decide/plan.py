@@ -26,7 +26,7 @@ from tpuswarm.fleet.decide.state import (
 )
 
 BOOT_TIMEOUT_S = 1800.0
-"""Doubled and tripled for the largest slices."""
+"""Twice this from 64 hosts, three times from 256."""
 REPAIR_TIMEOUT_S = 1800.0
 UNHEALTHY_GRACE_S = 900.0
 QUEUE_TIMEOUT_S = 4 * HOUR_S

@@ -44,9 +44,9 @@ from tpuswarm.fleet.store.machine_flags import add_flag_metadata
 from tpuswarm.train.process.computer import computer_id
 
 IDLE_INTERVAL_S, BUSY_INTERVAL_S, WATCH_INTERVAL_S = 3.0, 1.0, 10.0
-"""Between two ticks; the last while another keeper leads and nothing moves."""
+"""Between two ticks; WATCH_INTERVAL_S while another keeper leads and nothing changes."""
 MAX_BACKOFF_S, PERSON_RETRY_S = 60.0, 300.0
-"""After the cloud failed to answer; the second if a person has to fix the cause."""
+"""After the cloud failed to answer; PERSON_RETRY_S if a person has to fix the cause."""
 LEASE_S, RENEW_INTERVAL_S, EVENT_SAVE_INTERVAL_S = 60.0, 15.0, 5.0
 """A lease ends after LEASE_S without renewal; new events are saved with an earlier renewal."""
 SAFE_LEASE_S = 40.0

@@ -123,7 +123,7 @@ def _document(line: bytes, field: str, where: str) -> str:
     try:
         facts = json.loads(line)
     except ValueError as error:
-        raise InputError(f"{where} is not JSON ({error}); mend or remove this line, or give {as_they_are}") from error
+        raise InputError(f"{where} is not JSON ({error}); fix or remove this line, or give {as_they_are}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get(field), str):
         if not isinstance(facts, dict):
             has = "the line is no object"
@@ -138,7 +138,7 @@ def _document(line: bytes, field: str, where: str) -> str:
     try:
         document.encode()
     except UnicodeEncodeError as error:  # JSON can contain half of a UTF-16 pair
-        raise InputError(f"{where} is not Unicode text ({error.reason}); mend or remove this line") from error
+        raise InputError(f"{where} is not Unicode text ({error.reason}); fix or remove this line") from error
     return document
 
 

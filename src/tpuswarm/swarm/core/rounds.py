@@ -1,4 +1,4 @@
-"""Decide when a round is over: OPEN, QUORUM, GRACE, CHOOSE as one function of accepted pushes and their times."""
+"""Decide from the accepted pushes and their times when a round is over."""
 
 import math
 from collections.abc import Mapping, Set

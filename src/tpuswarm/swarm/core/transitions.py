@@ -35,8 +35,8 @@ from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 
 MAX_HEARTBEATS_PER_S = 400.0
-"""Limit for all members together; costs less than half a core. No pause exceeds half a lease time, for which a new
-coordinator listens."""
+"""Limit for all members together; costs less than half a core. No pause exceeds half a lease time: a new coordinator
+listens for one lease time, and hears every member."""
 MIN_LEASE_PAUSES = 3
 """A lease lasts this many pauses, so that one lost heartbeat does not end it."""
 AWAITED_RECORD_COUNT = 3

@@ -227,7 +227,7 @@ class StopSignals:
         self.on_slow_stop: Callable[[], None] = lambda: None
         """Called in that thread while the run has not ended SLOW_STOP_S after Ctrl-C."""
         self.on_forced_exit: Callable[[], None] = lambda: None
-        """Called in that thread before it ends the process, because a second Ctrl-C did not."""
+        """Called in that thread before it ends a process that survived a second Ctrl-C."""
         self._requested_at = 0.0
         self._previous_handlers: dict[Signals, Any] = {}
         self._ended = threading.Event()

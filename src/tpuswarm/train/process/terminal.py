@@ -10,7 +10,7 @@ from tpuswarm.config.formatting import wrap_text
 from tpuswarm.train.process.stop import CLEAR_LINE, defer_interrupts
 
 RED, YELLOW, PLAIN = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
-LABEL_COLOURS = {"error": RED, "problem": RED, "warning": YELLOW, "not now": YELLOW, "note": YELLOW, "mend": YELLOW}
+LABEL_COLOURS = {"error": RED, "problem": RED, "warning": YELLOW, "not now": YELLOW, "note": YELLOW, "fix": YELLOW}
 """Colour of the text before the first colon."""
 DEFAULT_COLUMNS = 80
 """For terminals that report 0 columns."""

@@ -23,7 +23,7 @@ from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import build_recipe
 
 Agree = Callable[[Callable[[], Mapping[str, str]]], None]
-"""Raises InputError unless all hosts have the same facts, like `Agreement.agree`."""
+"""Raises InputError unless all hosts have the same facts, like `Agreement.require_equal`."""
 
 
 def single_host(facts: Callable[[], Mapping[str, str]]) -> None:

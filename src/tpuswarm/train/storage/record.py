@@ -126,7 +126,7 @@ class Read:
 
     record: Record
     generation: int
-    """0: it is made up from the objects of an earlier version's run, and nothing is stored yet."""
+    """0 if no record is stored yet: this one lists the objects of an earlier version's run."""
     object: str = RECORD
     """The object that the owner renewed last; an earlier version wrote a new one each time."""
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 def add(now: Any, new: Any, anchor: Any) -> Any:
     """Return now + (new - anchor) for every leaf of three float32 trees of one structure; `now` is donated.
 
-    For a version without this member's work since its anchor, which is kept. Float addition is not exact, so two cases
-    are copied: an element with the same bits in new and anchor stays unchanged, and one with the same bits in now and
-    anchor becomes new (an idle member ends at the published bits). -0.0 and 0.0 have different bits.
+    For a version that lacks this member's training since its anchor; that training is kept. Float addition is not
+    exact, so two cases are copied: an element with the same bits in new and anchor stays unchanged, and one with the
+    same bits in now and anchor becomes new (an idle member ends at the published bits). -0.0 and 0.0 have different
+    bits.
 
     The result is sharded as `now`. Give new and anchor the same sharding, or each device receives them whole.
     """

@@ -200,13 +200,13 @@ def plain_run(seconds: float) -> tuple[float, float]:
 
     from tpuswarm.train.run.directory import Run
     from tpuswarm.train.storage import record, sync
-    from tpuswarm.train.storage.folders import folder_of
+    from tpuswarm.train.storage.folders import copy_folder
 
     intervals = record.RENEW_INTERVAL_S, sync.UPLOAD_INTERVAL_S
     with tempfile.TemporaryDirectory() as name, bucket("bucket", Path(name)) as server:
         os.environ |= {"TPUSWARM_CACHE": name, "STORAGE_EMULATOR_HOST": server.endpoint}
         vars(sync)["RENEW_INTERVAL_S"], sync.UPLOAD_INTERVAL_S = (interval / SPEED_UP_FACTOR for interval in intervals)
-        run = Run(folder_of(URL))
+        run = Run(copy_folder(URL))
         run.write_config({})
         time.sleep(1)  # the requests of its start
         end = time.monotonic() + seconds

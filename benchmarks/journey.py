@@ -18,7 +18,7 @@ from benchmarks.goodput import measure
 from benchmarks.report import Settings, Table, verdict
 from tpuswarm.cli.demo.demo_cloud import CLOCK_FACTOR, FILE, CloudDemo, epoch_of, training, version_of
 from tpuswarm.train.run.directory import EVENTS, read_rows
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import download_run
 from tpuswarm.watch.state import State
 
 FIRST_LIMIT_S, BACK_LIMIT_S, HEAD_LIMIT_S, MIN_GOODPUT = 60.0, 45.0, 60.0, 0.95
@@ -118,7 +118,7 @@ def _contributions(here: CloudDemo, machine: str, after: float) -> list[float]:
 
 
 def _events(here: CloudDemo, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_rows(bring(here.url) / EVENTS) if event["event"] == kind]
+    return [event for event in read_rows(download_run(here.url) / EVENTS) if event["event"] == kind]
 
 
 def _goodput(here: CloudDemo, seconds: float) -> Table:

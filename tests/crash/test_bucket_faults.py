@@ -12,8 +12,8 @@ from tests.crash.test_resume import STEPS, TRAIN
 from tests.processes import finish, rows_without_times, run, start, updates, wait_for
 from tests.swarm.bucket import bucket
 from tpuswarm.train.storage.bucket import Bucket
-from tpuswarm.train.storage.copy import bring
-from tpuswarm.train.storage.folders import folder_of
+from tpuswarm.train.storage.copy import download_run
+from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.record import read_record
 
 pytestmark = pytest.mark.fleet
@@ -33,7 +33,7 @@ def test_killed_machines_leave_the_run_of_an_undisturbed_one(tmp_path, monkeypat
 
         def use(disk):
             monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / disk))
-            return folder_of(URL)
+            return copy_folder(URL)
 
         def steps_in_bucket():
             found = read_record(Bucket(URL))
@@ -54,7 +54,7 @@ def test_killed_machines_leave_the_run_of_an_undisturbed_one(tmp_path, monkeypat
         run(train, tmp_path)
         server.random_faults = ()
         use("three")
-        assert rows_without_times(bring(URL, whole=True)) == whole
+        assert rows_without_times(download_run(URL, whole=True)) == whole
         ours, theirs = tpuswarm.load(URL), tpuswarm.load(tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert len([row for row in whole if "loss" in row]) == STEPS

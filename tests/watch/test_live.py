@@ -24,8 +24,8 @@ def bucket(tmp_path, monkeypatch):
         if run.errors:
             raise run.errors.pop()
 
-    monkeypatch.setattr(module, "bring", fetch)
-    monkeypatch.setattr(module, "folder_of", lambda url: run.folder)
+    monkeypatch.setattr(module, "download_run", fetch)
+    monkeypatch.setattr(module, "copy_folder", lambda url: run.folder)
     return run
 
 

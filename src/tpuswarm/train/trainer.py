@@ -33,7 +33,7 @@ from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.run.loaded import LoadedRun, load_run
 from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS
-from tpuswarm.train.storage.copy import bring, folder_for
+from tpuswarm.train.storage.copy import download_run, refreshed_folder
 from tpuswarm.train.storage.folders import is_url, shown
 
 
@@ -198,7 +198,7 @@ class Trainer:
         if self.hosts is not None:
             raise InputError("a run is evaluated on one host: leave out hosts")
         platform.configure_jax(bool(self.deterministic))
-        folder = bring(str(run), whole=True) if is_url(str(run)) else find_run(str(run))
+        folder = download_run(str(run), whole=True) if is_url(str(run)) else find_run(str(run))
         if "swarm" in read_config(folder):
             raise InputError(
                 f"{folder} is the run of a swarm: `tpuswarm evaluate {folder}` evaluates it, and load(run) gives its "
@@ -278,7 +278,7 @@ class Trainer:
                 asked["steps"], tokens, epochs = 2, None, None
             elif run is not None and is_url(str(run)) and hosts:
                 raise InputError(f"several hosts save on a disk that they share, and {run} is a bucket: use its folder")
-            folder = folder_for(str(run)) if run else None
+            folder = refreshed_folder(str(run)) if run else None
             with open_run(recipe, asked, folder, hosts, ends) as (directory, agreement):
                 session = prepare(directory, agreement, recipe, asked, tokens, epochs, self.accept_code)
             display = self.display or auto_display(quiet=not agreement.is_leader)

@@ -16,8 +16,8 @@ from tpuswarm.remote.host import Host, HostUnreachable
 from tpuswarm.train.look.profile import TENSORBOARD_FOLDER
 from tpuswarm.train.look.tensorboard_log import TensorBoardLog
 from tpuswarm.train.run.directory import METRICS
-from tpuswarm.train.storage.copy import bring
-from tpuswarm.train.storage.folders import folder_of
+from tpuswarm.train.storage.copy import download_run
+from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.watch.page.json_lines import JsonLines, Line
 
 FETCH_BYTES = 4 << 20
@@ -44,7 +44,7 @@ class PlainRunBoards:
         import asyncio
 
         if self._url:
-            await asyncio.to_thread(bring, self._url)
+            await asyncio.to_thread(download_run, self._url)
         self._to.mkdir(exist_ok=True)
         for file in self._board.glob("*tfevents*"):
             _link(file, self._to / file.name)
@@ -67,7 +67,7 @@ class SwarmRunBoards:
 
     def _update(self) -> None:
         if self._url:
-            bring(self._url)
+            download_run(self._url)
         while lines := self._lines.read_new(whole=True):
             self._write(lines)
         if lines is None:
@@ -142,4 +142,4 @@ def _link(target: Path, link: Path) -> None:
 
 def boards_of_run(run: Path, swarm: bool, to: Path, url: str = "") -> BoardSource:
     """Return the boards of a run on this disk; with a URL, `run` is its copy from a bucket."""
-    return SwarmRunBoards(run, to, url) if swarm else PlainRunBoards(run if not url else folder_of(url), to, url)
+    return SwarmRunBoards(run, to, url) if swarm else PlainRunBoards(run if not url else copy_folder(url), to, url)

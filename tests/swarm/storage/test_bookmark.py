@@ -25,7 +25,7 @@ from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.retention import MIN_AGE_S, Holdings, deletable
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
-from tpuswarm.train.storage.folders import folder_of
+from tpuswarm.train.storage.folders import copy_folder
 
 DAY = 24 * 3600.0
 
@@ -122,7 +122,7 @@ def two_machines(loopback, tmp_path, monkeypatch):
     url, stores = f"gs://bucket/runs/{uuid.uuid4()}", []
     for machine in ("one", "two"):
         monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / machine))
-        stores.append(Store(folder_of(url)))
+        stores.append(Store(copy_folder(url)))
     return stores
 
 

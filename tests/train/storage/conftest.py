@@ -5,7 +5,7 @@ import pytest
 from tests.swarm.bucket import bucket
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.storage import record, sync
-from tpuswarm.train.storage.folders import ROWS, folder_of
+from tpuswarm.train.storage.folders import ROWS, copy_folder
 
 URL = "gs://bucket/runs/a"
 CONFIG = {
@@ -16,7 +16,7 @@ CONFIG = {
 
 
 def start_run(steps: int = 3) -> Run:
-    run = Run(folder_of(URL))
+    run = Run(copy_folder(URL))
     run.write_config(CONFIG)
     run.write_event("started")
     for step in range(1, steps + 1):
@@ -60,7 +60,7 @@ def use_disk(server, tmp_path, monkeypatch):
 @pytest.fixture
 def short_lease(monkeypatch):
     monkeypatch.setattr(record, "POLL_INTERVAL_S", 0.05)
-    monkeypatch.setattr(record, "TERM_S", 0.2)
+    monkeypatch.setattr(record, "OWNER_TIMEOUT_S", 0.2)
 
 
 @pytest.fixture

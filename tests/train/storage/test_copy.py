@@ -24,8 +24,8 @@ from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
-from tpuswarm.train.storage.copy import bring
-from tpuswarm.train.storage.folders import ROWS, folder_of, is_url
+from tpuswarm.train.storage.copy import download_run
+from tpuswarm.train.storage.folders import ROWS, copy_folder, is_url
 from tpuswarm.train.storage.record import read_record
 from tpuswarm.train.storage.sync import STOP, send_request
 
@@ -36,14 +36,14 @@ def test_run_is_resumed_from_another_disk(use_disk):
     (run.folder / "status.json").write_text("from one")
     run.close()
     use_disk("two")
-    bring(URL)  # commands read the configuration first
-    run = Run(folder_of(URL))
+    download_run(URL)  # commands read the configuration first
+    run = Run(copy_folder(URL))
     assert run.config() == CONFIG and read_steps(run.folder) == [1, 2, 3] and not (run.folder / "token").exists()
     run.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
     (run.folder / "status.json").write_text("from two")
     run.close()
     use_disk("one")  # which holds an older copy
-    folder = bring(URL)
+    folder = download_run(URL)
     assert read_steps(folder) == [1, 2, 3, 4] and (folder / "status.json").read_text() == "from two"
     assert b"secret" not in b"".join(Bucket(URL).read(name) for name in Bucket(URL).listed(""))
 
@@ -51,13 +51,13 @@ def test_run_is_resumed_from_another_disk(use_disk):
 @pytest.mark.parametrize("last", [3, 9], ids=["shorter", "longer"])
 def test_rows_cut_on_resume_are_replaced_in_the_bucket(use_disk, last):
     start_run(5).close()
-    run = Run(folder_of(URL))
+    run = Run(copy_folder(URL))
     assert run.cut_metrics(2) == 3
     for step in range(3, last + 1):
         run.write_metrics({"step": step, "loss": 0.125 + step})
     run.close()
     use_disk("two")
-    rows = list(read_rows(bring(URL) / ROWS))
+    rows = list(read_rows(download_run(URL) / ROWS))
     assert [row["step"] for row in rows] == list(range(1, last + 1)) and rows[-1]["loss"] == 0.125 + last
 
 
@@ -70,7 +70,7 @@ def test_many_pieces_are_merged(use_disk, monkeypatch):
     assert len(files()[ROWS].parts) <= 4
     run.close()
     use_disk("two")
-    assert read_steps(bring(URL)) == [*range(1, 12)]
+    assert read_steps(download_run(URL)) == [*range(1, 12)]
 
 
 def files():
@@ -95,7 +95,7 @@ def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
     checkpoints.close()
     run.close()
     use_disk("two")
-    folder = bring(URL, whole=True)
+    folder = download_run(URL, whole=True)
     saved, damaged = newest_intact(folder / "checkpoints")
     assert saved and saved.step == 3 and not damaged and best_checkpoint(folder).step == 1
     assert restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [3.0, 3.0, 3.0]
@@ -131,7 +131,7 @@ def test_best_checkpoint_is_named_only_once_it_is_uploaded(use_disk, monkeypatch
         run._sync.upload()
     checkpoints.close()
     use_disk("two")
-    found = best_checkpoint(bring(URL, whole=True)).step
+    found = best_checkpoint(download_run(URL, whole=True)).step
     run.close()
     assert found == 1
 
@@ -150,7 +150,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     run = start_run()
     run._sync.upload()
     use_disk("two")
-    folder = bring(URL)
+    folder = download_run(URL)
     seen = read_status(folder)
     assert (seen.run, seen.state, seen.step) == (URL, "running", 3)
     asked = request_trace(folder, 3, "m1")
@@ -161,7 +161,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     until(lambda: signals)
     run.write_event("stopped", message="as asked")
     run.close()
-    assert read_life(bring(URL)).state == "stopped"
+    assert read_life(download_run(URL)).state == "stopped"
 
 
 def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, monkeypatch, capsys):
@@ -171,7 +171,7 @@ def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, m
     run = start_run()
     run._sync.upload()
     use_disk("two")
-    copy = folder_of(URL)
+    copy = copy_folder(URL)
     xplane = "tensorboard/plugins/profile/now/host.xplane.pb"
 
     def train():
@@ -193,7 +193,7 @@ def test_trace_is_reported_once_all_of_it_is_here(use_disk, frequent_renewals, m
     run.close()
     use_disk("three")
     cli.profile(URL)
-    assert str((folder_of(URL) / xplane).parent) in capsys.readouterr().out
+    assert str((copy_folder(URL) / xplane).parent) in capsys.readouterr().out
 
 
 def test_other_requests_change_no_file_and_end_no_run(use_disk, frequent_renewals, monkeypatch):
@@ -224,15 +224,15 @@ def test_other_requests_change_no_file_and_end_no_run(use_disk, frequent_renewal
 
 
 def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
-    run = Run(folder_of(URL))
+    run = Run(copy_folder(URL))
     run.abandon()
     assert Bucket(URL).listed("") == {} and not run.folder.exists()
     with pytest.raises(InputError, match=f"there is no run at {URL}; `tpuswarm train --run {URL}` begins one"):
-        bring(URL)
+        download_run(URL)
     with pytest.raises(RunFailed, match="there is no such bucket"):
-        Run(folder_of("gs://nowhere/a"))
+        Run(copy_folder("gs://nowhere/a"))
     with pytest.raises(InputError, match="gs://nowhere/a: there is no such bucket"):
-        bring("gs://nowhere/a")
+        download_run("gs://nowhere/a")
     with pytest.raises(InputError, match="gs://BUCKET/FOLDER"):
         is_url("gs://bucket")
 
@@ -240,9 +240,9 @@ def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
 def test_new_run_in_place_of_a_deleted_one_has_nothing_of_it(use_disk):
     commit = "commits/000001.json"
     start_run().close()
-    Store(folder_of(URL)).create(commit, b"of the first")
+    Store(copy_folder(URL)).create(commit, b"of the first")
     use_disk("two")
-    assert read_steps(bring(URL)) == [1, 2, 3] and Store(folder_of(URL)).exists(commit)
+    assert read_steps(download_run(URL)) == [1, 2, 3] and Store(copy_folder(URL)).exists(commit)
     for name in Bucket(URL).listed(""):
         Bucket(URL).delete(name)
     with pytest.raises(InputError, match=r"was deleted, and .* is its last copy. Delete the copy"):
@@ -250,10 +250,10 @@ def test_new_run_in_place_of_a_deleted_one_has_nothing_of_it(use_disk):
     use_disk("three")
     start_run(1).close()
     use_disk("two")
-    assert read_steps(bring(URL)) == [1] and not Store(folder_of(URL)).exists(commit)
-    Store(folder_of(URL)).create(commit, b"of the second")
+    assert read_steps(download_run(URL)) == [1] and not Store(copy_folder(URL)).exists(commit)
+    Store(copy_folder(URL)).create(commit, b"of the second")
     use_disk("three")
-    assert read_steps(bring(URL)) == [1] and Store(folder_of(URL)).read(commit) == b"of the second"
+    assert read_steps(download_run(URL)) == [1] and Store(copy_folder(URL)).read(commit) == b"of the second"
 
 
 @pytest.mark.parametrize("fault", ["deleted", "denied"])
@@ -269,18 +269,18 @@ def test_run_that_lost_its_bucket_fails_and_resumes_once_it_is_back(
     why = "there is no such bucket; create it" if fault == "deleted" else f".*{denied}"
     with pytest.raises(RunFailed, match=f"{URL}: {why}"):
         run.check()
-    store = Store(folder_of(URL))
+    store = Store(copy_folder(URL))
     with pytest.raises(RunFailed, match=f"{URL}: {why}"):
         store.create("commits/000001.json", b"{}")
     with pytest.raises(RunFailed, match=f"{URL}: {why}"):
         run.close()
-    assert read_steps(folder_of(URL)) == [1, 2, 3], "what was trained is still on this disk"
+    assert read_steps(copy_folder(URL)) == [1, 2, 3], "what was trained is still on this disk"
     server.gone, server.denied = False, ""
-    again = Run(folder_of(URL))
+    again = Run(copy_folder(URL))
     again.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
     again.close()
     use_disk("two")
-    assert read_steps(bring(URL)) == [1, 2, 3, 4]
+    assert read_steps(download_run(URL)) == [1, 2, 3, 4]
 
 
 def test_rows_of_members_are_appended_and_cut_like_those_of_the_run(use_disk):
@@ -292,15 +292,15 @@ def test_rows_of_members_are_appended_and_cut_like_those_of_the_run(use_disk):
     run = start_run(0)
     write(run, 1)
     use_disk("two")
-    own = bring(URL) / "members" / "m1" / ROWS
+    own = download_run(URL) / "members" / "m1" / ROWS
     inode, first = own.stat().st_ino, own.read_bytes()
     for step in (2, 3):
         write(run, step)
-        assert bring(URL) and read_steps(own.parent) == [*range(1, step + 1)]
+        assert download_run(URL) and read_steps(own.parent) == [*range(1, step + 1)]
     assert own.stat().st_ino == inode and own.read_bytes().startswith(first)
     (run.folder / ROWS).write_bytes(b"".join((run.folder / ROWS).read_bytes().splitlines(keepends=True)[:2]))
     run._sync.upload()
-    assert bring(URL) and read_steps(own.parent) == [1]
+    assert download_run(URL) and read_steps(own.parent) == [1]
     run.close()
 
 
@@ -319,6 +319,6 @@ def test_hidden_files_of_a_checkpoint_are_part_of_it(use_disk):
         path.write_text("{}")
     run.close()
     use_disk("two")
-    copy = bring(URL, whole=True)
+    copy = download_run(URL, whole=True)
     assert (copy / "checkpoints/00000001/w/.zarray").exists()
     assert not (copy / ".note").exists() and not (copy / ".notes").exists()

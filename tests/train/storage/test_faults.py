@@ -20,8 +20,8 @@ from tpuswarm.train.storage import bucket as client
 from tpuswarm.train.storage import connection, sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
 from tpuswarm.train.storage.connection import is_transient
-from tpuswarm.train.storage.copy import bring
-from tpuswarm.train.storage.folders import folder_of
+from tpuswarm.train.storage.copy import download_run
+from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.record import RECORD, Record, read_record
 
 SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**17)
@@ -157,7 +157,7 @@ def test_bucket_that_never_answered_is_given_up_soon(server, impatient, monkeypa
     with pytest.raises(Unreachable, match="listing it failed"):
         Bucket(URL).listed("")
     with pytest.raises(InputError, match=f"{URL}: reading run.json failed"):
-        bring(URL)
+        download_run(URL)
 
 
 def ends(call):
@@ -208,13 +208,13 @@ def test_run_ends_though_its_bucket_never_answers(server, use_disk, short_lease,
     )
     until(lambda: all(thread.name != "bucket" for thread in threading.enumerate()))
     outage(over=True)
-    Run(folder_of(URL)).close()
+    Run(copy_folder(URL)).close()
     use_disk("two")
-    assert read_steps(bring(URL)) == [1, 2, 3, 4]
+    assert read_steps(download_run(URL)) == [1, 2, 3, 4]
 
 
 def test_run_of_which_nothing_came_ends_though_its_bucket_never_answers(use_disk, impatient, outage):
-    run = Run(folder_of(URL))
+    run = Run(copy_folder(URL))
     outage()
     assert ends(run.abandon)
     outage(over=True)
@@ -282,7 +282,7 @@ def test_checkpoint_that_is_pruned_while_it_is_sent_ends_no_run(use_disk, monkey
     run._sync.upload()
     run.close()
     use_disk("two")
-    assert read_steps(bring(URL, whole=True)) == [1, 2, 3]
+    assert read_steps(download_run(URL, whole=True)) == [1, 2, 3]
 
 
 def test_object_that_may_not_be_deleted_ends_no_run_and_is_told(server, use_disk, capsys):
@@ -297,7 +297,7 @@ def test_object_that_may_not_be_deleted_ends_no_run_and_is_told(server, use_disk
     run.close()
     assert "status.json failed: as planned; the bucket keeps such objects, and bills" in capsys.readouterr().err
     use_disk("two")
-    assert (bring(URL) / "status.json").read_text() == "two"
+    assert (download_run(URL) / "status.json").read_text() == "two"
 
 
 def test_few_requests_are_made(server, use_disk, monkeypatch):

@@ -13,34 +13,34 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.run.directory import Run
 from tpuswarm.train.storage import index, record, sync
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed
-from tpuswarm.train.storage.copy import RunCopy, bring, folder_for
-from tpuswarm.train.storage.folders import folder_of
+from tpuswarm.train.storage.copy import RunCopy, download_run, refreshed_folder
+from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.record import File, Lost, OwnedRecord, Part, read_record
 from tpuswarm.train.storage.sync import delete_file
 
 
 def test_second_machine_is_refused_while_the_owner_renews(use_disk, frequent_renewals, monkeypatch):
     monkeypatch.setattr(record, "POLL_INTERVAL_S", 0.05)
-    monkeypatch.setattr(record, "TERM_S", 120)
+    monkeypatch.setattr(record, "OWNER_TIMEOUT_S", 120)
     run = start_run()
     use_disk("two")
     with pytest.raises(InputError, match=f"{URL} is in use by process .* stop it first with `tpuswarm stop {URL}`"):
-        Run(folder_of(URL))
+        Run(copy_folder(URL))
     with pytest.raises(InputError, match="is in use by process"):
         run._sync.upload()
         delete_file(URL, "config.toml")
     run.close()
-    Run(folder_of(URL)).close()
+    Run(copy_folder(URL)).close()
 
 
 def test_refused_incomplete_run_is_released_at_once(use_disk, monkeypatch):
-    monkeypatch.setattr(record, "TERM_S", 600.0)
+    monkeypatch.setattr(record, "OWNER_TIMEOUT_S", 600.0)
     start_run().close()
     delete_file(URL, "config.toml")
     use_disk("two")
     for _ in range(2):
         with pytest.raises(InputError, match=r"has metrics.jsonl but no config.toml"):
-            Run(folder_of(URL))
+            Run(copy_folder(URL))
 
 
 def test_stale_run_is_taken_over_and_a_released_one_at_once(use_disk, short_lease, monkeypatch):
@@ -52,7 +52,7 @@ def test_stale_run_is_taken_over_and_a_released_one_at_once(use_disk, short_leas
         first.renew()
     second.renew()
     second.release()
-    monkeypatch.setattr(record, "TERM_S", 600.0)
+    monkeypatch.setattr(record, "OWNER_TIMEOUT_S", 600.0)
     assert OwnedRecord(bucket).acquire().owner == second.record.owner
 
 
@@ -79,7 +79,7 @@ def test_run_is_renewed_while_an_upload_blocks(use_disk, frequent_renewals, monk
         return put_file(self, name, path)
 
     monkeypatch.setattr(Bucket, "put_file", wait)
-    (folder_of(URL) / "status.json").write_text("more")
+    (copy_folder(URL) / "status.json").write_text("more")
     run.upload_soon()
 
     def renewals():
@@ -96,11 +96,11 @@ def test_objects_that_no_record_names_are_swept_by_the_next_owner(use_disk, shor
     lost = run._sync._owned.new_object("metrics.jsonl")
     Bucket(URL).create(lost, b"uploaded, but never named")
     run.close()
-    run = Run(folder_of(URL))
+    run = Run(copy_folder(URL))
     until(lambda: not Bucket(URL).exists(lost))
     run.close()
     use_disk("two")
-    assert read_steps(bring(URL)) == [1, 2, 3]
+    assert read_steps(download_run(URL)) == [1, 2, 3]
 
 
 def test_record_of_many_files_stays_small(use_disk):
@@ -161,16 +161,16 @@ def write_as_earlier_versions_did(ended: bool):
 @pytest.mark.parametrize("ended", [True, False])
 def test_run_of_an_earlier_version_is_read_and_goes_on(use_disk, short_lease, ended):
     write_as_earlier_versions_did(ended)
-    folder = bring(URL, whole=True)
+    folder = download_run(URL, whole=True)
     assert read_steps(folder) == [1, 2, 3] and (folder / "checkpoints/00000003/arrays").read_bytes() == b"arrays"
     assert (sync.owner_elsewhere(folder) is None) == ended
     use_disk("two")
-    run = Run(folder_of(URL))
+    run = Run(copy_folder(URL))
     assert run.config() == CONFIG and not (run.folder / "checkpoints/00000004").exists()
     run.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
     run.close()
     use_disk("three")
-    folder = bring(URL, whole=True)
+    folder = download_run(URL, whole=True)
     assert read_steps(folder) == [1, 2, 3, 4] and (folder / "checkpoints/00000003/arrays").exists()
 
 
@@ -188,7 +188,7 @@ def crashed_run() -> Run:
 def refused_start(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunCopy, "_download_acquired", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        Run(folder_of(URL))
+        Run(copy_folder(URL))
 
 
 @pytest.mark.parametrize("between", ["nothing", "interrupted start here", "interrupted start elsewhere", "deletion"])
@@ -205,9 +205,9 @@ def test_rows_that_were_not_uploaded_are_kept(use_disk, short_lease, monkeypatch
         else:
             refused_start(monkeypatch)
         use_disk("one")
-    Run(folder_of(URL)).close()
+    Run(copy_folder(URL)).close()
     use_disk("three")
-    assert read_steps(bring(URL)) == [*range(1, 8)]
+    assert read_steps(download_run(URL)) == [*range(1, 8)]
 
 
 def test_last_copy_of_a_deleted_run_is_never_removed(use_disk):
@@ -216,22 +216,22 @@ def test_last_copy_of_a_deleted_run_is_never_removed(use_disk):
         Bucket(URL).delete(name)
     for _ in range(3):
         with pytest.raises(InputError, match=r"was deleted, and .* is its last copy"):
-            Run(folder_for(URL))
+            Run(refreshed_folder(URL))
         with pytest.raises(InputError, match="there is no run at"):
-            bring(URL)
-    assert read_steps(folder_of(URL)) == [1, 2, 3]
+            download_run(URL)
+    assert read_steps(copy_folder(URL)) == [1, 2, 3]
 
 
 def test_last_copy_of_an_earlier_version_is_never_removed(use_disk):
     start_run().close()
-    folder = folder_of(URL)
+    folder = copy_folder(URL)
     (folder / index.INDEX).unlink()
     earlier = {"owner": "a", "files": {}, "pieces": {}, "saved": [], "born": "1"}
     (folder / index.EARLIER_INDEX).write_text(json.dumps(earlier))
     for name in Bucket(URL).listed(""):
         Bucket(URL).delete(name)
     with pytest.raises(InputError, match="is its last copy"):
-        Run(folder_for(URL))
+        Run(refreshed_folder(URL))
     assert read_steps(folder) == [1, 2, 3]
 
 
@@ -243,7 +243,7 @@ def test_objects_that_a_deletion_left_are_no_part_of_the_next_run(use_disk, shor
     use_disk("two")
     start_run(5).close()
     use_disk("three")
-    assert read_steps(bring(URL)) == [1, 2, 3, 4, 5]
+    assert read_steps(download_run(URL)) == [1, 2, 3, 4, 5]
 
 
 def test_removed_copy_ends_the_run_and_removes_nothing_in_the_bucket(use_disk):
@@ -254,7 +254,7 @@ def test_removed_copy_ends_the_run_and_removes_nothing_in_the_bucket(use_disk):
         run._sync.upload()
     crash(run)
     use_disk("two")
-    assert read_steps(bring(URL)) == [1, 2, 3]
+    assert read_steps(download_run(URL)) == [1, 2, 3]
 
 
 def test_former_owner_is_asked_nothing(use_disk, short_lease, monkeypatch):
@@ -263,10 +263,10 @@ def test_former_owner_is_asked_nothing(use_disk, short_lease, monkeypatch):
     crash(run)
     use_disk("two")
     monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
-    folder = folder_for(URL)
+    folder = refreshed_folder(URL)
     assert sync.owner_elsewhere(folder)
     run = Run(folder)
-    bring(URL)
+    download_run(URL)
     assert sync.owner_elsewhere(folder) is None
     run.close()
 
@@ -282,14 +282,14 @@ def test_run_is_renewed_while_it_is_downloaded(use_disk, short_lease, frequent_r
         pull(self, *given)
 
     monkeypatch.setattr(RunCopy, "_pull", wait)
-    folder, runs = folder_of(URL), []
+    folder, runs = copy_folder(URL), []
     slow = threading.Thread(target=lambda: runs.append(Run(folder)), name="slow")
     slow.start()
     assert downloading.wait(60)
     use_disk("two")
     try:
         with pytest.raises(InputError, match="is in use by process"):
-            Run(folder_of(URL))
+            Run(copy_folder(URL))
     finally:
         unblock.set()
         slow.join()
@@ -303,7 +303,7 @@ def test_outage_does_not_count_as_standing_still(use_disk, monkeypatch):
 
     def look(bucket, retry_for_s=None):
         looks.append(now[0])
-        now[0] += 2 * record.TERM_S if len(looks) == 3 else 0.0  # the third is answered after an outage
+        now[0] += 2 * record.OWNER_TIMEOUT_S if len(looks) == 3 else 0.0  # the third is answered after an outage
         if len(looks) == 5:
             first.renew()
         return read_record(bucket)

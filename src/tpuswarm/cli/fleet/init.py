@@ -114,9 +114,7 @@ def _print_next_commands(access: Any, cloud_project: Any, file: Path) -> None:
         checks = run_checks(spec, facts, time.time(), paid=True)
     print_checks([check for check in checks if not check.ok or not check.known or check.id in INFORMATIVE_CHECKS])
     words = "" if file == DEFAULT_FILE else f" {file}"
-    echo(
-        f"next: `tpuswarm up{words}`" if all(check.ok for check in checks) else f"fix this, then `tpuswarm up{words}`"
-    )
+    echo(f"next: `tpuswarm up{words}`" if all(check.ok for check in checks) else f"fix this, then `tpuswarm up{words}`")
     if spec.provider == "google":
         echo(
             f"at the end: `tpuswarm down{words}`. To make sure that nothing costs money then: "

@@ -25,7 +25,7 @@ from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
 from tpuswarm.swarm.views import status
 from tpuswarm.train.process.terminal import echo
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import download_run
 from tpuswarm.watch.state import Machines, State
 
 POLL_INTERVAL_S = 5.0
@@ -170,7 +170,7 @@ class FleetTraining(NamedTuple):
 
     def read(self) -> State:
         try:
-            run = status.read_run(bring(self.url))
+            run = status.read_run(download_run(self.url))
         except InputError:  # it has not begun yet
             run = None
         return State(self.url, run, Machines(*self.read_fleet()), time.time())

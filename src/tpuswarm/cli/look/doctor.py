@@ -23,7 +23,7 @@ from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import is_run, read_config
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import is_url, shown
 
 CLOUD = "cloud"
@@ -140,7 +140,7 @@ def _head_address() -> str:
     if (training := find_fleet_training(None)) is None:
         return ""
     try:
-        run = read_run(bring(training.url))
+        run = read_run(download_run(training.url))
     except InputError:  # it has not begun yet
         return ""
     return run.status.address if run.state == "running" else ""

@@ -17,7 +17,7 @@ from tpuswarm.fleet.hosts.routes import ReachableHosts, open_routes
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.swarm.views.status import MemberStatus, read_run
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import download_run
 from tpuswarm.watch.follow import SAMPLE_INTERVAL_S, Follower
 from tpuswarm.watch.top import Row, draw_hosts, make_host_rows
 
@@ -58,7 +58,7 @@ class WatchedHosts:
     def _read_members(self) -> None:
         if self._training is not None:
             with suppress(InputError):  # the run has not begun yet
-                run = read_run(bring(self._training.url))
+                run = read_run(download_run(self._training.url))
                 self.members = tuple(run.status.members) if run.state == "running" else ()
 
     async def refresh(self) -> None:

@@ -29,7 +29,7 @@ from tpuswarm.remote.setup.table import Setup
 from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.swarm.views.status import FILE
 from tpuswarm.train.process.terminal import echo
-from tpuswarm.train.storage.folders import folder_of
+from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.sync import delete_file
 
 POLL_INTERVAL_S = 5.0
@@ -179,7 +179,7 @@ def _follow(path: Path, url: str) -> None:
                     echo(format_event(event))
             printed |= set(state.events)
             if state.run:
-                logs = logs or Logs(folder_of(url))
+                logs = logs or Logs(copy_folder(url))
                 for line in logs.new():
                     if line.source == RUN:
                         echo(str(line))

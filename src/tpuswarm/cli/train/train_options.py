@@ -22,7 +22,7 @@ from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import CONFIG, read_config, require_usable
 from tpuswarm.train.run.parent import find_parent, parent_folder, parent_options
 from tpuswarm.train.settings import differences, refuse_differences
-from tpuswarm.train.storage.copy import folder_for
+from tpuswarm.train.storage.copy import refreshed_folder
 from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types, parse_option
 
 SWARM_OPTIONS = (
@@ -55,7 +55,7 @@ def read_options(context: typer.Context) -> TrainOptions:
     if params["recipe"].startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm train RECIPE {params['recipe']} …")
     table = _read_table(params, recipe_options(context.args, "train"))
-    folder = folder_for(table.run) if table.run else None
+    folder = refreshed_folder(table.run) if table.run else None
     if folder:
         require_usable(folder)
     swarm = _swarm_options(table, folder, params)

@@ -20,7 +20,7 @@ from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.recipe import supports
 from tpuswarm.train.run.directory import read_config, writing
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import is_url, shown
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def project(
 
 def load(run: str, data: str | None, best: bool = False) -> Any:
     """Load a run's newest (or best) state on all devices; `data` replaces the run's own."""
-    folder = bring(run, whole=True) if is_url(run) else Path(find_run(run))
+    folder = download_run(run, whole=True) if is_url(run) else Path(find_run(run))
     is_swarm = "swarm" in read_config(folder)
     platform.load_jax()
     with waiting(f"reading {shown(folder)}", delay_s=0.0):

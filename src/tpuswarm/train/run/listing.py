@@ -21,8 +21,8 @@ from tpuswarm.train.run.directory import (
     reading,
 )
 from tpuswarm.train.run.life import read_life
-from tpuswarm.train.storage.copy import bring
-from tpuswarm.train.storage.folders import folder_of, is_url, shown
+from tpuswarm.train.storage.copy import download_run
+from tpuswarm.train.storage.folders import copy_folder, is_url, shown
 
 MAX_RECENT_UPDATES = 300
 """Rows at the end of the metrics from which the remaining time is computed."""
@@ -35,7 +35,7 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
     Raises InputError for an ambiguous name and for another kind of URL.
     """
     if is_url(name):
-        return bring(name)
+        return download_run(name)
     here, listed = Path(name), runs / name
     candidates = ((here, f"./{name}"), (listed, str(listed))) if name == here.name else ()
     existing = [text for path, text in candidates if path.exists()]
@@ -52,7 +52,7 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
 
 def folder_from_name(run: str) -> Path:
     """Return the folder of a run by its name in a status."""
-    return folder_of(run) if is_url(run) else Path(run)
+    return copy_folder(run) if is_url(run) else Path(run)
 
 
 def last_used_at(folder: Path) -> float:

@@ -7,7 +7,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.recipe import Recipe, supports
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import is_url
 
 
@@ -32,7 +32,7 @@ def parent_folder(parent: str) -> Path | None:
 
     Raises InputError for a URL without a run.
     """
-    folder = bring(parent, whole=True) if is_url(parent) else Path(parent)
+    folder = download_run(parent, whole=True) if is_url(parent) else Path(parent)
     return folder if (folder / CONFIG).exists() else None
 
 

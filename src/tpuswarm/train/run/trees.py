@@ -20,7 +20,7 @@ from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.best import best_checkpoint
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.storage.copy import bring
+from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import is_url
 from tpuswarm.train.user_code import find_maker
 
@@ -81,7 +81,7 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
     else:
         configure_jax()  # reading checkpoints starts JAX
         name = str(place)
-        folder = bring(name, whole=True) if is_url(name) else find_run(name)
+        folder = download_run(name, whole=True) if is_url(name) else find_run(name)
         arrays = checkpoint.read_arrays(best_checkpoint(folder)) if best else _of_run(folder)
         if isinstance(like, Mapping):
             arrays = {path: array for path, array in arrays.items() if path.partition("/")[0] in like}

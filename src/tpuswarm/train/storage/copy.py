@@ -34,8 +34,8 @@ from tpuswarm.train.storage.folders import (
     PULLING,
     ROWS,
     best_of,
+    copy_folder,
     files_below,
-    folder_of,
     grows,
     is_url,
     origin,
@@ -44,7 +44,17 @@ from tpuswarm.train.storage.folders import (
 )
 from tpuswarm.train.storage.index import Index, Synced, read_index, stamp, write_index
 from tpuswarm.train.storage.member_rows import split_members
-from tpuswarm.train.storage.record import DATA, RECORD, File, OwnedRecord, Part, Read, Record, objects_of, read_record
+from tpuswarm.train.storage.record import (
+    DATA,
+    RECORD,
+    File,
+    OwnedRecord,
+    Part,
+    Record,
+    VersionedRecord,
+    objects_of,
+    read_record,
+)
 
 NOT_UPLOADED = {
     *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
@@ -63,21 +73,21 @@ MAX_ATTEMPTS = 5
 """Downloads of a run whose owner replaces files meanwhile."""
 
 
-def folder_for(run: str) -> Path:
+def refreshed_folder(run: str) -> Path:
     """Return the folder of a run that exists or is to be; the copy of one in a bucket is brought up to date."""
     if not is_url(run):
         return Path(run)
-    folder = folder_of(run)
+    folder = copy_folder(run)
     refresh(folder)
     return folder
 
 
-def bring(url: str, whole: bool = False) -> Path:
+def download_run(url: str, whole: bool = False) -> Path:
     """Return the up-to-date copy of a run; whole: with large files and the newest and best checkpoint.
 
     Raises InputError if there is no such run, or its bucket does not answer.
     """
-    folder = folder_of(url)
+    folder = copy_folder(url)
     if read_lock_holder(folder / LOCK) is not None:  # the copy is ahead of the bucket
         return folder
     try:
@@ -112,9 +122,9 @@ class RunCopy:
     # From the bucket.
 
     def pull(self, whole: bool = False, large: str | None = None) -> bool:
-        """Bring the copy up to date; return whether there is a run. whole, large: as in `bring` and `refresh`."""
+        """Bring the copy up to date; return whether there is a run. whole, large: as in `download_run` and `refresh`."""
         with self._lock_download():
-            before: Read | None = None
+            before: VersionedRecord | None = None
             for _ in range(MAX_ATTEMPTS):
                 found = read_record(self.bucket)
                 if found is None:
@@ -159,7 +169,7 @@ class RunCopy:
         is_same = self._index.run in ("", record.run)
         return is_same and (record.changed_by in self._index.owners or (not record.changed_by and not record.files))
 
-    def _require_no_last_copy(self, found: Read | None) -> None:
+    def _require_no_last_copy(self, found: VersionedRecord | None) -> None:
         """Raise InputError if a run that was deleted in the bucket is still on this disk."""
         is_gone = found is None or (not found.record.files and found.record.run != self._index.run)
         if is_gone and (self._index.run or self._index.owners) and self._files_to_upload():

@@ -38,7 +38,7 @@ def is_url(run: str) -> bool:
     return True
 
 
-def folder_of(url: str) -> Path:
+def copy_folder(url: str) -> Path:
     """Return the folder of this disk's copy of a run, made if it is not there; downloads nothing."""
     url = url.rstrip("/")
     folder = cache_folder("runs") / url.removeprefix("gs://")

@@ -4,7 +4,7 @@ The record is one object. A process replaces it only if it has the generation th
 run and changing it are the same write: a former owner cannot change the run for readers, however late its requests
 arrive. All other objects are written once, under names with the owner's epoch. Objects without a record are garbage.
 
-An owner renews the record. A process that wants the run waits until the record stands still for TERM_S, by its own
+An owner renews the record. A process that wants the run waits until the record stands still for OWNER_TIMEOUT_S, by its own
 clock: no two clocks are compared.
 """
 
@@ -30,11 +30,11 @@ from tpuswarm.train.storage.bucket import Bucket, BucketFailed
 
 RECORD = "run.json"
 DATA = "data/"
-RENEW_INTERVAL_S, TERM_S = 10.0, 30.0
+RENEW_INTERVAL_S, OWNER_TIMEOUT_S = 10.0, 30.0
 """The interval between renewals; how long a record without renewals still protects its owner."""
 POLL_INTERVAL_S = 2.0
 """Between two looks at the record of somebody who may be gone."""
-REQUEST_FOR_S = 15.0
+RENEWAL_TIMEOUT_S = 15.0
 """How long one renewal is tried before the owner looks whether the run is still its own."""
 
 
@@ -121,7 +121,7 @@ def decode(data: bytes) -> Record:
 
 
 @dataclass(frozen=True)
-class Read:
+class VersionedRecord:
     """A record and the generation of its object."""
 
     record: Record
@@ -140,13 +140,13 @@ class Lost(RunFailed):
     """Another process owns the run now."""
 
 
-def read_record(bucket: Bucket, retry_for_s: float | None = None) -> Read | None:
+def read_record(bucket: Bucket, retry_for_s: float | None = None) -> VersionedRecord | None:
     """Read the record of a run; return None if there is no run. Raises BucketFailed."""
     found = bucket.read_versioned(RECORD, retry_for_s)
     if found is None:
         return _of_earlier_version(bucket)
     try:
-        return Read(decode(found.data), found.generation)
+        return VersionedRecord(decode(found.data), found.generation)
     except ValueError as error:
         raise BucketFailed(
             f"{bucket.url}/{RECORD} is damaged ({len(found.data)} bytes); restore an earlier version of that object"
@@ -179,7 +179,7 @@ class OwnedRecord:
         self._bucket = bucket
         self._owner = Owner(secrets.token_hex(8), socket.gethostname(), os.getpid(), computer_id())
         self._lock = threading.RLock()
-        self._read: Read | None = None
+        self._read: VersionedRecord | None = None
         self._renewed_at = 0.0
         self._names = 0
 
@@ -204,7 +204,7 @@ class OwnedRecord:
             if found and found.is_owned:
                 found = self._wait_for_end(found)
             before = found.record if found else Record(secrets.token_hex(8), 0, replace(self._owner, id=""))
-            self._read = found or Read(before, 0)
+            self._read = found or VersionedRecord(before, 0)
             try:
                 self._replace(replace(before, epoch=before.epoch + 1, owner=self._owner))
             except Lost as error:  # somebody else was faster
@@ -212,7 +212,7 @@ class OwnedRecord:
             return before
 
     def renew(self) -> None:
-        """Own the run for another TERM_S. Raises Lost, and BucketFailed if the bucket does not answer."""
+        """Own the run for another OWNER_TIMEOUT_S. Raises Lost, and BucketFailed if the bucket does not answer."""
         self.change(lambda files: files)
 
     def change(self, change: Callable[[Files], Files], released: bool = False, copies_stay: bool = False) -> None:
@@ -237,7 +237,7 @@ class OwnedRecord:
         with self._lock:
             assert self._read is not None
             if not self._bucket.delete(RECORD, self._read.generation):
-                raise self._lost(read_record(self._bucket, REQUEST_FOR_S))
+                raise self._lost(read_record(self._bucket, RENEWAL_TIMEOUT_S))
 
     @property
     def prefix(self) -> str:
@@ -256,23 +256,23 @@ class OwnedRecord:
         while True:
             assert self._read is not None
             sent = boot_time()
-            generation = self._bucket.swap(RECORD, data, self._read.generation, REQUEST_FOR_S)
+            generation = self._bucket.swap(RECORD, data, self._read.generation, RENEWAL_TIMEOUT_S)
             if generation is not None:
-                self._read = Read(record, generation)
+                self._read = VersionedRecord(record, generation)
                 self._renewed_at = sent
                 return
-            there = read_record(self._bucket, REQUEST_FOR_S)
+            there = read_record(self._bucket, RENEWAL_TIMEOUT_S)
             if there is None or (there.record.owner.id, there.record.epoch) != (self._owner.id, record.epoch):
                 raise self._lost(there)
             # Ours, of an attempt whose answer was lost: go on from there.
             self._read = there
 
-    def _wait_for_end(self, found: Read) -> Read:
-        """Wait until an owner has stood still for TERM_S; return the record then."""
+    def _wait_for_end(self, found: VersionedRecord) -> VersionedRecord:
+        """Wait until an owner has stood still for OWNER_TIMEOUT_S; return the record then."""
         owner = found.record.owner
         since = seen = boot_time()
-        with waiting(f"{owner.host} may still own this run; waiting {TERM_S:.0f} s for a sign of life"):
-            while boot_time() - since < TERM_S:
+        with waiting(f"{owner.host} may still own this run; waiting {OWNER_TIMEOUT_S:.0f} s for a sign of life"):
+            while boot_time() - since < OWNER_TIMEOUT_S:
                 time.sleep(POLL_INTERVAL_S)
                 now = read_record(self._bucket)
                 if boot_time() - seen > 3 * POLL_INTERVAL_S:  # an outage kept the owner from renewing
@@ -284,12 +284,12 @@ class OwnedRecord:
                     raise self._in_use(now)
         return found
 
-    def _in_use(self, found: Read | None) -> InputError:
+    def _in_use(self, found: VersionedRecord | None) -> InputError:
         url = self._bucket.url
         who = f"by process {found.record.owner.pid} on {found.record.owner.host}" if found else "by another process"
         return InputError(f"{url} is in use {who}; stop it first with `tpuswarm stop {url}`, or use another --run")
 
-    def _lost(self, there: Read | None) -> Lost:
+    def _lost(self, there: VersionedRecord | None) -> Lost:
         url = self._bucket.url
         if there is None:
             return Lost(f"{url} was deleted, so this process ends")
@@ -297,7 +297,7 @@ class OwnedRecord:
         return Lost(f"{url} was taken over by process {owner.pid} on {owner.host}, so this process ends")
 
 
-def _of_earlier_version(bucket: Bucket) -> Read | None:
+def _of_earlier_version(bucket: Bucket) -> VersionedRecord | None:
     """Return the record of a run whose objects an earlier version stored without one.
 
     It kept whole files under files/, growing ones in pieces named by their bytes, checkpoints as folders with a
@@ -327,7 +327,7 @@ def _of_earlier_version(bucket: Bucket) -> Read | None:
         return None
     run = bucket.read("files/born").decode()[:16] if "files/born" in objects else "earlier"
     owner, lease = _earlier_owner(bucket, (name for name in objects if name.startswith("lease/")))
-    return Read(Record(run, 0, owner, files, owner.id), 0, lease)
+    return VersionedRecord(Record(run, 0, owner, files, owner.id), 0, lease)
 
 
 def _earlier_owner(bucket: Bucket, leases: Iterable[str]) -> tuple[Owner, str]:

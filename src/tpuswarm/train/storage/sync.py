@@ -17,9 +17,9 @@ from tpuswarm.train.storage.bucket import RETRY_FOR_S, WAY_OUT, Bucket, Unreacha
 from tpuswarm.train.storage.copy import RunCopy
 from tpuswarm.train.storage.folders import OWNER
 from tpuswarm.train.storage.record import (
+    OWNER_TIMEOUT_S,
     RENEW_INTERVAL_S,
-    REQUEST_FOR_S,
-    TERM_S,
+    RENEWAL_TIMEOUT_S,
     Lost,
     OwnedRecord,
     Owner,
@@ -142,7 +142,7 @@ class RunSync:
                 thread.join()
 
     def _repeat(self, work: Callable[[], None]) -> None:
-        """Repeat work until the end. Uploads have their own thread: one may take longer than TERM_S."""
+        """Repeat work until the end. Uploads have their own thread: one may take longer than OWNER_TIMEOUT_S."""
         failing_since: float | None = None
         while not self._end.is_set() and self._error is None:
             try:
@@ -163,7 +163,7 @@ class RunSync:
         self._owned.renew()
         bucket, requests = self._copy.bucket, f"{REQUESTS}{self._owned.record.owner.id}/"
         for name in (STOP, TRACE_REQUEST):
-            if (found := bucket.read_versioned(requests + name, REQUEST_FOR_S)) is None:
+            if (found := bucket.read_versioned(requests + name, RENEWAL_TIMEOUT_S)) is None:
                 continue
             bucket.delete(requests + name)
             if name == STOP:
@@ -193,7 +193,7 @@ def owner_elsewhere(folder: Path) -> Owner | None:
         age_s, owner = found.pop("age"), Owner(**found)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return None if owner.released or owner.is_gone or age_s > 3 * TERM_S else owner
+    return None if owner.released or owner.is_gone or age_s > 3 * OWNER_TIMEOUT_S else owner
 
 
 def send_request(folder: Path, name: str, text: str) -> Owner | None:

@@ -13,8 +13,8 @@ from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.look.pictures import FOLDER, GENERATED_PATTERN
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.run.listing import Status, read_status
-from tpuswarm.train.storage.copy import bring
-from tpuswarm.train.storage.folders import folder_of, is_url
+from tpuswarm.train.storage.copy import download_run
+from tpuswarm.train.storage.folders import copy_folder, is_url
 from tpuswarm.watch.page.history import History
 from tpuswarm.watch.page.hosts import FollowedHosts
 from tpuswarm.watch.page.view import Sections, changed_sections, make_sections
@@ -69,7 +69,7 @@ class LivePage:
         """The run's folder on this disk."""
         if not self._subject.run:
             return None
-        return folder_of(self._subject.run) if is_url(self._subject.run) else Path(self._subject.run)
+        return copy_folder(self._subject.run) if is_url(self._subject.run) else Path(self._subject.run)
 
     def open(self) -> None:
         """Read everything for the first time; raise InputError if a run without a fleet is missing."""
@@ -218,7 +218,7 @@ class LivePage:
 
     def _fetch_run(self) -> None:
         if is_url(self._subject.run):
-            bring(self._subject.run)
+            download_run(self._subject.run)
 
     def _read_run(self) -> bool:
         """Read the run; return whether it was replaced by another one."""

@@ -122,7 +122,7 @@ class RunCopy:
     # From the bucket.
 
     def pull(self, whole: bool = False, large: str | None = None) -> bool:
-        """Bring the copy up to date; return whether there is a run. whole, large: as in `download_run` and `refresh`."""
+        """Bring the copy up to date; return whether there is a run. The options are those of `download_run`."""
         with self._lock_download():
             before: VersionedRecord | None = None
             for _ in range(MAX_ATTEMPTS):

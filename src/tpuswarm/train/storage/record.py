@@ -4,8 +4,8 @@ The record is one object. A process replaces it only if it has the generation th
 run and changing it are the same write: a former owner cannot change the run for readers, however late its requests
 arrive. All other objects are written once, under names with the owner's epoch. Objects without a record are garbage.
 
-An owner renews the record. A process that wants the run waits until the record stands still for OWNER_TIMEOUT_S, by its own
-clock: no two clocks are compared.
+An owner renews the record. A process that wants the run waits until the record has not changed for OWNER_TIMEOUT_S, by
+its own clock: no two clocks are compared.
 """
 
 import gzip

@@ -194,3 +194,19 @@ def test_documented_prices_match_the_catalogue():
         prices, peak = (tpu.price().on_demand, tpu.price().spot), tpu.chips * tpu.generation.peak_bf16 / 1e12
         expected = [f"{price / tpu.chips:.3f}" for price in prices] + [f"{peak / price:,.0f}" for price in prices]
         assert rows[row] == expected
+
+
+@pytest.mark.parametrize(
+    ("relation", "place", "dollars"),
+    [
+        ("same region", "us-central1-a", 0.01),
+        ("same continent", "me-west1-a", None),
+        ("other continent", "australia-southeast1", 0.15),
+        ("internet", "asia-northeast1-b", 0.12),
+    ],
+)
+def test_traffic_is_priced_by_distance(relation: network.Relation, place: str, dollars: float | None):
+    price = network.transfer_price(relation, place)
+    assert (price and price.value) == dollars and (price is None or price.date)
+    with pytest.raises(InputError, match="'mars-1' is not a Google Cloud region or zone"):
+        network.transfer_price(relation, "mars-1")

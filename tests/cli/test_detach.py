@@ -15,6 +15,7 @@ from tests.terminal import terminal
 from tpuswarm.cli.train import control
 from tpuswarm.swarm.views.status import read_run
 from tpuswarm.train.run import listing
+from tpuswarm.train.run.directory import EVENTS, read_rows
 from tpuswarm.train.run.life import read_life
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,13 @@ def test_detached_run_outlives_its_terminal(tmp_path, swarm):
     assert "gpt2-tiny" in log and out.strip() in log and "parameter  " not in log, "a table is not for a log"
     events = [line for line in log.splitlines() if "started: " in line or " joined (" in line]
     assert len(events) == (3 if swarm else 1), "each event appears once"
+
+    if swarm:  # resumed by the same command, it stops with its terminal; a plain run: below
+        with terminal([*TRAIN, *swarm], tmp_path) as opened:
+            opened.wait(lambda _: has_committed_again(tmp_path / FOLDER))
+            assert opened.hang_up() == 128 + signal.SIGHUP
+        life = read_life(tmp_path / FOLDER)
+        assert life.state == "stopped" and "stopped at commit" in life.message
 
 
 def test_other_run_stops_with_its_terminal(tmp_path):
@@ -114,3 +122,9 @@ def test_finished_run_is_not_started(typed, tmp_path, monkeypatch):
     assert typed(*words)[0] == 0
     code, out, _ = typed(*words, "--detach")
     assert code == 0 and "nothing left to do" in out and "runs/a finished at step 2 of 2" in out
+
+
+def has_committed_again(folder: Path) -> bool:
+    """Return whether a swarm has committed since its second start."""
+    events = "".join(f"{row['event']} " for row in read_rows(folder / EVENTS)).split("started ")
+    return len(events) == 3 and "commit" in events[2]

@@ -37,7 +37,8 @@ def test_ctrl_c_before_there_is_a_run_leaves_nothing(tmp_path, moment):
     assert not left or (late and "saved at step" in read_life(left[0]).message), [*left, *lines]
 
 
-def test_other_signals_end_a_start_as_ctrl_c_does(tmp_path, number=signal.SIGHUP):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_a_start_as_ctrl_c_does(tmp_path, number):
     with terminal(TRAIN, tmp_path, new=True) as opened:
         wait_until(maps("_ml_dtypes_ext"), opened, tmp_path)
         opened.process.send_signal(number)

@@ -15,7 +15,7 @@ from tests.recipes.test_pretrained import GOLDEN, check_results, relative
 
 from tpuswarm.recipes.gpt2 import loss, model
 from tpuswarm.recipes.gpt2.hub import open_published
-from tpuswarm.recipes.gpt2.pretrained import SHAPE, read_config
+from tpuswarm.recipes.gpt2.pretrained import SIZE_KEYS, read_config
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.recipe import Options
 
@@ -62,7 +62,7 @@ def test_random_models_have_transformers_results(tmp_path):
     transformers("random", tmp_path)
     for folder in sorted(tmp_path.iterdir()):
         config = read_config(open_published(f"hf:{folder / 'model'}"))
-        check_results(GPT2(**{name: getattr(config, name) for name in SHAPE}, data="fake"), folder)
+        check_results(GPT2(**{name: getattr(config, name) for name in SIZE_KEYS}, data="fake"), folder)
 
 
 def test_transformers_loads_exports_with_the_same_results(tmp_path, text_file):

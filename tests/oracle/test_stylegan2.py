@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tpuswarm.recipes.stylegan2 import discriminator, generator, losses
+from tpuswarm.recipes.stylegan2 import discriminator, generator
 from tpuswarm.recipes.stylegan2.config import Config
 from tpuswarm.recipes.stylegan2.layers import Form
+from tpuswarm.recipes.stylegan2.program import fake_loss, path_lengths, r1_penalty, real_loss
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.recipe import Options
 
@@ -166,16 +167,16 @@ def our_losses(form):
         return pictures_of(params, generator.in_layers(generator.to_w(params, Z), CONFIG))
 
     def path(params):
-        length_B = losses.path_lengths(lambda w: pictures_of(params, w), jnp.asarray(W), jnp.asarray(NOISE))
+        length_B = path_lengths(lambda w: pictures_of(params, w), jnp.asarray(W), jnp.asarray(NOISE))
         return jnp.square(length_B - MEAN_LENGTH).mean()
 
     return {
-        "generator": (G_PARAMS, lambda params: losses.real(our_score(D_PARAMS, made(params)))),
+        "generator": (G_PARAMS, lambda params: real_loss(our_score(D_PARAMS, made(params)))),
         "discriminator": (
             D_PARAMS,
-            lambda params: losses.real(our_score(params, PICTURES)) + losses.fake(our_score(params, made(G_PARAMS))),
+            lambda params: real_loss(our_score(params, PICTURES)) + fake_loss(our_score(params, made(G_PARAMS))),
         ),
-        "r1": (D_PARAMS, lambda params: losses.r1(lambda x: our_score(params, x), jnp.asarray(PICTURES))),
+        "r1": (D_PARAMS, lambda params: r1_penalty(lambda x: our_score(params, x), jnp.asarray(PICTURES))),
         "path lengths": (G_PARAMS, path),
     }
 

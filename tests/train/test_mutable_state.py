@@ -171,3 +171,32 @@ def test_batch_norm_of_equinox_is_followed_and_resumed(tmp_path):
         _, expected = call(norm, toy.data()["x"], expected)
     for ours, theirs in zip(jax.tree.leaves(resumed.state.extra), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_batch_norm_of_flax_is_followed():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def layer(key):
+        return nnx.BatchNorm(5, momentum=0.75, rngs=nnx.Rngs(key))
+
+    def split(key):
+        return nnx.split(layer(key), nnx.Param, nnx.BatchStat)
+
+    structure, *_ = nnx.eval_shape(lambda: split(0))
+
+    def loss(params, extra, batch, key):
+        model = nnx.merge(structure, params, extra)
+        error = model(batch["x"], use_running_average=key is None).sum(-1) - batch["y"]
+        return jnp.square(error).mean(), ({}, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+
+    made = supervised(
+        lambda key: nnx.to_pure_dict(split(key)[1]), loss, optax.sgd(0.1), toy.data(),
+        extra=lambda key: nnx.to_pure_dict(split(key)[2]),
+    )  # fmt: skip
+    program = made.program(Options())
+    state, step, expected = program.init(jax.random.key(0)), jax.jit(program.step), layer(0)
+    for _ in range(3):
+        state, _ = step(state, toy.data(), CLOCK)
+        expected(toy.data()["x"], use_running_average=False)
+    np.testing.assert_allclose(state.extra["mean"], expected.mean[...], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(state.extra["var"], expected.var[...], rtol=1e-5)

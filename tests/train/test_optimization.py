@@ -339,3 +339,8 @@ def test_first_moments_in_bf16_take_half_the_bytes(name):
 def test_unknown_optimizer_options_are_refused(options, words):
     with pytest.raises(InputError, match=words):
         GPT2(data="fake", **options)
+
+
+def test_sam_takes_its_arguments_inside_a_chain():
+    sam = optax.contrib.sam(optax.sgd(0.1), ASCENT, opaque_mode=True)
+    assert_close(train_supervised(optax.chain(optax.identity(), sam))[-1].params, train_supervised(sam)[-1].params)

@@ -67,6 +67,9 @@ def terms_and_extra(out: Any, before: Any) -> tuple[Terms, Any]:
         raise InputError(
             f"the loss was given {given} {path} in extra, and returns {returned}: state keeps its shapes and dtypes"
         )
+    given_structure, returned_structure = (str(jax.tree.structure(tree)) for tree in (before, extra))
+    if given_structure != returned_structure:
+        raise InputError(f"the loss returns extra as {returned_structure}, and was given {given_structure}")
     return terms((loss, metrics)), extra
 
 

@@ -322,7 +322,7 @@ DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema", "s
 def supports(recipe: Recipe | type[Recipe], method: str) -> bool:
     """Return whether a recipe defines an optional method itself."""
     found = getattr(recipe, method)
-    return getattr(found, "__func__", found) is not Recipe.__dict__[method]
+    return found is not None and getattr(found, "__func__", found) is not Recipe.__dict__[method]
 
 
 def check_recipe(recipe: Any, options: Iterable[str] | None = None) -> None:

@@ -93,7 +93,7 @@ class SupervisedProgram(Program):
         self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self.has_schedule, self.has_step_schedule = schedule is not None, schedule is not None and is_in_steps(schedule)
-        self.scheduled = self.has_schedule and not self.has_step_schedule
+        self.has_progress_schedule = self.has_schedule and not self.has_step_schedule
         """Whether a step depends on the run's progress, so that the run needs a length."""
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
         self.tokens_per_row = tokens_per_row

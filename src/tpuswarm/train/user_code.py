@@ -21,7 +21,7 @@ from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.process.stop import interruptible_imports
-from tpuswarm.train.recipe import Recipe, check_recipe
+from tpuswarm.train.recipe import Recipe, check_recipe, supports
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
 OUR_RECIPES = OUR_FOLDER / "recipes"
@@ -212,7 +212,8 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
         raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
     check_recipe(recipe, types)
     recipe.target = absolute_target(target)
-    recipe.home = home
+    if supports(recipe, "keep"):
+        recipe.home = home
     recipe.given = values | {
         name: value for name, value in call.arguments.items() if isinstance(value, bool | int | float | str)
     }

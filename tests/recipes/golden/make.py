@@ -81,6 +81,18 @@ def make(folder: Path) -> None:
     (folder / "tokens.json").write_text(json.dumps(ids, indent=0) + "\n")
 
 
+def make_random(folder: Path) -> None:
+    """Write models of random shapes and their results into folders below `folder`."""
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        heads = int(random.integers(1, 5))
+        shape = {
+            "n_layer": int(random.integers(1, 5)), "n_head": heads, "n_embd": heads * int(random.integers(4, 20)),
+            "n_positions": int(random.integers(4, 40)), "vocab_size": int(random.integers(5, 400)),
+        }  # fmt: skip
+        write(model(seed, shape), seed, folder / f"{seed}")
+
+
 def read(folder: Path) -> None:
     """Results of FOLDER/model on the tokens in FOLDER/tokens.safetensors, numbers of the texts in FOLDER/texts.json."""
     made = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
@@ -93,4 +105,4 @@ def read(folder: Path) -> None:
 
 if __name__ == "__main__":
     for target in sys.argv[2:]:
-        {"make": make, "read": read}[sys.argv[1]](Path(target))
+        {"make": make, "random": make_random, "read": read}[sys.argv[1]](Path(target))

@@ -249,7 +249,8 @@ def test_run_without_evaluations_calls_their_hooks_only_at_the_end(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(("at", "how"), [(4, "SIGTERM"), (8, "fails")], ids=["stopped mid-run", "failed at the end"])
+@pytest.mark.parametrize("at", [4, 8], ids=["mid-run", "at the end"])
+@pytest.mark.parametrize("how", ["fails", "SIGTERM"])
 def test_evaluation_whose_hooks_were_not_called_is_made_again(tmp_path, monkeypatch, at, how):
     """The score is best there: a run that resumed without it would keep another checkpoint."""
     left = []

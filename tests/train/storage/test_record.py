@@ -111,7 +111,7 @@ def test_record_of_many_files_stays_small(use_disk):
     assert Bucket(URL).listed("")[record.RECORD].size < 50 * len(names)
     assert read_record(Bucket(URL)).record == owned.record
     Bucket(URL).put(record.RECORD, Bucket(URL).read(record.RECORD)[:-9])
-    with pytest.raises(BucketFailed, match=r"run.json is damaged"):
+    with pytest.raises(BucketFailed, match=r"run.json is damaged .* restore an earlier version of that object"):
         read_record(Bucket(URL))
 
 
@@ -336,3 +336,44 @@ def test_record_of_a_file_that_is_replaced_meanwhile_is_read_again(use_disk):
         return None if len(answers) == 2 else bucket.read_if_there(name)
 
     assert record.read_file(read, "config.toml") and read_record(bucket)
+
+
+def test_rows_that_were_not_uploaded_go_where_another_has_built_on_the_run(use_disk, short_lease):
+    crashed_run()
+    use_disk("two")
+    run = Run(copy_folder(URL))
+    run.write_metrics({"step": 4, "tokens": 8, "loss": 0.5})
+    run.close()
+    use_disk("one")
+    Run(copy_folder(URL)).close()
+    assert read_steps(copy_folder(URL)) == [1, 2, 3, 4]
+
+
+def test_former_owner_changes_nothing_of_the_new_owner(use_disk, short_lease, monkeypatch):
+    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 600.0)  # this computer is asleep or offline
+    first = start_run()
+
+    def write_checkpoint(step):
+        path = copy_folder(URL) / "checkpoints" / f"{step:08}"
+        path.mkdir(parents=True)
+        (path / "arrays").write_bytes(b"arrays")
+        (path / "manifest.json").write_text("{}")
+
+    write_checkpoint(10)
+    first._sync.upload()
+    write_checkpoint(20)
+    shutil.rmtree(copy_folder(URL) / "checkpoints" / "00000010")
+    use_disk("two")
+    monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
+    second = Run(copy_folder(URL))
+    second.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
+    write_checkpoint(30)
+    second.close()
+    before = Bucket(URL).read(record.RECORD)
+    with pytest.raises(Lost):
+        first._sync.upload()
+    first.close()
+    assert Bucket(URL).read(record.RECORD) == before
+    use_disk("three")
+    folder = download_run(URL, whole=True)
+    assert read_steps(folder) == [1, 2, 3, 4] and (folder / "checkpoints/00000030/arrays").exists()

@@ -175,7 +175,7 @@ def project(
     if not picture.is_file():
         raise InputError(f"there is no picture {picture}")
     loaded = load(run, None, best)
-    if not supports(loaded.recipe, "project"):
+    if not (supports(loaded.recipe, "project") and supports(loaded.recipe, "read_picture")):
         raise InputError(f"{loaded.recipe.name} cannot find the code of a picture")
     given = loaded.recipe.read_picture(picture)
     with waiting("searching") as show_progress:

@@ -16,14 +16,14 @@ from tpuswarm.recipes.stylegan2.layers import GAIN, LEAK
 FLATTENED_LAYER = "discriminator.last.dense"
 """Its inputs are all channels of all pixels; torch flattens them as NCHW."""
 WORDS = {
-    "generator": "the moving average, which is what one wants; mapping.N, constant, and blocks by their resolution",
-    "weights": "as they are used, with the equalised learning rate in them: convolutions OIHW, dense layers OI",
+    "generator": "the moving average: use this one; mapping.N, constant, and blocks by their resolution",
+    "weights": "scaled (the equalised learning rate is applied): convolutions OIHW, dense layers OI",
     "mapping": "z / root of the mean square of z, then dense layers, each with leaky ReLU",
     "block": "up (twice the size, then the filter), same, each: modulated convolution, + noise * N(0, 1) of each "
-    "pixel, + bias, leaky ReLU; rgb: modulated without demodulation, + bias, added to what there is, twice its size",
+    "pixel, + bias, leaky ReLU; rgb: modulated without demodulation, + bias, added to the upsampled picture",
     "modulated": "style = dense(w); weights * style of each input, divided by the root of their sum of squares + 1e-8",
     "leaky ReLU": f"slope {LEAK}, times {GAIN:.4f}",
-    "filter": f"{list(FIR_TAPS)} / {sum(FIR_TAPS):g} along both axes, times 4 after zeros are put between",
+    "filter": f"{list(FIR_TAPS)} / {sum(FIR_TAPS):g} along both axes, times 4 after inserting zeros",
     "truncation": "w_mean + (w - w_mean) * truncation",
     "pixels": "-1 to 1, NCHW",
 }

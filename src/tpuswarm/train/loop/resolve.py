@@ -78,7 +78,7 @@ def resolve(
             {"recipe": recipe.name, "made by": recipe.target},
         )
         fixed = {name: requested.get(name) for name in FIXED_SETTINGS}
-        has_schedule = getattr(program, "scheduled", True)  # other programs may use the clock's progress
+        has_schedule = getattr(program, "has_progress_schedule", True)  # other programs may use the clock's progress
         if may_grow and not has_schedule and (fixed["steps"] or 0) > stored["steps"]:
             fixed["steps"] = None
         digest = fixed.pop("data")

@@ -19,7 +19,7 @@ MAX_STRUCTURE_CHARS = 300
 def program_of(recipe: Recipe, options: Options) -> Program:
     """Return the recipe's program; InputError if it is none, or if a method takes other arguments."""
     for name, method in vars(Recipe).items():
-        if inspect.isfunction(method) and not name.startswith("_"):
+        if inspect.isfunction(method) and not name.startswith("_") and getattr(recipe, name) is not None:
             require_call(getattr(recipe, name), f"Recipe.{name}", *_arguments(method))
     with blame(f"program of {recipe.name} fails"):
         program = recipe.program(options)

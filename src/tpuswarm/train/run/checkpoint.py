@@ -76,10 +76,10 @@ class Checkpoints:
         """keep: number of checkpoints. is_leader: True on one of several hosts, which makes and verifies folders."""
         self._folder, self._keep, self._is_leader = folder, keep, is_leader
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise
-        read_arrays = ocp.type_handlers.ArrayHandler(
+        array_handler = ocp.type_handlers.ArrayHandler(
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES, array_metadata_store=Store()
         )
-        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, read_arrays))
+        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler))
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=handlers))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -179,7 +179,8 @@ class Checkpoints:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return all folders named by a step, complete or not, newest first."""
-    return sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: -int(path.name))
+    entries = folder.iterdir() if folder.is_dir() else ()  # glob would hide that it cannot be read
+    return sorted((path for path in entries if path.name.isdigit()), key=lambda path: -int(path.name))
 
 
 def newest_intact(folder: Path) -> tuple[Saved | None, list[str]]:

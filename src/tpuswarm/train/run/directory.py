@@ -259,7 +259,8 @@ def require_whole(folder: Path) -> None:
     """
 
     def has_steps(name: str) -> bool:
-        return any(path.name.removesuffix(".json").isdigit() for path in (folder / name).glob("*"))
+        entries = (folder / name).iterdir() if (folder / name).is_dir() else ()
+        return any(path.name.removesuffix(".json").isdigit() for path in entries)
 
     has_metrics = next(read_rows(folder / METRICS), None) is not None
     if (folder / CONFIG).exists():

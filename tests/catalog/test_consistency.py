@@ -210,3 +210,9 @@ def test_traffic_is_priced_by_distance(relation: network.Relation, place: str, d
     assert (price and price.value) == dollars and (price is None or price.date)
     with pytest.raises(InputError, match="'mars-1' is not a Google Cloud region or zone"):
         network.transfer_price(relation, "mars-1")
+
+
+def test_reading_a_bucket_and_storage_have_prices():
+    assert network.read_price("same zone").value == 0 and network.read_price("same continent").value == 0.02
+    assert network.read_price("other continent") is None and network.read_price("internet").value == 0.12
+    assert network.storage_prices()["gib_month"].value == 0.02 and network.disk_prices()["balanced_gib_month"].date

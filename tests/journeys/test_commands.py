@@ -103,3 +103,9 @@ def test_file_called_runs_is_reported(call):
     Path("runs").touch()
     code, out, err = call(LINE)
     assert (code, out) == (2, "") and err == "error: no run can be made in ./runs: it is a file; say where with --run\n"
+
+
+def test_failed_run_exits_1(call):
+    code, _, err = call("train my_recipe.py:line --lr 1e30 --steps 50 --batch 8 --run runs/nan")
+    assert code == 1 and "NaN or infinity at step" in err and "checkpoint of step 0 is safe" in err
+    assert json.loads(call("status runs/nan --json")[1])["state"] == "failed"

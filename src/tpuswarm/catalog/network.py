@@ -52,10 +52,19 @@ def read_price(relation: Relation) -> Figure | None:
 
 
 @cache
+def storage_prices() -> dict[str, Figure]:
+    """Return the prices of a bucket in us-central1."""
+    return _figures("storage", ("gib_month", "multi_region_gib_month", "thousand_writes", "thousand_reads"))
+
+
+@cache
 def disk_prices() -> dict[str, Figure]:
     """Return the prices of a persistent disk in us-central1."""
-    prices = _prices("disk")
-    return {key: parse_figure(prices[key], prices["source"]) for key in ("balanced_gib_month", "ssd_gib_month")}
+    return _figures("disk", ("balanced_gib_month", "ssd_gib_month"))
+
+
+def _figures(section: str, keys: tuple[str, ...]) -> dict[str, Figure]:
+    return {key: parse_figure(_prices(section)[key], _prices(section)["source"]) for key in keys}
 
 
 def _prices(section: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.remote.connect import Connections, fan_out
@@ -137,14 +138,15 @@ class ParallelCommand:
 
     async def _run_one(self, connections: Connections, host: Host, line: str) -> int:
         path = self._logs / f"{host.label.replace('/', '.')}.log"
-        log = path.open("ab", buffering=0)
+        log: IO[bytes] | None = None
         is_full = False
         buffers = {False: LineBuffer(), True: LineBuffer()}
 
         def on_output(data: bytes, is_error: bool) -> None:
-            nonlocal is_full
+            nonlocal log, is_full
             try:
                 if not is_full:
+                    log = log or path.open("ab", buffering=0)
                     log.write(data)
             except OSError as error:
                 is_full = True
@@ -161,7 +163,8 @@ class ParallelCommand:
             for is_error, buffer in buffers.items():
                 if last := list(buffer.end()):
                     self._on_lines(host.label, last, is_error)
-            log.close()
+            if log is not None:
+                log.close()
             del self._running[host.label]
             self.waiting.pop(host.label, None)
 

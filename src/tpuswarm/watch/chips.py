@@ -7,6 +7,7 @@ it has curl, which set-up uses too.
 
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -35,6 +36,9 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 def request_metrics(port: str) -> "dict[str, dict[int, float]]":
     """Return each metric of libtpu by device; unknown metrics are missing."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", int(port))):
+            return {}
     calls = {}
     for name, metric in METRICS.items():
         message = b"\x0a" + bytes([len(metric)]) + metric.encode()

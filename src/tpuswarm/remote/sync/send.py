@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tpuswarm.errors import RunFailed, TpuswarmError
-from tpuswarm.remote.connect import Connections, fan_out, on_host
+from tpuswarm.remote.connect import MAX_HANDSHAKES, Connections, fan_out, on_host
 from tpuswarm.remote.host import Host, HostUnreachable
 from tpuswarm.remote.sync.tree_store import CHUNK_BYTES, Tree, TreeStore
 
@@ -62,10 +62,12 @@ async def send(
     """
     outcome = Outcome()
     sessions: dict[Host, Session] = {}
+    turns = asyncio.Semaphore(MAX_HANDSHAKES)  # bounds the memory, and lets first hosts finish early
 
     async def compare(host: Host) -> Change | None:
-        sessions[host] = Session(host, await connections.to(host))
-        return await sessions[host].compare(tree)
+        async with turns:
+            sessions[host] = Session(host, await connections.to(host))
+            return await sessions[host].compare(tree)
 
     packs: dict[tuple[str, ...], asyncio.Task[IO[bytes]]] = {}
 
@@ -76,7 +78,8 @@ async def send(
             files = [tree.files[path] for path in paths]
             packs[paths] = asyncio.ensure_future(asyncio.to_thread(store.pack, files))
         pack = await asyncio.shield(packs[paths])
-        await sessions[host].transfer(kept, len(paths), pack, on_bytes)
+        async with turns:
+            await sessions[host].transfer(kept, len(paths), pack, on_bytes)
 
     try:
         for host, change in zip(hosts, await fan_out(hosts, compare), strict=True):

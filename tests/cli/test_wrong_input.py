@@ -27,6 +27,7 @@ AT_ONCE = [
     ("ledger shwo", "Did you mean 'show'? See `tpuswarm ledger --help`"),
     ("ledger", "missing command"),
     ("train", "missing argument 'recipe'"),
+    ("train gpt2-tiny --devices some", "devices is all, a number such as 8, or indices such as [5]"),
     ("train gpt2-tny", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),
     ("train gpt2-tny --detach", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),
     ("train my_recipe.py", "name the one you mean: my_recipe.py:NAME"),

@@ -197,9 +197,9 @@ def test_vm_is_deleted_by_google_after_the_end_date_even_without_a_keeper(cloud)
     specs = [action.spec for action in loop.actions if isinstance(action, Create)]
     (head,) = [spec for spec in specs if isinstance(spec, VmSpec)]
     assert head.ends == loop.desired.down_when.at + DELETE_MARGIN_S
-    scheduling = instance_from_spec(head, "my-project").scheduling
-    assert scheduling.termination_time == "2027-01-15T09:16:40+00:00"
-    assert scheduling.instance_termination_action == "DELETE"
+    scheduling = instance_from_spec(head, "my-project")["scheduling"]
+    assert scheduling["terminationTime"] == "2027-01-15T09:16:40+00:00"
+    assert scheduling["instanceTerminationAction"] == "DELETE"
     assert "--termination-time=2027-01-15T09:16:40+00:00" in create(head, "my-project")
 
 

@@ -52,6 +52,14 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers)
 
+    def has_one_connected_kernel(self) -> bool:
+        """Return whether a page is connected to the only kernel; Jupyter answers 500 while a kernel is starting."""
+        try:
+            return [kernel["connections"] for kernel in self.request("GET", "/api/kernels")] == [1]
+        except urllib.error.HTTPError as error:
+            assert error.code == 500, error
+            return False
+
     def end_kernels(self) -> None:
         for kernel in self.request("GET", "/api/kernels"):
             self.request("DELETE", f"/api/kernels/{kernel['id']}")

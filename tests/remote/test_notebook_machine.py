@@ -178,8 +178,7 @@ def test_page_runs_a_notebook_of_another_service_and_contacts_no_other_host(flee
     with opened(fleet, ONE, "--yes") as server:
         server.request("PUT", "/api/contents/one.ipynb", {"type": "notebook", "format": "json", "content": content})
         browser.open(server.url.replace("/lab?", "/lab/tree/one.ipynb?"))
-        browser.wait(lambda tab: tab.js(STATUS) == "idle", "a kernel")  # Jupyter cannot list one that is starting: 500
-        browser.wait(lambda _: [kernel["connections"] for kernel in server.request("GET", "/api/kernels")] == [1])
+        browser.wait(lambda _: server.has_one_connected_kernel(), "a kernel")
         browser.wait(lambda tab: tab.js(STATUS) == "idle", "a kernel that is ready")
         browser.driver.find_element("css selector", ".jp-CodeCell .cm-content").click()
         ActionChains(browser.driver).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()

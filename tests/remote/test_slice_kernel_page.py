@@ -68,8 +68,7 @@ def test_slider_moves_on_all_workers_and_output_is_captured(lab, browser):
 
     browser.open(lab.url.replace("/lab?", "/lab/tree/one.ipynb?"))
     status = "return document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status || ''"
-    browser.wait(lambda tab: tab.js(status) == "idle", "a kernel")  # Jupyter cannot list one that is starting: 500
-    browser.wait(lambda _: [kernel["connections"] for kernel in lab.request("GET", "/api/kernels")] == [1])
+    browser.wait(lambda _: lab.has_one_connected_kernel(), "a kernel")
     browser.wait(lambda tab: tab.js(status) == "idle", "a kernel that is ready")
     run_cell(0)
     browser.wait(lambda tab: tab.js("return document.querySelector('.noUi-handle') !== null"), "a slider")

@@ -257,7 +257,7 @@ def test_all_machines_get_the_versions_of_the_first(machines, apply):
     assert given == outcome.versions == later.versions
     (machines[1].home / ".tpuswarm/setup/versions").write_text("numpy==1.0\n# Python 3.12\n")
     _, failed, _ = apply(wanted)
-    assert "node-1/0 has other versions than the fleet (numpy==1.0 there, numpy elsewhere)" in failed["node-1/0"]
+    assert "the packages of node-1/0 differ from the fleet's (numpy==1.0 there, numpy elsewhere)" in failed["node-1/0"]
 
 
 def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(machines, apply, tmp_path):

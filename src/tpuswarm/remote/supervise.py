@@ -41,7 +41,7 @@ RESTART_DELAY_S = 120
 """After a reboot a keeper may restart jobs first, after set-up."""
 SERVICE = """\
 [Unit]
-Description=Jobs of tpuswarm, begun again after a reboot
+Description=Restart tpuswarm jobs after a reboot
 [Service]
 Type=oneshot
 RemainAfterExit=yes

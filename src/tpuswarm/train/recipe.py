@@ -298,13 +298,13 @@ class Recipe(ABC):
         raise NotImplementedError
 
     def project(
-        self, state: State, picture: "np.ndarray", steps: int, seed: int, far: Callable[[int, int], None]
+        self, state: State, picture: "np.ndarray", steps: int, seed: int, report: Callable[[int, int], None]
     ) -> Any:
-        """Return the code of a picture (recipes/stylegan2/samples.py); report progress by far(done, total)."""
+        """Return the code of a picture (recipes/stylegan2/samples.py); call report(done, total) as it goes."""
         raise NotImplementedError
 
-    def measures(self, state: State, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:
-        """Return more measures for `evaluate`; report progress by far(done, total).
+    def measures(self, state: State, features: str | None, report: Callable[[int, int], None]) -> dict[str, Any]:
+        """Return more measures for `evaluate`; call report(done, total) as it goes.
 
         features: `file.py:name` of a user's function to compare by.
         """

@@ -47,7 +47,7 @@ def test_start_status_and_weather(rehearsal, tpu, place):
         ("start --speed 0", "--speed must be above 0 and at most 100,000, not 0"),
         ("preempt no-such", "the local cloud has no machine 'no-such'"),
         ("stockout us-south1-x", "there is no zone 'us-south1-x'; did you mean us-south1-"),
-        ("stockout nowhere", "there is no zone 'nowhere'; they are called like us-central1-f\n"),
+        ("stockout nowhere", "there is no zone 'nowhere'; zones look like us-central1-f\n"),
         ("quota us-south1-a", "a quota is ZONE=N, such as us-central1-f=16, or ZONE=none, not us-south1-a"),
         ("quota us-south1-a/v55=1", "there is no generation 'v55' of TPUs; did you mean v5"),
         ("break us-south1-a hiden", "there is no fault 'hiden'; did you mean hidden?"),

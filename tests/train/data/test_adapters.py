@@ -246,7 +246,7 @@ def recipe_data(data):
         (lambda: IndexedSource([]), "list has no rows"),
         (lambda: IndexedSource(TUPLES).rows(0, 2), r"is a tuple of 2 parts, and 0 names are given: .*names=\['im"),
         (lambda: IndexedSource([{"x": [1]}, {"x": [1, 2]}]).rows(0, 2), "x of the data cannot be one array: .*; pad"),
-        (lambda: StreamSource(iter([{"x": ROWS["x"]}])), "a list_iterator can be read only once: .*; give a function"),
+        (lambda: StreamSource(iter([{"x": ROWS["x"]}])), "can be read only once, but .* give a function"),
         (lambda: StreamSource(lambda: iter([])).rows(0, 1), "the stream has no rows: it ended as soon as it began"),
         (lambda: StreamSource([ROWS | {"y": 3}]).rows(0, 1), "arrays of different rows: .*; use batched=False"),
         (lambda: lengths((4, 3), (4, 5)).rows(0, 8), r"x of the data has rows of shape \(3,\) and of \(5,\).*: pad or"),

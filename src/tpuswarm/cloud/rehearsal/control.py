@@ -189,7 +189,7 @@ def _name_and_location(path: str) -> dict[str, Any]:
 def _check_zone(name: str) -> str:
     if name not in list_zones():
         near = nearest_name(name, list_zones())
-        suggestion = f"did you mean {near}?" if near else "they are called like us-central1-f"
+        suggestion = f"did you mean {near}?" if near else "zones look like us-central1-f"
         raise _invalid(f"there is no zone {name!r}; {suggestion}")
     return name
 

@@ -9,7 +9,7 @@ from tpuswarm.train.program.mesh import gathered_as
 CHUNK_BYTES = 2**27
 """Float32 logits on one device at a time."""
 GPU_CHUNK_BYTES = 2**31
-"""The same on a GPU, whose kernels for a few hundred tokens end before the next is launched. 2 GiB are 8,192 tokens
+"""On a GPU, whose kernels for a few hundred tokens end before the next is launched. 2 GiB are 8,192 tokens
 of GPT-2's vocabulary, the tile of marin-community/marin, pull request 6572, on an H100. Not measured here."""
 
 

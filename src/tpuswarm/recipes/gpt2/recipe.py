@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it 
 PEAK_LR = {"tiny": 1e-3, "124m": 6e-4, "355m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}
 FAKE_VOCAB_SIZE = 65
 TINY_BPE_VOCAB_SIZE = 4096
-"""Of a BPE trained for the tiny size; other sizes have GPT-2's vocabulary."""
+"""For a BPE trained on the text; the larger sizes use GPT-2's vocabulary."""
 SEPARATORS = ("endoftext", "none")
 LIMITS: dict[str, Mapping[str, float]] = {
     **{name: {"least": 1} for name in ("layers", "heads", "width", "vocab")},

@@ -119,11 +119,11 @@ class Text:
 
 
 def _document(line: bytes, field: str, where: str) -> str:
-    as_they_are = f"--json-field {NO_FIELD} to train on the lines as they are"
+    plain_lines = f"--json-field {NO_FIELD} to train on the lines as they are"
     try:
         facts = json.loads(line)
     except ValueError as error:
-        raise InputError(f"{where} is not JSON ({error}); fix or remove this line, or give {as_they_are}") from error
+        raise InputError(f"{where} is not JSON ({error}); fix or remove this line, or give {plain_lines}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get(field), str):
         if not isinstance(facts, dict):
             has = "the line is no object"
@@ -132,7 +132,7 @@ def _document(line: bytes, field: str, where: str) -> str:
         else:
             has = f"the line has {', '.join(list(facts)[:8]) or 'no fields'}"
         raise InputError(
-            f"{where} has no text in a field {field!r} ({has}); give its field with --json-field, or {as_they_are}"
+            f"{where} has no text in a field {field!r} ({has}); give its field with --json-field, or {plain_lines}"
         )
     document: str = facts[field]
     try:

@@ -149,11 +149,11 @@ class StyleGAN2(Recipe):
         side = max(1, min(MAX_GRID_PICTURES, MAX_GRID_PIXELS // self.config.resolution))
         return next(self.grids(state, side, side, truncation=1.0, seed=0))
 
-    def measures(self, state: Any, features: str | None, far: Callable[[int, int], None]) -> dict[str, Any]:
+    def measures(self, state: Any, features: str | None, report: Callable[[int, int], None]) -> dict[str, Any]:
         """Return the distances of generated pictures to held-out ones, and to others if those are few."""
         from tpuswarm.recipes.stylegan2.distances import measure
 
-        return measure(self._make, state, self._pictures, self.config.latent, self._batch, features, far)
+        return measure(self._make, state, self._pictures, self.config.latent, self._batch, features, report)
 
     def read_picture(self, path: Path) -> "np.ndarray":
         """Return the middle square of a picture at the resolution: uint8 (side, side, 3)."""
@@ -162,12 +162,12 @@ class StyleGAN2(Recipe):
         return read_picture(path, self.config.resolution)
 
     def project(
-        self, state: Any, picture: "np.ndarray", steps: int, seed: int, far: Callable[[int, int], None]
+        self, state: Any, picture: "np.ndarray", steps: int, seed: int, report: Callable[[int, int], None]
     ) -> "Projection":
         """Find the code of a picture uint8 (side, side, 3), and the averaged generator's picture of it."""
         from tpuswarm.recipes.stylegan2.samples import project
 
-        return project(self.program(Options()), state, picture, steps, seed, far)
+        return project(self.program(Options()), state, picture, steps, seed, report)
 
     def export(self, state: Any, folder: Path) -> None:
         """Write the averaged generator, the discriminator and the mean code, with a description in words."""

@@ -104,13 +104,13 @@ def _refuse_other_versions(outcome: Outcome, versions_by_host: Mapping[Host, str
     for host, versions in versions_by_host.items():
         if versions and outcome.versions and versions != outcome.versions:
             own, fleet = set(versions.splitlines()), set(outcome.versions.splitlines())
-            there = ", ".join(sorted(own - fleet)[:3]) or "a package less"
-            elsewhere = ", ".join(sorted(fleet - own)[:3]) or "none of it"
+            there = ", ".join(sorted(own - fleet)[:3]) or "nothing more"
+            elsewhere = ", ".join(sorted(fleet - own)[:3]) or "nothing more"
             outcome.done.pop(host, None)
             outcome.failed[host] = RunFailed(
-                f"{host.label} has other versions than the fleet ({there} there, {elsewhere} elsewhere), which makes "
-                f"wrong sums. To install the fleet's: `tpuswarm exec {host.label} -- rm {FOLDER}/packages.stamp`, then "
-                "this command again"
+                f"the packages of {host.label} differ from the fleet's ({there} there, {elsewhere} elsewhere), so "
+                f"results would differ. To install the fleet's: `tpuswarm exec {host.label} -- rm "
+                f"{FOLDER}/packages.stamp`, then this command again"
             )
 
 

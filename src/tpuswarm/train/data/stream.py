@@ -45,7 +45,7 @@ class StreamSource:
     ):
         if isinstance(data, Iterator):
             raise InputError(
-                f"a {type(data).__name__} can be read only once: a run that resumes, or evaluates, begins anew; give a "
+                f"a {type(data).__name__} can be read only once, but resuming and evaluating start again; give a "
                 "function that makes it"
             )
         if not (callable(data) or isinstance(data, Iterable)):

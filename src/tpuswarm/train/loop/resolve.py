@@ -127,7 +127,7 @@ def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:
             return None
     if isinstance(source, StreamSource) and source is source_of(recipe, "train"):
         raise InputError(
-            f"training and validation data of {recipe.name} are one StreamSource, which would begin anew for each "
+            f"training and validation data of {recipe.name} are one StreamSource, which would restart for each "
             "evaluation and after it: give each split a StreamSource of its own"
         )
     rows = getattr(source, "rows_per_epoch", None)

@@ -75,7 +75,7 @@ def list_runs(runs: Path = RUNS) -> list[Path]:
 class Status:
     run: str
     state: str
-    """As in Life."""
+    """A state of Life."""
     pid: int | None
     recipe: str
     step: int

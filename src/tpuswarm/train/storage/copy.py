@@ -8,7 +8,6 @@ here: swarm/storage/store.py writes them to the bucket first. Secrets never leav
 import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
 import threading
@@ -36,6 +35,7 @@ from tpuswarm.train.storage.folders import (
     best_of,
     copy_folder,
     files_below,
+    files_to_upload,
     grows,
     is_url,
     origin,
@@ -56,13 +56,8 @@ from tpuswarm.train.storage.record import (
     read_record,
 )
 
-NOT_UPLOADED = {
-    *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
-    *(LOCK, "token", "index.sqlite", ORIGIN),  # specific to this machine, or secret
-}
 KEPT = ("config.toml", "events.jsonl", ROWS)
 """No owner removes these from a run."""
-TEMPORARY = re.compile(r"\.part$|\.\d+$|-journal$|-wal$|-shm$")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_PARTS, MAX_PART_BYTES = 256, 2**24
@@ -172,7 +167,7 @@ class RunCopy:
     def _require_no_last_copy(self, found: VersionedRecord | None) -> None:
         """Raise InputError if a run that was deleted in the bucket is still on this disk."""
         is_gone = found is None or (not found.record.files and found.record.run != self._index.run)
-        if is_gone and (self._index.run or self._index.owners) and self._files_to_upload():
+        if is_gone and (self._index.run or self._index.owners) and files_to_upload(self.folder):
             raise InputError(
                 f"the run at {self.url} was deleted, and {self.folder} is its last copy. Delete the copy to begin a "
                 "new run, or use another --run."
@@ -187,7 +182,7 @@ class RunCopy:
             self._index.files = {name: files[name] for name in files if before.files.get(name) == files[name].file}
         self._pull(before, True, None, is_ahead)
         if not is_ahead:
-            for path in [*self._files_to_upload(), *files_below(self.folder / CHECKPOINTS)]:
+            for path in [*files_to_upload(self.folder), *files_below(self.folder / CHECKPOINTS)]:
                 if self._name(path) not in before.files:
                     path.unlink()
 
@@ -300,7 +295,7 @@ class RunCopy:
     def unsent(self) -> list[str]:
         """Return the files that are newer here than in the bucket."""
         names = []
-        for path in [*self._files_to_upload(), *(self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")]:
+        for path in [*files_to_upload(self.folder), *(self.folder / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")]:
             synced = self._index.files.get(self._name(path))
             with suppress(FileNotFoundError):
                 if synced is None or synced.stamp != stamp(path):
@@ -322,7 +317,7 @@ class RunCopy:
 
     def _upload_files(self, owned: OwnedRecord) -> dict[str, Synced]:
         changed = {}
-        for path in self._files_to_upload():
+        for path in files_to_upload(self.folder):
             with suppress(FileNotFoundError):  # removed meanwhile
                 if synced := self._upload(path, owned):
                     changed[self._name(path)] = synced
@@ -393,10 +388,6 @@ class RunCopy:
             raise
         finally:
             pool.shutdown(wait=not self.bucket.gave_up, cancel_futures=True)
-
-    def _files_to_upload(self) -> list[Path]:
-        paths = files_below(self.folder, NOT_UPLOADED | {CHECKPOINTS})
-        return [path for path in paths if not TEMPORARY.search(path.name) and "/." not in f"/{self._name(path)}"]
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
@@ -15,6 +16,11 @@ ORIGIN, LOCK, OWNER, PULLING = "bucket", "lock", ".owner.json", ".pulling"
 CHECKPOINTS, MANIFEST, ROWS = "checkpoints", "manifest.json", "metrics.jsonl"
 BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/run/best.py)."""
+NOT_UPLOADED = {
+    *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
+    *(LOCK, "token", "index.sqlite", ORIGIN),  # specific to this machine, or secret
+}
+TEMPORARY = re.compile(r"\.part$|\.\d+$|-journal$|-wal$|-shm$")
 
 
 def origin(folder: Path) -> str | None:
@@ -87,3 +93,13 @@ def files_below(folder: Path, excluded: Collection[str] = ()) -> list[Path]:
             files = [name for name in files if name not in excluded]
         found += [Path(parent, name) for name in files]
     return sorted(found)
+
+
+def files_to_upload(folder: Path) -> list[Path]:
+    """Return the files of a run that its bucket gets besides checkpoints: no hidden or temporary ones."""
+    paths = files_below(folder, NOT_UPLOADED | {CHECKPOINTS})
+    return [path for path in paths if not TEMPORARY.search(path.name) and not _is_hidden(path.relative_to(folder))]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

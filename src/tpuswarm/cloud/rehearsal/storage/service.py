@@ -30,7 +30,7 @@ class Storage:
         self._finished_uploads: dict[str, Resource] = {}
         self._uploads: dict[str, tuple[str, str, Resource, Condition, bytearray]] = {}
         """Resumable uploads by id: bucket, name, fields, condition, bytes so far. They end with the server, as Google's
-        end after a week; clients begin anew.
+        end after a week; clients start again.
         """
 
     def routes(self) -> list[Route]:
@@ -217,7 +217,7 @@ class Storage:
         if upload_id in self._finished_uploads:
             return JSONResponse(self._finished_uploads[upload_id])
         if upload_id not in self._uploads:
-            raise Rejected(404, "notFound", "No such upload; begin anew.")
+            raise Rejected(404, "notFound", "No such upload; start again.")
         bucket, name, fields, condition, data = self._uploads[upload_id]
         if request.method == "DELETE":
             del self._uploads[upload_id]

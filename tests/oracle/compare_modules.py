@@ -14,6 +14,7 @@ from tpuswarm.torch.interpreter import run_graph
 
 BATCH_SIZES = 2, 3, 4, 7, 64
 ROUNDING_FACTOR = 4
+ROUNDING_DRAWS = 4
 
 
 class Net(nn.Module):
@@ -89,10 +90,20 @@ def assert_trains_as_in_torch(
 
 
 def rounding_in_torch(module, loss, batch, gradients):
-    """Return the largest difference of each gradient from the one in float64."""
-    wide = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in batch.items()}
-    _, exact, _ = step_in_torch(copy.deepcopy(module).double(), loss, wide)
-    return {name: np.abs(gradients[name] - exact[name]).max(initial=0) for name in gradients}
+    """Return the largest difference of each gradient from the one in float64.
+
+    A single difference may be 0 by luck, so some more are taken after changing the last bits of the inputs.
+    """
+
+    def float_arrays(convert):
+        return {name: convert(x) if x.dtype == np.float32 else x for name, x in batch.items()}
+
+    _, exact, _ = step_in_torch(copy.deepcopy(module).double(), loss, float_arrays(lambda x: x.astype(np.float64)))
+    found, random = [gradients], np.random.default_rng(0)
+    for _ in range(ROUNDING_DRAWS):
+        changed = float_arrays(lambda x: np.nextafter(x, random.choice(np.float32([-np.inf, np.inf]), x.shape)))
+        found.append(step_in_torch(copy.deepcopy(module), loss, changed)[1])
+    return {name: max(np.abs(other[name] - exact[name]).max(initial=0) for other in found) for name in gradients}
 
 
 class StraightThrough(torch.autograd.Function):

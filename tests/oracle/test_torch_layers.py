@@ -285,6 +285,11 @@ MODULES = {
     ),
     "qr": Net(lambda m, x: m.last(x @ torch.linalg.qr(m.first.weight)[1])),
     "cdist": Net(lambda m, x: m.last(torch.cdist(m.first(x), m.first.weight))),
+    "cdist to shared points": Net(
+        lambda m, x: m.last(
+            torch.cdist(m.first(x).view(-1, 2, 4), m.first.weight.view(1, 16, 4)[:, :4], p=3.0).flatten(1)
+        )
+    ),
     "pdist": Net(lambda m, x: m.last(torch.cdist(m.first(x), m.first.weight, p=1.0))),
     "prelu": Net(lambda m, x: m.last(m.slope(m.first(x))), slope=nn.PReLU(8)),
     "glu": Net(lambda m, x: m.last(functional.glu(torch.cat([m.first(x), x], 1)))),

@@ -67,11 +67,13 @@ SLOW = ("nn.functional.multi_head_attention_forward", "nn.functional.grid_sample
 """Operators that take seconds; only `-m torch_all` compares them."""
 
 
-def calls(name):
-    """Return three samples, each with another placement."""
-    samples = samples_of(name, NUM_SAMPLES)
+def calls(name, count=NUM_SAMPLES):
+    """Return up to three samples, each with another placement."""
+    samples = samples_of(name, count)
     return [
-        (f"{name}, sample {at}", samples[at % len(samples)], place) for at, place in enumerate(PLACEMENTS) if samples
+        (f"{name}, sample {at}", samples[at % len(samples)], place)
+        for at, place in enumerate(PLACEMENTS[:count])
+        if samples
     ]
 
 
@@ -97,10 +99,10 @@ def test_operators_are_as_in_torch_wherever_their_tensors_are(names):
 
 def compare_each(names, count):
     try:
-        compare([call for name in names for call in calls(name)[:count]])
+        compare([call for name in names for call in calls(name, count)])
     except InputError:
         for name in names:  # find the operator
-            compare(calls(name)[:count])
+            compare(calls(name, count))
         raise
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.moments import MODEL, TRAIN
 from tests.processes import finish, run, start, updates, wait_for
 from tests.terminal import terminal
-from tpuswarm.cli.train import control
+from tpuswarm.cli.train import logs_and_stop
 from tpuswarm.swarm.views.status import read_run
 from tpuswarm.train.run import listing
 from tpuswarm.train.run.directory import EVENTS, read_rows
@@ -86,12 +86,12 @@ for step in (lambda: None, run.close, lambda: None):
 
 
 def test_following_logs_waits_for_the_last_lines_of_a_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "LAST_WORDS_S", 600.0)
+    monkeypatch.setattr(logs_and_stop, "LAST_WORDS_S", 600.0)
     program = [sys.executable, "-c", RELEASES_ITS_RUN]
     process = start([], tmp_path, program, stdin=subprocess.PIPE)
     assert process.stdin and process.stdout
     process.stdout.readline()
-    followed, late = control.RunProcess(tmp_path / FOLDER), control.RunProcess(tmp_path / FOLDER)
+    followed, late = logs_and_stop.RunProcess(tmp_path / FOLDER), logs_and_stop.RunProcess(tmp_path / FOLDER)
     assert followed.may_print()
     print(file=process.stdin, flush=True)
     process.stdout.readline()

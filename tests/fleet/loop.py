@@ -7,12 +7,12 @@ from tests.fleet.fake_cloud import FakeCloud
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, How, Listing, Machine, TpuSpec, VmSpec, Worker
 from tpuswarm.fleet.decide import actions
+from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.decide.fleet_state import FleetState, Observed, WorkStatus
 from tpuswarm.fleet.decide.limits import Limits, is_billable
 from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.decide.observe import observe
-from tpuswarm.fleet.decide.plan import make_plan
-from tpuswarm.fleet.decide.state import FleetState, Observed, WorkStatus
 from tpuswarm.fleet.decide.traffic import Traffic
 from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.keeper.keeper import Keeper, Tick

@@ -18,8 +18,8 @@ from tpuswarm.cli.machine.jobs import run_jobs_until
 from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
 from tpuswarm.errors import RunFailed
+from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Assignment, Job
-from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.hosts.setup import SavedSetup
 from tpuswarm.fleet.store.document import document_path
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet

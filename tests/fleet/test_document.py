@@ -14,9 +14,9 @@ from tpuswarm.cloud.google.buckets import GoogleBucket
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Assignment, Job
 from tpuswarm.fleet.decide.spending import Spending
-from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.store import document
 from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket, document_path
 from tpuswarm.train.storage import bucket as client

@@ -14,10 +14,10 @@ from tpuswarm.catalog import find
 from tpuswarm.cloud.errors import Denied
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Machine
 from tpuswarm.fleet.decide.actions import Action, Create, Delete
+from tpuswarm.fleet.decide.choose_actions import LONG_REPAIR_TIMEOUT_S, list_remaining
 from tpuswarm.fleet.decide.desired import Budget
+from tpuswarm.fleet.decide.fleet_state import FleetState
 from tpuswarm.fleet.decide.money import Grant, quota_key
-from tpuswarm.fleet.decide.plan import LONG_REPAIR_TIMEOUT_S, list_remaining
-from tpuswarm.fleet.decide.state import FleetState
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from tests.fleet.loop import MANAGED_FLEET, A, B, ManagedFleet, desired, pool
 from tpuswarm.cloud.errors import Denied, Unreachable
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.decide.desired import Budget, DownWhen
+from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Assignment, Job
-from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.keeper.keeper import LEASE_S, MACHINE_VARIABLE, Keeper
 from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket, with_job

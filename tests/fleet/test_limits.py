@@ -6,11 +6,11 @@ from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ZONE, A, B, Loop, desired, pool, started
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.decide import money
+from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Budget
+from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
 from tpuswarm.fleet.decide.observe import observe
-from tpuswarm.fleet.decide.plan import make_plan
 from tpuswarm.fleet.decide.spending import MAX_UNSEEN_S, Spending, charge
-from tpuswarm.fleet.decide.state import FleetState, Observed
 
 NOW = 1_800_000_000.0
 

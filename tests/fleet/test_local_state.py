@@ -17,8 +17,8 @@ from tpuswarm.cli.fleet.progress import FleetProgress
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.fleet_state import FleetState
 from tpuswarm.fleet.decide.jobs import Assignment, Job
-from tpuswarm.fleet.decide.state import FleetState
 from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.keeper.keeper import Keeper, rotate_log
 from tpuswarm.fleet.spec import desired_from_file

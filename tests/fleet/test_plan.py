@@ -12,12 +12,12 @@ from tpuswarm.cloud.errors import Denied, Invalid, NotSignedIn
 from tpuswarm.cloud.google.instances import instance_from_spec
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, VmSpec
 from tpuswarm.fleet.apply.gcloud import create
-from tpuswarm.fleet.decide import plan
+from tpuswarm.fleet.decide import choose_actions
 from tpuswarm.fleet.decide.actions import Create, Delete
 from tpuswarm.fleet.decide.desired import DownWhen
+from tpuswarm.fleet.decide.fleet_state import FleetState, Observed, WorkStatus
 from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, quota_key
 from tpuswarm.fleet.decide.observe import observe
-from tpuswarm.fleet.decide.state import FleetState, Observed, WorkStatus
 
 
 @pytest.mark.parametrize("status", ["PREEMPTED", "TERMINATED", "SUSPENDED", "FAILED", "404"])
@@ -161,12 +161,12 @@ def test_down_finishes_only_when_nothing_is_left_in_any_zone(cloud):
     assert cloud.names("waiting") == ["v2-usc1b-0"]
     loop.desired = replace(loop.desired, down="asked")
     loop.tick()
-    assert plan.list_remaining(loop.desired, loop.observed())
+    assert choose_actions.list_remaining(loop.desired, loop.observed())
     loop.run(300)
-    assert cloud.existing == {} and plan.list_remaining(loop.desired, loop.observed()) == []
+    assert cloud.existing == {} and choose_actions.list_remaining(loop.desired, loop.observed()) == []
     cloud.unreachable = {A}
     loop.tick()
-    assert plan.list_remaining(loop.desired, loop.observed()) == [f"{A}, which does not answer"]
+    assert choose_actions.list_remaining(loop.desired, loop.observed()) == [f"{A}, which does not answer"]
 
 
 def test_keepers_own_machine_is_deleted_last():
@@ -220,7 +220,7 @@ def test_planning_time_grows_no_faster_than_linearly_up_to_ten_thousand_machines
         fleet, seconds = wanted(count), []
         for _ in range(3):
             start = time.process_time()
-            found = plan.make_plan(fleet, Observed(listing, memory), 1_800_000_000.0)
+            found = choose_actions.make_plan(fleet, Observed(listing, memory), 1_800_000_000.0)
             seconds.append(time.process_time() - start)
         return len(found.actions), min(seconds)
 
@@ -235,9 +235,9 @@ KEY = (A, "v2-usc1f-0")
 @pytest.mark.parametrize(
     ("how", "state", "timeout_s"),
     [
-        ("on-demand", "repairing", plan.LONG_REPAIR_TIMEOUT_S),
-        ("spot", "repairing", plan.REPAIR_TIMEOUT_S),
-        ("spot", "creating", plan.BOOT_TIMEOUT_S),
+        ("on-demand", "repairing", choose_actions.LONG_REPAIR_TIMEOUT_S),
+        ("spot", "repairing", choose_actions.REPAIR_TIMEOUT_S),
+        ("spot", "creating", choose_actions.BOOT_TIMEOUT_S),
     ],
 )
 def test_machine_that_stays_unready_is_replaced_after_a_timeout(cloud, how, state, timeout_s):
@@ -282,7 +282,7 @@ def test_unhealthy_machine_is_replaced_three_times_a_day_at_most(cloud):
     loop = started(cloud, pool(), every=30.0)
     for _ in range(5):
         cloud.update(KEY, healthy=False, why="UNHEALTHY_TENSORFLOW")
-        loop.run(plan.UNHEALTHY_GRACE_S + 1140)
+        loop.run(choose_actions.UNHEALTHY_GRACE_S + 1140)
     assert len(cloud.deleted) == 3
     assert [wait.why for wait in loop.waits] == [
         f"v2-usc1f-0 is not healthy (UNHEALTHY_TENSORFLOW) and stays: 3 machines of {A} were replaced within a day"
@@ -307,7 +307,7 @@ def test_machine_that_recovers_in_time_stays(cloud):
     loop = started(cloud, pool())
     for _ in range(4):
         cloud.update(KEY, healthy=False)
-        loop.run(plan.UNHEALTHY_GRACE_S - 60)
+        loop.run(choose_actions.UNHEALTHY_GRACE_S - 60)
         cloud.update(KEY, healthy=True)
         loop.run(120)
     assert not cloud.deleted
@@ -317,7 +317,7 @@ def test_machine_that_recovers_in_time_stays(cloud):
 def test_unhealthy_machine_that_is_not_spot_is_reported_and_left(cloud, how):
     loop = started(cloud, pool(how=how), every=300.0)
     cloud.update(KEY, healthy=False, why="the guest agent timed out")
-    loop.run(2 * plan.LONG_REPAIR_TIMEOUT_S)
+    loop.run(2 * choose_actions.LONG_REPAIR_TIMEOUT_S)
     assert not cloud.deleted and loop.waits[0].subject == "pool small"
     assert loop.waits[0].why.startswith("v2-usc1f-0 is not healthy (the guest agent timed out) and stays")
 
@@ -328,7 +328,7 @@ def test_unhealthy_machine_with_a_running_job_is_replaced_much_later(cloud):
     loop.run(600)
     for name in ("v2-usc1f-0", "v2-usc1f-1"):
         cloud.update((A, name), healthy=False, why="UNHEALTHY_TENSORFLOW")
-    loop.run(plan.LONG_REPAIR_TIMEOUT_S - 60)
+    loop.run(choose_actions.LONG_REPAIR_TIMEOUT_S - 60)
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-1"]
     loop.run(300)
     assert [machine.name for machine in cloud.deleted] == ["v2-usc1f-1", "v2-usc1f-0"], "its job may hang"

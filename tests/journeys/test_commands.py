@@ -92,7 +92,7 @@ def test_internal_error_is_one_sentence(call, monkeypatch):
     def broken(*_):
         raise KeyError("this is not there")
 
-    monkeypatch.setattr("tpuswarm.cli.train.control.find_run", broken)
+    monkeypatch.setattr("tpuswarm.cli.train.logs_and_stop.find_run", broken)
     code, out, err = call("logs last")
     assert (code, out) == (1, "") and err == (
         "error: internal error: KeyError: 'this is not there'. Traceback: `tpuswarm --debug logs last`\n"

@@ -17,7 +17,7 @@ import tomli_w
 
 from tests.swarm.chains import PER_ROW
 from tests.swarm.chains import Run as Chain
-from tpuswarm.cli.train import control
+from tpuswarm.cli.train import logs_and_stop
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.ledger import commit_name
 from tpuswarm.swarm.storage.store import Store
@@ -37,7 +37,7 @@ CONFIG = {
 
 @pytest.fixture
 def call(call, monkeypatch):
-    monkeypatch.setattr(control, "DISK_POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(logs_and_stop, "DISK_POLL_INTERVAL_S", 0.02)
     return call
 
 
@@ -276,8 +276,8 @@ def test_following_logs_ends_with_the_run(call, chain, monkeypatch):
             append_event(folder, "finished", message="100 steps")
             held.close()
 
-    monkeypatch.setattr(control, "time", SimpleNamespace(sleep=between_reads, monotonic=time.monotonic))
-    monkeypatch.setattr(control, "LAST_WORDS_S", 0.0)  # the run's process is this one, and lives on
+    monkeypatch.setattr(logs_and_stop, "time", SimpleNamespace(sleep=between_reads, monotonic=time.monotonic))
+    monkeypatch.setattr(logs_and_stop, "LAST_WORDS_S", 0.0)  # the run's process is this one, and lives on
     code, out, _ = call("logs runs/a -f")
     texts = [line[21:].split(maxsplit=1)[1] for line in out.splitlines()]
     assert code == 0 and texts == ["started: 4 members", *(f"step {n}" for n in range(9)), "finished: 100 steps"]
@@ -310,7 +310,7 @@ if sys.argv[1] != "killed":
 
 @pytest.mark.parametrize("end", ["stopped", "killed", "late"])
 def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
-    monkeypatch.setattr(control, "STOP_OVERDUE_S", 0.1 if end == "late" else 60.0)
+    monkeypatch.setattr(logs_and_stop, "STOP_OVERDUE_S", 0.1 if end == "late" else 60.0)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -321,7 +321,7 @@ def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
         if "kill -9" in text:
             process.stdin.close()
 
-    monkeypatch.setattr(control, "echo", say)
+    monkeypatch.setattr(logs_and_stop, "echo", say)
     code, out, err = call("stop a")
     assert process.wait(240) == 0 and f"stopping process {process.pid}" in err
     assert "note: members hand in what they have done" in err and "started" not in err

@@ -17,11 +17,11 @@ from tpuswarm.swarm.core.arithmetic.fragments import Leaf
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import Group
-from tpuswarm.swarm.member.metrics import MetricsBuffer
-from tpuswarm.swarm.member.worker import MemberWorker, WorkerSpec
+from tpuswarm.swarm.member.member_process import MemberProcess, MemberSpec
+from tpuswarm.swarm.member.metrics_buffer import MetricsBuffer
 from tpuswarm.swarm.processes.coordinator import Joining
-from tpuswarm.swarm.processes.plan import Plan
-from tpuswarm.swarm.processes.plan import Swarm as Table
+from tpuswarm.swarm.processes.run_plan import RunPlan
+from tpuswarm.swarm.processes.run_plan import Swarm as Table
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.supervision import entry as hosts_of_run
 from tpuswarm.swarm.supervision.join import join
@@ -74,7 +74,7 @@ def test_host_receives_missing_files(tmp_path, monkeypatch):
 def test_changed_file_on_the_runs_machine_is_refused(tmp_path):
     (tmp_path / "tokens.bin").write_bytes(b"tokens")
     plan = replace(PLAN, files=files.describe(tmp_path))
-    member = MemberWorker(WorkerSpec("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
+    member = MemberProcess(MemberSpec("m0", plan, (), tmp_path, None, 0, False, pytest.fail, pytest.fail))
     assert member._fetch_files() == tmp_path
     (tmp_path / "tokens.bin").write_bytes(bytes(6))
     for use in (
@@ -106,8 +106,8 @@ def test_joined_machine_fetches_changed_files(tmp_path, monkeypatch):
         return b"tokens"
 
     for _ in range(2):
-        assigned = WorkerSpec("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None)
-        MemberWorker(assigned)._fetch_files()
+        assigned = MemberSpec("j0", plan, ("aggregator-0",), None, None, 0, False, calls, lambda text: None)
+        MemberProcess(assigned)._fetch_files()
     assert there.read_bytes() == b"tokens" and requests == [("tokens.bin", 0, files.PART_BYTES)]
 
 
@@ -135,19 +135,19 @@ def test_interrupted_transfer_leaves_no_file(tmp_path):
     assert (tmp_path / "tokens.bin").read_bytes() == b"whole"
 
 
-PLAN = Plan(
+PLAN = RunPlan(
     swarm=Table("run", 1, 8, "average", None, "plain", True, 1), target="gpt2-tiny", options={},
     settings={"deterministic": False, "steps": 10, "batch": 2}, files={}, shared={}, tokens_per_row=3, data="",
     code="", evaluate_every=None,
 )  # fmt: skip
 
 
-def waiting(answer: Joining) -> MemberWorker:
+def waiting(answer: Joining) -> MemberProcess:
     """Return host 0 of two, whose other host never connects."""
     at = f"127.0.0.1:{free_port()}"
     group = Group(at, 2, 0, os.devnull)
-    return MemberWorker(
-        WorkerSpec("j0", PLAN, ("shard",), None, group, 0, False, lambda call: answer, lambda text: None)
+    return MemberProcess(
+        MemberSpec("j0", PLAN, ("shard",), None, group, 0, False, lambda call: answer, lambda text: None)
     )
 
 

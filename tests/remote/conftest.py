@@ -51,7 +51,7 @@ INTERVALS = {
     "tpuswarm.cli.machine.job_logs.POLL_INTERVAL_S": 0.1,
     "tpuswarm.fleet.decide.jobs.FIRST_BACKOFF_S": 0.2,
     "tpuswarm.fleet.decide.jobs.MISSING_GRACE_S": 0.5,
-    "tpuswarm.fleet.decide.state.FIRST_BACKOFF_S": 0.2,
+    "tpuswarm.fleet.decide.fleet_state.FIRST_BACKOFF_S": 0.2,
     "tpuswarm.fleet.keeper.job_runner.RETRY_S": 0.2,
     "tpuswarm.fleet.keeper.job_runner.BUSY_INTERVAL_S": 0.1,
     "tpuswarm.fleet.keeper.job_runner.IDLE_INTERVAL_S": 0.2,

@@ -14,7 +14,7 @@ from tests.train.host import BATCH, SHARDED_BYTES, recipe
 from tpuswarm.swarm.core.member_state import Adopt
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.engines.threads import NodeThreads
-from tpuswarm.swarm.member.lead import Lead, follow
+from tpuswarm.swarm.member.leader import Leader, follow
 from tpuswarm.swarm.member.program_state import ProgramState, layout_of, place_fragments
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -94,7 +94,7 @@ def main() -> None:
         if index:
             follow(group, make_state, begin)
         else:
-            lead = Lead(group, make_state, begin)
+            lead = Leader(group, make_state, begin)
             found = run(LedSwarm(lead, compiled, options), losses)
             (Path(options["folder"]) / "found.json").write_text(json.dumps(found))
         check(made[0], store)

@@ -10,7 +10,7 @@ from tests.train import toy
 from tests.waiting import until
 from tpuswarm import EarlyStopping, Every, InputError, Trainer, Weighted, supervised
 from tpuswarm.errors import RunFailed
-from tpuswarm.swarm.member.metrics import MetricsBuffer
+from tpuswarm.swarm.member.metrics_buffer import MetricsBuffer
 from tpuswarm.train.losses import HAS_COUNTED_ROWS
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.best import best_step

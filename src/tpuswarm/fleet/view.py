@@ -11,12 +11,12 @@ from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
 from tpuswarm.fleet.decide.limits import is_billable, machine_quota
 from tpuswarm.fleet.decide.money import DAY_S, HOUR_S, Rate, covered_machines, format_dollars, machine_price, quota_key
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.decide.observe import observe
 from tpuswarm.fleet.decide.spending import Spending, charge
-from tpuswarm.fleet.decide.state import FleetState, Observed
 from tpuswarm.fleet.store.document import Document
 
 if TYPE_CHECKING:

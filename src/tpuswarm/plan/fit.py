@@ -13,9 +13,9 @@ from tpuswarm.plan.hazards import Hazard, explain_refusal, find_hazards
 from tpuswarm.plan.request import CompileRequest, CompileResult, Program, SliceSpec
 from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES, MAX_READ_AHEAD
 from tpuswarm.train.program import compiled as compiling
+from tpuswarm.train.program.batch_search import BatchSearch, CompiledBatch
 from tpuswarm.train.program.compiled import DoesNotFit, Placed
 from tpuswarm.train.program.flops import Flops, model_flops
-from tpuswarm.train.program.largest_batch import BatchSearch, CompiledBatch
 from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
 from tpuswarm.train.program.request import Choice, Request, default_request
 from tpuswarm.train.recipe import Recipe
@@ -25,13 +25,13 @@ from tpuswarm.train.user_code import build_recipe
 Report = Callable[[str], None]
 
 EVALUATION_BATCHES = 3
-"""On the devices at once (train/loop/evaluate.py): two that wait, and the next."""
+"""An evaluation holds three batches on the devices: two that wait and the next (train/loop/evaluate.py)."""
 TOKEN_BYTES = 2
 """Tokens are stored as uint16."""
 
 
 def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
-    """Carry out one request; raise InputError for what no slice can do."""
+    """Carry out one request; raise InputError if it is invalid for every TPU."""
     options, tpu = compile_request.options, compile_request.tpu
     recipe = build_recipe(options.target, options.options)
     request = default_request(

@@ -13,7 +13,7 @@ from tpuswarm.plan.head import Head, HeadMachine, head_machines, size_head
 from tpuswarm.plan.row import Row, mark_unknown, range_object
 from tpuswarm.plan.speed import Cost, Range, estimate_cost
 from tpuswarm.plan.traffic import Exchange, Traffic, TrafficBill, member_traffic, traffic_bills
-from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS
+from tpuswarm.swarm.processes.run_plan import DEFAULT_CYCLE_STEPS
 
 RELATIONS = get_args(network.Relation)
 

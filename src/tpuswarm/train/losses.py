@@ -74,9 +74,10 @@ def terms_and_extra(out: Any, before: Any) -> tuple[Terms, Any]:
 
 
 def objective(found: Terms) -> jax.Array:
-    """Return the scalar to differentiate: of a Weighted loss its sum, to be divided by the whole step's weight later.
+    """Return the scalar to differentiate.
 
-    InputError if the weight depends on parameters.
+    For a Weighted loss this is the sum; it is divided by the step's whole weight later. InputError if the weight
+    depends on parameters.
     """
     loss = found["loss"]
     if not isinstance(loss, Weighted):

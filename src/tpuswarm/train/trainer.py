@@ -18,8 +18,8 @@ from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
 from tpuswarm.train.look.outputs import Logger, all_loggers, require_loggers
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate_run, predict_run
+from tpuswarm.train.loop.find_learning_rate import DEFAULT_STEPS, Rates, find_lr
 from tpuswarm.train.loop.hooks import Every, Hooks, Step, recipe_hooks
-from tpuswarm.train.loop.learning_rate import DEFAULT_STEPS, Rates, find_lr
 from tpuswarm.train.loop.loop import Loop
 from tpuswarm.train.loop.result import Result
 from tpuswarm.train.loop.session import open_run, prepare

@@ -22,7 +22,7 @@ from tpuswarm.swarm.member.loop import Speed
 from tpuswarm.swarm.member.program import make_program
 from tpuswarm.swarm.member.program_state import RAMP_STEPS, Prefetch, ProgramState, layout_of
 from tpuswarm.swarm.member.shared_params import SharedParams
-from tpuswarm.swarm.processes.plan import Plan, Swarm, code_digest
+from tpuswarm.swarm.processes.run_plan import RunPlan, Swarm, code_digest
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
@@ -210,7 +210,7 @@ def test_ramp_raises_updates_to_their_full_size():
 def member(folder, target="tests.train.toy:toy", own=None, **settings):
     swarm = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=False, fragments=1)
     settings = {"batch": 16, "seed": 0, "eval_batch": None, "init_from": None, **settings}
-    plan = Plan(swarm, target, {}, settings, {}, {}, 1, data="", code=code_digest(target), evaluate_every=None)
+    plan = RunPlan(swarm, target, {}, settings, {}, {}, 1, data="", code=code_digest(target), evaluate_every=None)
     ready = make_program(plan, folder, jax.devices()[:1], True, lambda n, metrics: None, lambda text: None, own)
     assert ready.digests.config == plan.config
     return ready

@@ -7,12 +7,12 @@ from threading import Thread
 import pytest
 
 from tests.train import toy
-from tpuswarm.swarm.member import loop, worker
-from tpuswarm.swarm.member.worker import MAX_FRUITLESS_INCARNATIONS, MemberWorker, WorkerSpec
+from tpuswarm.swarm.member import loop, member_process
+from tpuswarm.swarm.member.member_process import MAX_FRUITLESS_INCARNATIONS, MemberProcess, MemberSpec
 from tpuswarm.swarm.processes import coordinator
 from tpuswarm.swarm.processes.coordinator import Joining, Wait
 from tpuswarm.swarm.processes.effects import ProcessEnded
-from tpuswarm.swarm.processes.plan import COORDINATOR, Plan, Swarm, code_digest
+from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan, Swarm, code_digest
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import entry
@@ -27,7 +27,7 @@ SHARD = "aggregator-0"
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch):
-    patched = ((worker, "RETRY_INTERVAL_S"), (loop, "HEARTBEAT_INTERVAL_S"), (loop, "POLL_INTERVAL_S"))
+    patched = ((member_process, "RETRY_INTERVAL_S"), (loop, "HEARTBEAT_INTERVAL_S"), (loop, "POLL_INTERVAL_S"))
     for module, name in (*patched, (coordinator, "MAX_SLEEP_S")):
         monkeypatch.setattr(module, name, 0.02)
 
@@ -36,7 +36,7 @@ class Run:
     def __init__(self, folder: Path, rate: float):
         settings = {"steps": 8, "batch": 8, "seed": 0, "deterministic": False, "init_from": None, "eval_batch": None}
         options = {"rate": rate}
-        plan = Plan(
+        plan = RunPlan(
             Swarm("run", 1, cycle=2, outer="average", outer_lr=None, quantize="plain", overlap=True, fragments=1),
             TARGET, options, settings, files={}, shared={}, tokens_per_row=1,
             data=training_source(build_recipe(TARGET, options), 0).digest, code=code_digest(TARGET),
@@ -47,8 +47,8 @@ class Run:
         """The coordinator's answers to the first greetings after the end of the run."""
         self.head = entry.coordinator(plan, str(folder), (SHARD,), True, self.call)
         self.served = {COORDINATOR: self.head, SHARD: entry.shard(str(folder), str(folder / "data"), 0, 1, self.call)}
-        self.member = MemberWorker(
-            WorkerSpec("m0", plan, (SHARD,), folder, None, 0, True, self.call, lambda text: None)
+        self.member = MemberProcess(
+            MemberSpec("m0", plan, (SHARD,), folder, None, 0, True, self.call, lambda text: None)
         )
 
     def call(self, call):

@@ -7,7 +7,7 @@ import pytest
 from tests.swarm.supervision.fake_cluster import PLAN, SWARM
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.messages import Accepted, Refused
-from tpuswarm.swarm.processes import plan
+from tpuswarm.swarm.processes import run_plan
 from tpuswarm.swarm.processes.coordinator import Begin, FoundingCoordinator, Joining, Wait
 from tpuswarm.swarm.processes.effects import ProcessEnded
 from tpuswarm.swarm.storage.founding import Founding, read_founding
@@ -23,7 +23,7 @@ class Killed(Exception):
 
 
 def head_of(store, plan=PLAN):
-    return FoundingCoordinator(plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
+    return FoundingCoordinator(run_plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
 
 
 def listening(head):
@@ -125,7 +125,7 @@ def test_small_model_gets_less_momentum_for_any_number_of_fragments(parameters, 
 
 def test_run_keeps_the_momentum_of_its_founding(tmp_path, monkeypatch):
     store = Store(tmp_path)
-    monkeypatch.setattr(plan, "default_momentum", lambda parameters: 0.9)
+    monkeypatch.setattr(run_plan, "default_momentum", lambda parameters: 0.9)
     found(head_of(store))
     monkeypatch.undo()
     assert PLAN.terms(FOUNDING).outer.momentum == 0.8

@@ -3,10 +3,10 @@
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Incarnation
 from tpuswarm.swarm.engines.actor import Outcome
-from tpuswarm.swarm.processes.plan import COORDINATOR, Plan, Swarm
+from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan, Swarm
 
 SWARM = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=True, fragments=1)
-PLAN = Plan(
+PLAN = RunPlan(
     SWARM, "module:Recipe", {}, {"steps": 8, "batch": 2}, files={}, shared={}, tokens_per_row=4, data="data",
     code="code", evaluate_every=None,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from tests.swarm.supervision.fake_cluster import PLAN, SWARM, rounds, states
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.actor import Outcome
-from tpuswarm.swarm.processes.plan import COORDINATOR
+from tpuswarm.swarm.processes.run_plan import COORDINATOR
 from tpuswarm.swarm.storage.objects import check_member_name
 from tpuswarm.swarm.supervision import supervised_process as process_module
 from tpuswarm.swarm.supervision import supervisor as module

@@ -21,7 +21,7 @@ from tpuswarm import (
     load,
     supervised,
 )
-from tpuswarm.train.loop.evaluate import HeldOut, evaluate, parts, rehearse
+from tpuswarm.train.loop.evaluate import HeldOut, evaluate, parts, trace_evaluation
 from tpuswarm.train.program.compiled import place_program
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.run.directory import METRICS, read_rows
@@ -88,7 +88,7 @@ def test_evaluation_does_not_trace_again_after_the_rehearsal(devices, count):
     found, source = placed(devices[:count], loss), ArraySource(HELD_OUT)
     state = found.init(jax.random.key(0))
     traced.clear()
-    assert sorted(rehearse(found, "toy", HeldOut(source, 8))) == ["loss", "worst"]
+    assert sorted(trace_evaluation(found, "toy", HeldOut(source, 8))) == ["loss", "worst"]
     sizes = {1: [8, 3], 4: [8, 2, 1]}[count]
     assert traced == sizes
     evaluate(found, state, source, 8)
@@ -108,7 +108,7 @@ def test_loss_that_cannot_take_the_number_of_held_out_rows_is_refused(devices, g
         return jnp.mean((batch["x"].reshape(-1, group, 5) @ params["layer"]["w"]).max(1)), {}
 
     with pytest.raises(InputError, match=words) as refused:
-        rehearse(placed(devices[:count], loss), "toy", HeldOut(ArraySource(HELD_OUT), batch))
+        trace_evaluation(placed(devices[:count], loss), "toy", HeldOut(ArraySource(HELD_OUT), batch))
     assert "\n" not in str(refused.value)
 
 

@@ -11,7 +11,7 @@ from tests.train.test_own_program import Game
 from tests.train.test_own_program import Recipe as GameRecipe
 from tpuswarm import Every, InputError, ReduceOnPlateau, ScaleLearningRate, Trainer, load, supervised
 from tpuswarm.train.loop import run_config
-from tpuswarm.train.loop.learning_rate import steepest
+from tpuswarm.train.loop.find_learning_rate import steepest
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
 CURVATURE = 50.0

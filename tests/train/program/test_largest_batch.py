@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.train import toy
 from tpuswarm import InputError, Trainer
 from tpuswarm.train.loop import session
+from tpuswarm.train.program.batch_search import MAX_ROWS, BatchSearch, find_largest, largest_batch, next_size
 from tpuswarm.train.program.compiled import Compiled, compile_step, compile_traced, trace
-from tpuswarm.train.program.largest_batch import MAX_ROWS, BatchSearch, find_largest, largest_batch, next_size
 from tpuswarm.train.program.request import default_batch, default_request
 from tpuswarm.train.run.directory import read_config
 

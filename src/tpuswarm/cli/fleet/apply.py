@@ -19,10 +19,10 @@ from tpuswarm.cloud.keys import make_key, public_key
 from tpuswarm.cloud.protocol import FLEET_LABEL, Listing, Provider
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.apply.preview import Preview, make_preview
+from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
 from tpuswarm.fleet.decide.jobs import busy_machines
-from tpuswarm.fleet.decide.plan import make_plan
-from tpuswarm.fleet.decide.state import FleetState, Observed
 from tpuswarm.fleet.decide.traffic import Traffic
 from tpuswarm.fleet.hosts.routers import RouterUpdater
 from tpuswarm.fleet.hosts.routes import Routes, Snapshot

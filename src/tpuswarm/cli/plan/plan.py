@@ -25,7 +25,7 @@ from tpuswarm.plan.request import CompileRequest, PlanOptions, describe_slice
 from tpuswarm.plan.row import Row, plan_document
 from tpuswarm.plan.swarm import SwarmEstimate, estimate_swarm, swarm_tables
 from tpuswarm.plan.table import plan_table
-from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS
+from tpuswarm.swarm.processes.run_plan import DEFAULT_CYCLE_STEPS
 from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import echo
 

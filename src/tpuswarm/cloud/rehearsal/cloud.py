@@ -7,7 +7,7 @@ from typing import Any
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
-from tpuswarm.cloud.rehearsal.common.weather import Weather
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.instances import Instances
 from tpuswarm.cloud.rehearsal.compute.networks import Networks
 from tpuswarm.cloud.rehearsal.compute.resources import Resources
@@ -27,18 +27,18 @@ class Cloud:
         """Load the state file; machines get addresses in 127.BLOCK.0.0/16."""
         self.records = Records(state)
         self.timetable = Timetable(self.records)
-        self.weather = Weather(self.records)
+        self.zone_faults = ZoneFaults(self.records)
         self.hosts = Hosts(self.records, block)
         self.guests = GuestAttributes(self.records, self.hosts)
-        self.projects = Projects(self.records, self.timetable, self.weather)
+        self.projects = Projects(self.records, self.timetable, self.zone_faults)
         self.resources = Resources(self.records, self.timetable)
-        self.instances = Instances(self.resources, self.timetable, self.weather, self.hosts)
-        self.networks = Networks(self.resources, self.weather)
-        operations, offers = Operations(self.records), Offers(self.weather)
+        self.instances = Instances(self.resources, self.timetable, self.zone_faults, self.hosts)
+        self.networks = Networks(self.resources, self.zone_faults)
+        operations, offers = Operations(self.records), Offers(self.zone_faults)
         self.nodes = Nodes(
-            self.records, self.timetable, self.weather, self.hosts, offers, operations, self.networks.check
+            self.records, self.timetable, self.zone_faults, self.hosts, offers, operations, self.networks.check
         )
-        self.queue = Queue(self.records, self.timetable, self.weather, self.nodes, operations)
+        self.queue = Queue(self.records, self.timetable, self.zone_faults, self.nodes, operations)
         self.tpu = TpuService(self.projects.check, self.nodes, self.queue, offers, self.guests, operations)
         operations.forget_old()
         self.resources.forget_old()

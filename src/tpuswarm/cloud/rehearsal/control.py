@@ -8,7 +8,7 @@ from starlette.routing import Route
 from tpuswarm.catalog import generations
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.api import Call, Rejected
-from tpuswarm.cloud.rehearsal.common.weather import ZONE_FAULTS
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZONE_FAULTS
 from tpuswarm.cloud.rehearsal.compute.networks import list_zones
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS, FaultyMachine
 from tpuswarm.cloud.rehearsal.machines.machines import Machines
@@ -72,9 +72,9 @@ class Control:
             "speed": self._cloud.timetable.speed,
             "machines": nodes + instances,
             "requests": requests,
-            "zones": self._cloud.weather.faults(),
+            "zones": self._cloud.zone_faults.faults(),
             "buckets": self._buckets.all(),
-            "quotas": self._cloud.weather.quotas(),
+            "quotas": self._cloud.zone_faults.quotas(),
             "failures": self._cloud.timetable.failures,
         }
 
@@ -96,7 +96,7 @@ class Control:
         return {"name": owner}
 
     def _set_stockout(self, call: Call) -> dict[str, Any]:
-        self._cloud.weather.set_fault(_check_zone(call.body["zone"]), "stockout", not call.body.get("over"))
+        self._cloud.zone_faults.set_fault(_check_zone(call.body["zone"]), "stockout", not call.body.get("over"))
         return {}
 
     def _set_quota(self, call: Call) -> dict[str, Any]:
@@ -104,14 +104,14 @@ class Control:
         known = [generation.name for generation in generations()]
         if generation is not None and generation not in known:
             raise _invalid(f"there is no generation {generation!r} of TPUs; {did_you_mean(generation, known)}")
-        self._cloud.weather.set_quota(_check_zone(call.body["zone"]), generation, call.body["limit"])
+        self._cloud.zone_faults.set_quota(_check_zone(call.body["zone"]), generation, call.body["limit"])
         return {}
 
     def _break(self, call: Call) -> dict[str, Any]:
         """Plant a fault, or mend it; "what" describes it."""
         name, fault, is_planted = call.body["name"], call.body["fault"], not call.body.get("mend")
         if fault in ZONE_FAULTS:
-            self._cloud.weather.set_fault(_check_zone(name), fault, is_planted)
+            self._cloud.zone_faults.set_fault(_check_zone(name), fault, is_planted)
             return {"what": ZONE_FAULTS[fault]}
         if fault in PROJECT_FAULTS:
             self._cloud.projects.set_fault(name, fault, is_planted)

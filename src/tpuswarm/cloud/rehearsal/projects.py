@@ -11,7 +11,7 @@ from starlette.routing import Route
 from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, NOT_FOUND, Call, Handler, Refused
 from tpuswarm.cloud.rehearsal.common.records import Records, Table
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
-from tpuswarm.cloud.rehearsal.common.weather import Weather, billing_disabled, service_disabled
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults, billing_disabled, service_disabled
 from tpuswarm.cloud.rehearsal.tpu.offers import list_offers
 from tpuswarm.cloud.rehearsal.wire.rest import Answer, parse_call, routes
 
@@ -41,10 +41,10 @@ Json = dict[str, Any]
 class Projects:
     """Settings of each project by id: billing, services that are off, OS Login."""
 
-    def __init__(self, records: Records, timetable: Timetable, weather: Weather):
+    def __init__(self, records: Records, timetable: Timetable, zone_faults: ZoneFaults):
         self._table: Table[Json] = records.table("project")
         self._operations: Table[Json] = records.table("service operation")
-        self._timetable, self._weather = timetable, weather
+        self._timetable, self._zone_faults = timetable, zone_faults
         timetable.register("services enabled", self._finish_enabling)
 
     def set_fault(self, project: str, fault: str, is_planted: bool) -> None:
@@ -185,7 +185,7 @@ class Projects:
     def _list_quotas(self, call: Call) -> Json:
         project, service = call.path["project"], call.path["service"]
         self.check(project, "cloudquotas.googleapis.com")
-        limits = self._weather.quota_infos(list_offers()) if service == "tpu.googleapis.com" else {}
+        limits = self._zone_faults.quota_infos(list_offers()) if service == "tpu.googleapis.com" else {}
         parent = f"projects/{project}/locations/global/services/{service}/quotaInfos"
         return {
             "quotaInfos": [

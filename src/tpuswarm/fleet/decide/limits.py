@@ -7,6 +7,7 @@ from typing import NamedTuple
 from tpuswarm.cloud.protocol import Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.fleet_state import Observed
 from tpuswarm.fleet.decide.money import (
     DELETE_MARGIN_S,
     HOUR_S,
@@ -17,7 +18,6 @@ from tpuswarm.fleet.decide.money import (
     quota_key,
     spec_price,
 )
-from tpuswarm.fleet.decide.state import Observed
 
 MAX_VM_LIFETIME_S = 110 * 24 * HOUR_S
 """Compute Engine only takes termination times within 120 days."""
@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
 
 class Limits:
-    """Counts down the machines that a fleet may still create."""
+    """Tracks how much a fleet may still create under its grants, quota and budget."""
 
     def __init__(self, desired: Desired, observed: Observed, unlisted: Iterable[Spec], now: float):
         """`unlisted`: requested machines that no listing shows yet."""

@@ -17,8 +17,7 @@ from tpuswarm.cloud.errors import (
 from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
 from tpuswarm.fleet.decide.actions import ActionResult, CloudAnswer, Create, CreateResult, Delete, Event, Start, Stop
 from tpuswarm.fleet.decide.desired import Desired
-from tpuswarm.fleet.decide.limits import machine_quota, spec_quota
-from tpuswarm.fleet.decide.state import (
+from tpuswarm.fleet.decide.fleet_state import (
     CreateRequest,
     FleetState,
     SeenMachine,
@@ -28,6 +27,7 @@ from tpuswarm.fleet.decide.state import (
     spec_backoff_key,
     spec_key,
 )
+from tpuswarm.fleet.decide.limits import machine_quota, spec_quota
 
 UNLISTED_TIMEOUT_S, OPERATION_TIMEOUT_S = 300.0, 3600.0
 """A creation has failed if no listing shows the machine after UNLISTED_TIMEOUT_S; after OPERATION_TIMEOUT_S if its

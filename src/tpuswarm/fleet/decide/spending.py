@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from tpuswarm.cloud.protocol import Machine, TpuSpec
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.fleet_state import Observed, machine_key
 from tpuswarm.fleet.decide.money import HOUR_S, covered_machines, machine_price, spec_price
-from tpuswarm.fleet.decide.state import Observed, machine_key
 
 BILLED_STATES = ("ready", "repairing", "starting", "stopping")
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Job
-from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.train.process.computer import boot_time
 
 MIN_JUMP_S = 5.0

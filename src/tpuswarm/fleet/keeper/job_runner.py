@@ -11,6 +11,7 @@ from tpuswarm.cloud.errors import Changed, CloudError
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import (
     Assignment,
     EndRun,
@@ -26,7 +27,6 @@ from tpuswarm.fleet.decide.jobs import (
     scale_job,
     update_job,
 )
-from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.hosts.routes import Routes, Snapshot
 from tpuswarm.fleet.hosts.setup import BootState, Preparer
 from tpuswarm.fleet.hosts.targets import Target

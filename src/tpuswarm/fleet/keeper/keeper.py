@@ -31,11 +31,11 @@ from tpuswarm.fleet.decide.actions import (
     Plan,
     Stop,
 )
+from tpuswarm.fleet.decide.choose_actions import list_remaining, make_plan
+from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
 from tpuswarm.fleet.decide.jobs import busy_machines
 from tpuswarm.fleet.decide.observe import observe
-from tpuswarm.fleet.decide.plan import list_remaining, make_plan
 from tpuswarm.fleet.decide.spending import charge
-from tpuswarm.fleet.decide.state import FleetState, Observed
 from tpuswarm.fleet.keeper.clock import Clock, IdleTimer
 from tpuswarm.fleet.keeper.traffic_meter import TrafficMeter
 from tpuswarm.fleet.store.document import MAX_EVENTS, Document, DocumentStore, KeeperLease, is_holder_alive, with_events

@@ -23,9 +23,9 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.flags import Flag
+from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.decide.spending import Spending
-from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.decide.traffic import Traffic
 from tpuswarm.train.process.computer import is_process_alive
 

@@ -15,8 +15,8 @@ from tpuswarm.config.formatting import format_age
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import end_job
-from tpuswarm.fleet.decide.state import WorkStatus
 from tpuswarm.fleet.spec.desired_from_file import desired_from_file, keep_ssh_keys, location_mark, new_fleet_id
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, SwarmFile, read_swarm
 from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.fleet.decide.actions import Event
-from tpuswarm.fleet.decide.state import FleetState
+from tpuswarm.fleet.decide.fleet_state import FleetState
 
 MAX_EVENTS = 50_000
 """Four months of a hundred preemptions a day."""

@@ -1,4 +1,4 @@
-"""Run what all workers of a slice repeat: `Engine` on each worker but the first, `Mirrored` on every one."""
+"""The kernel of each worker but the first (`Engine`), and what the kernels of all workers share (`Mirrored`)."""
 
 import asyncio
 import base64

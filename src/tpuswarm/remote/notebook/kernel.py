@@ -138,7 +138,7 @@ class SliceKernel(Mirrored):
 
     @property
     def kernel_info(self) -> dict[str, Any]:
-        """Without subshells: other workers could not repeat them at the same place."""
+        """Announce no subshells: other workers could not run them at the same point."""
         info = super().kernel_info
         return {**info, "supported_features": [name for name in info["supported_features"] if "subshell" not in name]}
 

@@ -18,7 +18,7 @@ class InvalidRecord(ValueError):
 
 @dataclass(frozen=True)
 class LedgerTotals:
-    """LedgerTotals over all records: a few hundred numbers that do not depend on the number of incarnations."""
+    """Totals over all records: a few hundred numbers, which do not depend on the number of incarnations."""
 
     counted: Rows = NO_ROWS
     skipped: Rows = NO_ROWS

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.processes.plan import DataFile, Plan
+from tpuswarm.swarm.processes.run_plan import DataFile, RunPlan
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.hosts.rendezvous import Hosts
 from tpuswarm.train.process import platform
@@ -15,7 +15,7 @@ from tpuswarm.train.run.directory import writing
 PART_BYTES = 2**23
 
 
-def cache_folder(plan: Plan) -> Path:
+def cache_folder(plan: RunPlan) -> Path:
     """Return the folder of a run's files on a machine that joined."""
     return platform.cache_folder("swarm") / plan.swarm.run
 

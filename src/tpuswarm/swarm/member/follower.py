@@ -19,18 +19,18 @@ from pydantic import TypeAdapter
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import FIRST_STEP_LINE, Group
-from tpuswarm.swarm.member.lead import follow
+from tpuswarm.swarm.member.leader import follow
 from tpuswarm.swarm.member.program import make_program
-from tpuswarm.swarm.processes.plan import Plan
+from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
 
-_PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
+_PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
 
 
-def send_plan(hosts: Hosts, plan: Plan, data: Path, batch: int | None) -> None:
+def send_plan(hosts: Hosts, plan: RunPlan, data: Path, batch: int | None) -> None:
     """At host 0: send the plan and the files of the folder `data` to the other hosts."""
     if hosts.count > 1:
         hosts.send({"plan": _PLAN.dump_python(plan, mode="json"), "batch": batch})

@@ -1,4 +1,4 @@
-"""A member's three processes: training, exchange with the swarm, and heartbeats.
+"""A member's three concurrent loops: training, exchange with the swarm, and heartbeats.
 
 `train` never waits for the swarm. `exchange` pushes contributions and fetches versions. `heartbeats` keeps the lease
 while `exchange` is busy with a transfer. All share the MemberState. Only `train` changes parameters: it leaves a
@@ -73,7 +73,7 @@ class Speed:
 
 @dataclass
 class MemberLoop:
-    """The processes of one incarnation."""
+    """The loops of one incarnation, as generators that yield effects."""
 
     state: MemberState
     device_state: DeviceState

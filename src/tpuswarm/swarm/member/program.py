@@ -14,10 +14,10 @@ from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.member import compile_cache
 from tpuswarm.swarm.member.device_state import Evaluation
 from tpuswarm.swarm.member.program_state import ProgramState, layout_of, place_fragments
-from tpuswarm.swarm.processes.plan import Plan, code_digest, fill
+from tpuswarm.swarm.processes.run_plan import RunPlan, code_digest, fill
 from tpuswarm.train.data.placing import to_host
 from tpuswarm.train.data.source import training_source
-from tpuswarm.train.loop.evaluate import HeldOut, rehearse
+from tpuswarm.train.loop.evaluate import HeldOut, trace_evaluation
 from tpuswarm.train.loop.hooks import EVALUATION, Hooks, Patience, ScaleLearningRate, Stop, merge_numbers, recipe_hooks
 from tpuswarm.train.loop.resolve import held_out, request
 from tpuswarm.train.loop.saver import require_finite
@@ -47,7 +47,7 @@ class MemberProgram:
     """Held-out rows, if there are any and this member evaluates."""
     _hooks: Hooks
     _recipe: Recipe
-    _plan: Plan
+    _plan: RunPlan
     _source: Source
     _on_step: OnStep
 
@@ -136,7 +136,7 @@ class MemberProgram:
 
 
 def make_program(
-    plan: Plan,
+    plan: RunPlan,
     data: Path,
     devices: Sequence[jax.Device],
     evaluates: bool,
@@ -168,7 +168,7 @@ def make_program(
     eval_batch = plan.settings["eval_batch"] or batch // compiled.choice.accumulate
     validation = HeldOut(rows, eval_batch) if rows is not None else None
     if validation is not None:
-        rehearse(compiled, recipe.name, validation)
+        trace_evaluation(compiled, recipe.name, validation)
     hooks = swarm_hooks(recipe) if evaluates else Hooks([])
     return MemberProgram(compiled, layout, digests, validation, hooks, recipe, plan, source, on_step)
 

@@ -25,7 +25,7 @@ from tpuswarm.swarm.core.summary import Summary, summary
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.effects import Call, Parallel, Process, ProcessEnded, RunBlocking, Sleep, Unreachable
-from tpuswarm.swarm.processes.plan import Plan
+from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.storage.founding import FOUNDING, Founding, keep_founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
@@ -189,7 +189,7 @@ class FoundingCoordinator(Coordinator):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         store: Store,
         shards: Sequence[str],
         clock: Callable[[], float],

@@ -15,7 +15,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.member.program import swarm_hooks
-from tpuswarm.swarm.processes.plan import DEFAULT_CYCLE_STEPS, Swarm, code_digest
+from tpuswarm.swarm.processes.run_plan import DEFAULT_CYCLE_STEPS, Swarm, code_digest
 from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store

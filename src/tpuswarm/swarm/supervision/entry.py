@@ -13,7 +13,7 @@ from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.processes.aggregator import Shard
 from tpuswarm.swarm.processes.coordinator import FoundingCoordinator
 from tpuswarm.swarm.processes.effects import Call, Process, Sleep
-from tpuswarm.swarm.processes.plan import Plan
+from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.process.timestamps import format_timestamp
 
@@ -46,7 +46,7 @@ class ServerWork:
         """Do nothing: only members leave, and this runs on a machine that stays."""
 
 
-def coordinator(plan: Plan, store: str, shards: tuple[str, ...], alone: bool, calls: Calls) -> ServerWork:
+def coordinator(plan: RunPlan, store: str, shards: tuple[str, ...], alone: bool, calls: Calls) -> ServerWork:
     server = FoundingCoordinator(plan, Store(store), shards, time.monotonic, time.time, alone=alone)
     return ServerWork(server, calls, server.run())
 
@@ -56,15 +56,15 @@ def shard(store: str, data: str, index: int, shards: int, calls: Calls) -> Serve
 
 
 def member(
-    plan: Plan, name: str, shards: tuple[str, ...], data: str | None, steps: int, evaluates: bool, calls: Calls
+    plan: RunPlan, name: str, shards: tuple[str, ...], data: str | None, steps: int, evaluates: bool, calls: Calls
 ) -> Any:
     from tpuswarm.swarm.member.group import Group  # these import JAX, which the other processes do not need
-    from tpuswarm.swarm.member.worker import MemberWorker, WorkerSpec
+    from tpuswarm.swarm.member.member_process import MemberProcess, MemberSpec
     from tpuswarm.train.process import platform
 
     files = Path(data) if data else None
     batch = int(os.environ[BATCH]) if BATCH in os.environ else None
-    spec = WorkerSpec(
+    spec = MemberSpec(
         name,
         plan,
         shards,
@@ -77,7 +77,7 @@ def member(
         batch,
         platform.lower_priority,
     )
-    return MemberWorker(spec)
+    return MemberProcess(spec)
 
 
 def _log(text: str) -> None:

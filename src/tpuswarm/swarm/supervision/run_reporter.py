@@ -10,7 +10,7 @@ from typing import Any
 from tpuswarm.config.formatting import format_figure
 from tpuswarm.swarm.core.alarms import LiveMember, alarms
 from tpuswarm.swarm.core.summary import Summary
-from tpuswarm.swarm.processes.plan import Plan
+from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
 from tpuswarm.swarm.views.events import sentence
@@ -28,7 +28,7 @@ NUMBER = re.compile(r"(?<!\w)[\d.,]+")
 class RunReporter:
     """Writes events, metrics and status to the run's files and the screen."""
 
-    def __init__(self, run: Run, plan: Plan, screen: Screen, address: str, on_row: Callable[[dict[str, Any]], None]):
+    def __init__(self, run: Run, plan: RunPlan, screen: Screen, address: str, on_row: Callable[[dict[str, Any]], None]):
         """address: of the Ray that was started for the run, or empty; on_row: called with each metrics row."""
         self._on_row = on_row
         self._run, self._plan, self._screen, self._address = run, plan, screen, address

@@ -20,7 +20,7 @@ from tpuswarm.swarm.engines.node import connection_error
 from tpuswarm.swarm.engines.opening import require_dashboard
 from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.member import data_files as files
-from tpuswarm.swarm.processes.plan import Plan, member_name
+from tpuswarm.swarm.processes.run_plan import RunPlan, member_name
 from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.load import load_swarm
@@ -151,7 +151,7 @@ def _check_cluster(address: str) -> None:
 class _PreparedRun:
     """A run whose files are written and whose processes are not started."""
 
-    plan: Plan
+    plan: RunPlan
     environment: Environment
     cluster: Cluster
     notes: list[str]
@@ -181,7 +181,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         notes.append(f"parameters from {parent}")
     shared = recipe.share(run.folder / "data")
     data = files.describe(run.folder / "data", spec.files) if shared else {}
-    plan = Plan(
+    plan = RunPlan(
         swarm=swarm,
         target=recipe.target,
         options=recipe.options(),

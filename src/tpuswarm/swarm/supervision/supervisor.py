@@ -20,7 +20,7 @@ from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster
 from tpuswarm.swarm.processes.clock import Clock
-from tpuswarm.swarm.processes.plan import COORDINATOR, Plan, member_name
+from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan, member_name
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.run_reporter import RunReporter
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess, guest_name
@@ -58,7 +58,7 @@ class Supervisor:
     def __init__(
         self,
         run: Run,
-        plan: Plan,
+        plan: RunPlan,
         cluster: Cluster,
         screen: Screen,
         environment: Callable[[int | None], dict[str, str]],

@@ -1,4 +1,4 @@
-"""Sum, compare, accumulate and sort along axes."""
+"""Operations along axes: sums, extremes, norms, softmax, cumulative operations and sorting."""
 
 import math
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
     if not x.ndim:
         return tuple(y[0] for y in _topk(x[None], k)) if k else (jnp.zeros(0, x.dtype), jnp.zeros(0, jnp.int32))
     moved = jnp.moveaxis(x, dim, -1)
-    reversed_ = -moved if is_inexact(x) else ~moved  # the smallest integer has no negative
+    reversed_ = -moved if is_inexact(x) else ~moved  # negating the smallest integer overflows
     _, indices = lax.top_k(moved if largest else reversed_, k)
     return _take_along(x, jnp.moveaxis(indices, -1, dim), dim, True)
 

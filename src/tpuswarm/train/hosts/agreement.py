@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """The hosts of a run, as one host sees them; a context manager that ends them together."""
+    """One host's access to the decisions that all hosts share; a context manager that ends the hosts together."""
 
     def __init__(self, hosts: Hosts | None = None):
         """hosts: None for a run of one host."""

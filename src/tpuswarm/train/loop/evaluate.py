@@ -67,7 +67,7 @@ def parts(rows: int, batch: int, devices: int) -> Iterator[Part]:
         yield Part(first, min(most, rows - first), False)
 
 
-def rehearse(placed: Placed, name: str, held: HeldOut, max_batches: int | None = EVAL_BATCHES) -> list[str]:
+def trace_evaluation(placed: Placed, name: str, held: HeldOut, max_batches: int | None = EVAL_BATCHES) -> list[str]:
     """Trace the evaluation at each size without compiling; return the names of its metrics.
 
     Raise InputError for rows that differ from those of a step, and if the program fails at one of the sizes.
@@ -168,7 +168,7 @@ def evaluate_run(
             "trained; it is evaluated with the new one",
             err=True,
         )
-    rehearse(loaded.placed, loaded.recipe.name, held, None)
+    trace_evaluation(loaded.placed, loaded.recipe.name, held, None)
     found = evaluate(loaded.placed, loaded.state, *held, show_progress=show_progress)
     assert found is not None
     return found

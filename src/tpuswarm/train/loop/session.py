@@ -15,7 +15,7 @@ from tpuswarm.train.data.source import Repeated
 from tpuswarm.train.data.stream import StreamSource
 from tpuswarm.train.hosts.agreement import Agreement, join_hosts
 from tpuswarm.train.hosts.host_group import HostGroup
-from tpuswarm.train.loop.evaluate import HeldOut, rehearse
+from tpuswarm.train.loop.evaluate import HeldOut, trace_evaluation
 from tpuswarm.train.loop.resolve import first_given, held_out, request, resolve
 from tpuswarm.train.loop.result import Result, last_row
 from tpuswarm.train.loop.run_config import chosen_form, first_row_digest, lr_scale_after, run_config, shared_facts
@@ -24,9 +24,9 @@ from tpuswarm.train.process import platform
 from tpuswarm.train.process.numerics import changed_numerics, numerics, run_key
 from tpuswarm.train.process.stop import defer_interrupts
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.program.batch_search import AUTO, largest_batch
 from tpuswarm.train.program.compiled import Compiled, compile_step, place_program
 from tpuswarm.train.program.digest import is_other_program, is_same_program, step_digest
-from tpuswarm.train.program.largest_batch import AUTO, largest_batch
 from tpuswarm.train.program.request import DEFAULT_BATCH
 from tpuswarm.train.recipe import Clock, Recipe, Source, State
 from tpuswarm.train.run import checkpoint
@@ -178,7 +178,7 @@ def prepare(
     eval_names: list[str] = []
     if validation is not None:
         with waiting(f"tracing the evaluation of {recipe.name}"):
-            eval_names = [f"eval_{name}" for name in rehearse(compiled, recipe.name, validation)]
+            eval_names = [f"eval_{name}" for name in trace_evaluation(compiled, recipe.name, validation)]
     elif goal := settings["keep_best"]:
         raise InputError(f"{recipe.name} has no held-out rows: keep_best {goal} has no meaning")
     init_key, step_key = jax.random.split(run_key(settings["seed"]))

@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CLEAR_LINE = "\r\x1b[2K"
 REDELIVERY_DELAY_S = 0.02
 SWALLOWED_CHECK_S = 1.0
-"""Code may hold an exception for a moment, a future for example; later than this it is lost."""
+"""A future, for example, may hold back an Interrupted; one that has not arrived by then was swallowed."""
 CLEANUP_GRACE_S = 3.0
 """A second Ctrl-C within this time does not cut short the cleanup after the first."""
 SLOW_STOP_S = 1.0
@@ -25,7 +25,7 @@ SLOW_STOP_S = 1.0
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 run_before_exit: list[Callable[[], None]] = []
-"""Called also where the process ends without Python's own cleanup."""
+"""Called before the process ends, even if it skips Python's own cleanup."""
 interruptible_imports: set[CodeType] = set()
 """Functions that import a file of the user, in which an interrupt is safe."""
 
@@ -34,14 +34,14 @@ class _State:
     """The state of this process."""
 
     deferrals = 0
-    """Entered `defer_interrupts`."""
+    """How many `defer_interrupts` blocks are open."""
     raised: Signals | None = None
     raised_at = 0.0
     is_redelivery = False
     """Whether `_redeliver` sends the next signal."""
     exit_message: str | None = None
-    listeners: "list[StopSignals]" = []  # noqa: RUF012  # one for the process
-    """The newest takes the signals."""
+    listeners: "list[StopSignals]" = []  # noqa: RUF012  # shared by the whole process
+    """Only the newest gets signals."""
     end_now: Callable[[], NoReturn] | None = None
     """Ends a process of the command; None in a program or notebook of the user."""
 
@@ -55,7 +55,7 @@ def _install(handler: Handler) -> dict[Signals, Any]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends this process; nothing needs saving."""
+    """A signal ends this process, and nothing has to be saved."""
 
     def __init__(self, number: Signals):
         super().__init__(number.name)
@@ -93,8 +93,8 @@ def set_exit_message(text: str) -> None:
 class InterruptHandler:
     """Raise Interrupted in the main thread for each signal, for the rest of the process.
 
-    An import of a library (its C++ code would crash) and `defer_interrupts` delay it. C++ code that calls Python,
-    `__del__` and callbacks of the garbage collector may swallow it: then it is raised again.
+    It is delayed in `defer_interrupts`, and while a library is imported, whose C++ code would crash. C++ code that
+    calls Python, `__del__` and callbacks of the garbage collector may swallow it: then it is raised again.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _print(text: str) -> None:
-    """Replace the unfinished line of a wait."""
+    """Print a line in place of an unfinished progress line."""
     sys.stderr.write(f"{CLEAR_LINE * sys.stderr.isatty()}{text}\n")
 
 
@@ -252,7 +252,7 @@ class StopSignals:
             signal.set_wakeup_fd(self._previous_fd)
             for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)
-        else:  # of two interleaved loops the first ends first
+        else:  # two loops overlap, and the older one ends first
             newer = _State.listeners[_State.listeners.index(self) + 1]
             newer._previous_handlers, newer._previous_fd = self._previous_handlers, self._previous_fd
         _State.listeners.remove(self)
@@ -262,7 +262,7 @@ class StopSignals:
         if self.requested is not None and number == signal.SIGINT:
             self._ended.set()
             raise Interrupted(signal.SIGINT)
-        if self.requested is None or number != signal.SIGHUP:  # SIGTERM after Ctrl-C leaves less time
+        if self.requested is None or number != signal.SIGHUP:  # SIGTERM replaces an earlier Ctrl-C: it leaves less time
             self.request(Signals(number))
 
     def _listen(self, reader: socket.socket) -> None:
@@ -279,7 +279,7 @@ class StopSignals:
                         if _State.end_now:
                             self.on_forced_exit()
                             _State.end_now()
-                        else:  # Python merged two Ctrl-C before a long call into one
+                        else:  # Python merged two presses of Ctrl-C before a long call
                             signal.pthread_kill(main, signal.SIGINT)
 
     def request(self, number: Signals) -> None:

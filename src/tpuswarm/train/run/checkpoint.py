@@ -1,7 +1,7 @@
 """Save checkpoints in the background, verify them by digests, and skip damaged ones.
 
 A checkpoint is a folder named by its step: `state/` by Orbax, and `manifest.json`, written last, with the SHA-256 of
-every file. Orbax alone restores most single-bit errors silently.
+every file. Orbax alone would load most files with a flipped bit without an error.
 """
 
 import errno

@@ -110,7 +110,7 @@ class Run:
             kept = number if row else kept  # keep a damaged line between intact ones
         with writing(path):
             os.truncate(path, sum(len(line) for line in lines[:kept]))
-        if self._sync:  # before new rows restore the old length: the bucket's copy is compared by length
+        if self._sync:  # upload now: copies are compared by length, and new rows could restore the old one
             self._sync.upload()
         return len(lines) - kept
 

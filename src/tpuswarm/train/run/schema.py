@@ -61,7 +61,7 @@ class _Chosen(_Table):
 
 
 class _Swarm(_Table):
-    """Settings of swarm/processes/plan.py."""
+    """Settings of swarm/processes/run_plan.py."""
 
     members: NonNegativeInt
     expected: NonNegativeInt = 0

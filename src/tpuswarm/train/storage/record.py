@@ -2,7 +2,8 @@
 
 The record is one object. A process replaces it only if it has the generation that the process read last. So owning a
 run and changing it are the same write: a former owner cannot change the run for readers, however late its requests
-arrive. All other objects are written once, under names with the owner's epoch. Objects without a record are garbage.
+arrive. All other objects are written once, under names with the owner's epoch. Objects that no record names
+are garbage.
 
 An owner renews the record. A process that wants the run waits until the record has not changed for OWNER_TIMEOUT_S, by
 its own clock: no two clocks are compared.
@@ -33,7 +34,7 @@ DATA = "data/"
 RENEW_INTERVAL_S, OWNER_TIMEOUT_S = 10.0, 30.0
 """The interval between renewals; how long a record without renewals still protects its owner."""
 POLL_INTERVAL_S = 2.0
-"""Between two looks at the record of somebody who may be gone."""
+"""How often a waiting process reads the record of an owner that may have died."""
 RENEWAL_TIMEOUT_S = 15.0
 """How long one renewal is tried before the owner looks whether the run is still its own."""
 
@@ -103,7 +104,7 @@ class Record:
 
 _JSON: TypeAdapter[Record] = TypeAdapter(Record)
 GZIP_FROM_BYTES = 2**16
-"""A record of so many bytes is compressed: one names each file of each checkpoint."""
+"""Records from this size on are compressed: they grow, as they name every file of every checkpoint."""
 
 
 def encode(record: Record) -> bytes:
@@ -212,13 +213,13 @@ class OwnedRecord:
             return before
 
     def renew(self) -> None:
-        """Own the run for another OWNER_TIMEOUT_S. Raises Lost, and BucketFailed if the bucket does not answer."""
+        """Renew the record, so that nobody may take the run for OWNER_TIMEOUT_S. Raises Lost and BucketFailed."""
         self.change(lambda files: files)
 
     def change(self, change: Callable[[Files], Files], released: bool = False, copies_stay: bool = False) -> None:
         """Replace the files of the record, and renew it. Raises Lost and BucketFailed.
 
-        copies_stay: the copies of earlier owners stay valid.
+        copies_stay: local copies that earlier owners have on their disks stay valid.
         """
         with self._lock:
             before = self.record
@@ -268,7 +269,7 @@ class OwnedRecord:
             self._read = there
 
     def _wait_for_end(self, found: VersionedRecord) -> VersionedRecord:
-        """Wait until an owner has stood still for OWNER_TIMEOUT_S; return the record then."""
+        """Wait until the record has not been renewed for OWNER_TIMEOUT_S; return it."""
         owner = found.record.owner
         since = seen = boot_time()
         with waiting(f"{owner.host} may still own this run; waiting {OWNER_TIMEOUT_S:.0f} s for a sign of life"):

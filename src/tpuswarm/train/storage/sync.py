@@ -28,7 +28,7 @@ from tpuswarm.train.storage.record import (
 
 UPLOAD_INTERVAL_S = 20.0
 STALLED_S = 12.0
-"""A bucket that takes no byte for so long keeps no process from ending."""
+"""A process that ends no longer waits for a bucket that has accepted nothing for this long."""
 REQUESTS = "asked/"
 STOP, TRACE_REQUEST = "stop", "profile-request.json"
 """Requests to the owner: to stop, and to record a trace (train/look/profile.py)."""

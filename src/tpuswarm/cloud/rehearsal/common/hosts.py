@@ -1,4 +1,4 @@
-"""The cloud's record of its hosts: addresses, boots, power. `machines` runs them."""
+"""The cloud's record of its hosts: addresses, boots, power. The package `machines` runs their processes."""
 
 import json
 import secrets
@@ -12,10 +12,10 @@ from tpuswarm.cloud.rehearsal.common.records import Records, Table, to_json
 
 @dataclass
 class RehearsedHost:
-    """One VM: a worker of a TPU, or a plain one."""
+    """One VM: a TPU's worker, or a plain VM."""
 
     id: str
-    """The name of its folder, in the environment of its processes; unique for ever."""
+    """Names its folder, stands in the environment of its processes, and is never used again."""
     owner: str
     """The path of the node or instance that it belongs to."""
     number: int
@@ -51,7 +51,7 @@ class Hosts:
     """All hosts; every change is reported to `on_change`."""
 
     def __init__(self, records: Records, block: int):
-        """Hosts get addresses in 127.BLOCK.0.0/16, external ones in its upper half."""
+        """Hosts get addresses in 127.BLOCK.0.0/16; external addresses come from its upper half."""
         self._block = block
         self._table: Table[RehearsedHost] = records.table("host", _load, lambda host: to_json(asdict(host)))
         self.on_change: Callable[[str], None] = lambda host_id: None
@@ -120,7 +120,7 @@ class Hosts:
 
     def _new_address(self, is_external: bool = False) -> str:
         used = {address for host in self._table.values() for address in (host.internal, host.external)}
-        # .0 and .255 are no addresses of hosts; x.0.1 is the server's own.
+        # .0 and .255 are not host addresses; x.0.1 is the server's own.
         for third in range(128, 256) if is_external else range(1, 128):
             for fourth in range(1, 255):
                 address = f"127.{self._block}.{third}.{fourth}"

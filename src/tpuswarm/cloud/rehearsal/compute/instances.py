@@ -6,7 +6,7 @@ from typing import Any, Literal
 from tpuswarm.cloud.rehearsal.common.api import PERMISSION_DENIED, Call, Refused, Rejected
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
-from tpuswarm.cloud.rehearsal.common.weather import Weather
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, fingerprint, format_now, zone_region
 
 CREATE_S, DELETE_S, STOP_S, START_S, CHANGE_S = 20, 20, 20, 15, 2
@@ -17,8 +17,8 @@ GUESTS_KEY = "enable-guest-attributes"
 class Instances:
     """compute.instances."""
 
-    def __init__(self, resources: Resources, timetable: Timetable, weather: Weather, hosts: Hosts):
-        self._resources, self._timetable, self._weather, self._hosts = resources, timetable, weather, hosts
+    def __init__(self, resources: Resources, timetable: Timetable, zone_faults: ZoneFaults, hosts: Hosts):
+        self._resources, self._timetable, self._zone_faults, self._hosts = resources, timetable, zone_faults, hosts
         for what in ("created", "deleted", "stopped", "started", "taken", "repaired"):
             timetable.register(f"instance {what}", getattr(self, f"_{what}"))
 
@@ -181,7 +181,7 @@ class Instances:
         if instance is None:
             return
         _, project, _, zone, *_ = path.split("/")
-        if self._weather.has_fault(zone, "vm-stockout"):
+        if self._zone_faults.has_fault(zone, "vm-stockout"):
             self._remove(path)
             self._resources.fail(
                 operation,
@@ -251,7 +251,7 @@ class Instances:
         """Return zone and project. Raises Rejected if the zone is not reachable."""
         zone = call.path["zone"]
         try:
-            self._weather.check_reachable(zone)
+            self._zone_faults.check_reachable(zone)
         except Refused as error:
             is_denied = error.code == PERMISSION_DENIED
             reason = "forbidden" if is_denied else "backendError"

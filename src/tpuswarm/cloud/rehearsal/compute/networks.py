@@ -4,7 +4,7 @@ from typing import Any
 
 from tpuswarm import catalog
 from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, Call, Refused, Rejected
-from tpuswarm.cloud.rehearsal.common.weather import Weather
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, zone_region
 from tpuswarm.cloud.rehearsal.tpu.offers import list_offers
 
@@ -35,8 +35,8 @@ def _list_regions() -> list[str]:
 class Networks:
     """compute.networks, subnetworks, firewalls, disks, zones, regions and machineTypes."""
 
-    def __init__(self, resources: Resources, weather: Weather):
-        self._resources, self._weather = resources, weather
+    def __init__(self, resources: Resources, zone_faults: ZoneFaults):
+        self._resources, self._zone_faults = resources, zone_faults
 
     def add_default(self, project: str) -> None:
         """Give a new project its default network."""
@@ -165,9 +165,9 @@ class Networks:
         items: dict[str, Any] = {}
         for scope in scopes:
             zone = scope.split("/")[1]
-            if self._weather.has_fault(zone, "hidden"):
+            if self._zone_faults.has_fault(zone, "hidden"):
                 continue
-            if self._weather.has_fault(zone, "unreachable"):
+            if self._zone_faults.has_fault(zone, "unreachable"):
                 items[scope] = {"warning": {"code": "UNREACHABLE", "message": f"The scope '{scope}' is unreachable."}}
                 continue
             page = self._resources.page(self._resources.under(f"projects/{project}/{scope}/{kind}/"), call, kind[:-1])
@@ -178,7 +178,7 @@ class Networks:
             "id": f"projects/{project}/aggregated/{kind}",
             "items": items,
         }
-        if is_zonal and (unreachable := self._weather.unreachable_zones()):
+        if is_zonal and (unreachable := self._zone_faults.unreachable_zones()):
             answer["unreachables"] = [f"zones/{zone}" for zone in unreachable]
         return answer
 

@@ -20,7 +20,7 @@ from tpuswarm.cloud.rehearsal.common.api import (
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
-from tpuswarm.cloud.rehearsal.common.weather import Weather, no_capacity
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults, no_capacity
 from tpuswarm.cloud.rehearsal.tpu.offers import Offers, accelerator_config, parse_location, requested_accelerator
 from tpuswarm.cloud.rehearsal.tpu.operations import Operations, now
 
@@ -41,7 +41,7 @@ class Nodes:
         self,
         records: Records,
         timetable: Timetable,
-        weather: Weather,
+        zone_faults: ZoneFaults,
         hosts: Hosts,
         offers: Offers,
         operations: Operations,
@@ -53,7 +53,7 @@ class Nodes:
             lambda body: cloud_tpu.Node.deserialize(body),
             lambda node: cloud_tpu.Node.serialize(node),
         )
-        self._timetable, self._weather, self._hosts = timetable, weather, hosts
+        self._timetable, self._zone_faults, self._hosts = timetable, zone_faults, hosts
         self._offers, self._operations, self._check_network = offers, operations, check_network
         self.on_ready: Callable[[str], None] = lambda request: None
         """Called with the queued resource of a node that is ready."""
@@ -93,7 +93,7 @@ class Nodes:
             for node in self._table.values()
             if node.name.startswith(f"{location.name}/") and node.state not in (State.PREEMPTED, State.TERMINATED)
         ]
-        self._weather.check_quota(location.zone, requested, is_spot, held)
+        self._zone_faults.check_quota(location.zone, requested, is_spot, held)
 
     def make(self, parent: str, node_id: str, node: Any, request: str = "") -> Any:
         """Begin to create a checked node, of a queued resource or none; return the operation."""
@@ -107,9 +107,9 @@ class Nodes:
         node.network_config.network = node.network_config.network or "default"
         self._table.put(node.name, node)
         operation = self._operations.begin(node.name, "create")
-        if self._weather.has_fault(location.zone, "stockout"):
+        if self._zone_faults.has_fault(location.zone, "stockout"):
             self._timetable.schedule(STOCKOUT_S, "node refused", node.name, node.id, operation.name)
-        elif not self._weather.has_fault(location.zone, "stuck"):
+        elif not self._zone_faults.has_fault(location.zone, "stuck"):
             self._timetable.schedule(CREATE_S, "node created", node.name, node.id, operation.name)
         return operation
 
@@ -163,7 +163,7 @@ class Nodes:
         self._timetable.schedule(REPAIR_S, "node repaired", name, node.id)
 
     def set_fault(self, name: str, fault: str, is_planted: bool) -> None:
-        """Report a fault of NODE_FAULTS, or no longer."""
+        """Begin or end to report one of NODE_FAULTS."""
         node = self._find_in(name, State.READY, "do that to")
         if fault == "symptom":
             symptom = cloud_tpu.Symptom(symptom_type="LOW_MEMORY", worker_id="0", create_time=now())
@@ -185,7 +185,7 @@ class Nodes:
         return cloud_tpu.Node.pb(self._find(request.name))
 
     def ListNodes(self, request: Any) -> Any:
-        nodes, token, unreachable = list_page(request, self._table.items(), self._weather)
+        nodes, token, unreachable = list_page(request, self._table.items(), self._zone_faults)
         answer = cloud_tpu.ListNodesResponse(nodes=nodes, next_page_token=token, unreachable=unreachable)
         return cloud_tpu.ListNodesResponse.pb(answer)
 
@@ -312,7 +312,7 @@ class Nodes:
 
     def _find(self, name: str) -> Any:
         """Return a node. Raises Refused if its zone is not reachable or it does not exist."""
-        self._weather.check_reachable(parse_location(name).zone)
+        self._zone_faults.check_reachable(parse_location(name).zone)
         node = self._table.get(name)
         if node is None:
             raise not_found(name)
@@ -333,21 +333,21 @@ class Nodes:
         return node if node is not None and node.id == node_number and state in (None, node.state) else None
 
 
-def list_page(request: Any, items: list[tuple[str, Any]], weather: Weather) -> tuple[list[Any], str, list[str]]:
+def list_page(request: Any, items: list[tuple[str, Any]], zone_faults: ZoneFaults) -> tuple[list[Any], str, list[str]]:
     """Return the requested page of resources by name, the next page's token, and the unreachable locations."""
     location = parse_location(request.parent)
     unreachable: list[str] = []
     if location.zone == "-":
         locations = f"projects/{location.project}/locations/"
-        unreachable = [f"{locations}{zone}" for zone in weather.unreachable_zones()]
+        unreachable = [f"{locations}{zone}" for zone in zone_faults.unreachable_zones()]
         prefix = locations
     else:
-        weather.check_reachable(location.zone)
+        zone_faults.check_reachable(location.zone)
         prefix = f"{location.name}/"
     matches = [
         resource
         for name, resource in items
-        if name.startswith(prefix) and not weather.has_fault(parse_location(name).zone, "hidden", "unreachable")
+        if name.startswith(prefix) and not zone_faults.has_fault(parse_location(name).zone, "hidden", "unreachable")
     ]
     start, size = int(request.page_token or 0), request.page_size or 1000
     return matches[start : start + size], str(start + size) if start + size < len(matches) else "", unreachable

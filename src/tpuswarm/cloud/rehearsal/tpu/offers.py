@@ -10,7 +10,7 @@ from google.cloud.tpu_v2.types import cloud_tpu
 from tpuswarm.catalog import Accelerator, accelerators
 from tpuswarm.catalog.accelerators import format_topology
 from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, NOT_FOUND, PERMISSION_DENIED, Refused, not_found
-from tpuswarm.cloud.rehearsal.common.weather import Weather
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 
 RUNTIMES = (
     "tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e", "tpu-vm-tf-2.18.0-pjrt",
@@ -79,8 +79,8 @@ def accelerator_config(accelerator: Accelerator) -> Any:
 class Offers:
     """google.cloud.location.Locations, and the lists of the TPU API."""
 
-    def __init__(self, weather: Weather):
-        self._weather = weather
+    def __init__(self, zone_faults: ZoneFaults):
+        self._zone_faults = zone_faults
 
     def check(self, location: Location, accelerator: Accelerator) -> None:
         """Raise Refused if the zone is not reachable or does not offer the accelerator."""
@@ -93,12 +93,12 @@ class Offers:
         """Return the accelerators of a zone. Raises Refused if it is not reachable."""
         if location.zone not in list_offers():
             raise Refused(PERMISSION_DENIED, f"Permission denied on 'locations/{location.zone}' (or it may not exist).")
-        self._weather.check_reachable(location.zone)
+        self._zone_faults.check_reachable(location.zone)
         return list_offers()[location.zone]
 
     def ListLocations(self, request: Any) -> Any:
         project = request.name.split("/")[1]
-        zones = [zone for zone in list_offers() if not self._weather.has_fault(zone, "hidden")]
+        zones = [zone for zone in list_offers() if not self._zone_faults.has_fault(zone, "hidden")]
         return locations_pb2.ListLocationsResponse(locations=[_location(Location(project, zone)) for zone in zones])
 
     def GetLocation(self, request: Any) -> Any:

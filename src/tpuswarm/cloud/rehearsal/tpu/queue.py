@@ -17,7 +17,7 @@ from tpuswarm.cloud.rehearsal.common.api import (
 )
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
-from tpuswarm.cloud.rehearsal.common.weather import Weather
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.tpu.nodes import NAME, Nodes, list_page
 from tpuswarm.cloud.rehearsal.tpu.nodes import State as NodeState
 from tpuswarm.cloud.rehearsal.tpu.offers import parse_location
@@ -32,13 +32,15 @@ DELETABLE_STATES = (State.ACCEPTED, State.WAITING_FOR_RESOURCES, State.FAILED, S
 class Queue:
     """The methods for queued resources of google.cloud.tpu.v2.Tpu."""
 
-    def __init__(self, records: Records, timetable: Timetable, weather: Weather, nodes: Nodes, operations: Operations):
+    def __init__(
+        self, records: Records, timetable: Timetable, zone_faults: ZoneFaults, nodes: Nodes, operations: Operations
+    ):
         self._table = records.table(
             "queued resource",
             lambda body: cloud_tpu.QueuedResource.deserialize(body),
             lambda request: cloud_tpu.QueuedResource.serialize(request),
         )
-        self._timetable, self._weather, self._nodes, self._operations = timetable, weather, nodes, operations
+        self._timetable, self._zone_faults, self._nodes, self._operations = timetable, zone_faults, nodes, operations
         nodes.on_ready, nodes.on_end = self._handle_ready_node, self._handle_ended_node
         for what in ("accepted", "tried", "expired", "suspended", "deleted", "reset"):
             timetable.register(f"request {what}", getattr(self, f"_{what}"))
@@ -79,7 +81,7 @@ class Queue:
         return cloud_tpu.QueuedResource.pb(self._find(request.name))
 
     def ListQueuedResources(self, request: Any) -> Any:
-        requests, token, unreachable = list_page(request, self._table.items(), self._weather)
+        requests, token, unreachable = list_page(request, self._table.items(), self._zone_faults)
         answer = cloud_tpu.ListQueuedResourcesResponse(
             queued_resources=requests, next_page_token=token, unreachable=unreachable
         )
@@ -125,7 +127,7 @@ class Queue:
         if queued is None:
             return
         zones = {parse_location(spec.parent).zone for spec in queued.tpu.node_spec}
-        if any(self._weather.has_fault(zone, "stockout", "unreachable") for zone in zones):
+        if any(self._zone_faults.has_fault(zone, "stockout", "unreachable") for zone in zones):
             self._timetable.schedule(RETRY_S, "request tried", name)
             return
         is_spot = "spot" in queued
@@ -205,7 +207,7 @@ class Queue:
         self._table.put(queued.name, queued)
 
     def _find(self, name: str) -> Any:
-        self._weather.check_reachable(parse_location(name).zone)
+        self._zone_faults.check_reachable(parse_location(name).zone)
         queued = self._table.get(name)
         if queued is None:
             raise not_found(name)

@@ -19,7 +19,7 @@ class MetricsBuffer:
     """Rows of metrics. A thread reads them from the devices as steps end."""
 
     def __init__(self, name: str, steps: int, tokens: int, version: Callable[[], int]):
-        """steps: made before by this member; tokens: of one of its steps; version: returns the adopted version."""
+        """steps: how many this member made before; tokens: per step; version: returns the adopted version."""
         self._version = version
         self._name, self._steps, self._tokens = name, steps, tokens
         self._pending: queue.SimpleQueue[tuple[int, Metrics]] = queue.SimpleQueue()

@@ -31,7 +31,7 @@ Initialize = Callable[[], Sequence[np.ndarray]]
 """Makes a first state, with a program over all hosts, as float32[size] for each fragment."""
 
 
-class Lead:
+class Leader:
     """Host 0's programs, which it has the other hosts run as well."""
 
     def __init__(self, hosts: Hosts, make_state: MakeState, initialize: Initialize):
@@ -40,10 +40,10 @@ class Lead:
         self._order = threading.Lock()
         self._arrays = threading.Lock()
 
-    def make_state(self, fragments: Sequence[np.ndarray]) -> "LeadState":
+    def make_state(self, fragments: Sequence[np.ndarray]) -> "LeaderState":
         """Make the device state of a new incarnation around a version, float32[size] for each fragment."""
         self.send_call("make_state", fragments)
-        return LeadState(self, self._make_state(fragments), self._order)
+        return LeaderState(self, self._make_state(fragments), self._order)
 
     def initialize(self) -> Sequence[np.ndarray]:
         """Make a first state."""
@@ -68,10 +68,10 @@ class _Placed(NamedTuple):
     version: Flat
 
 
-class LeadState:
+class LeaderState:
     """The DeviceState at host 0."""
 
-    def __init__(self, lead: Lead, state: ProgramState, order: threading.Lock):
+    def __init__(self, lead: Leader, state: ProgramState, order: threading.Lock):
         self._lead, self._state, self._order = lead, state, order
         self._versions = 0
 

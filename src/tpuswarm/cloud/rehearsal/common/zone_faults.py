@@ -19,7 +19,7 @@ ZONE_FAULTS = {
 QUOTA_PREFIXES = {"v2": "TPUV2s", "v3": "TPUV3s", "v4": "TPUV4s", "v5e": "TPUV5s", "v5p": "TPUV5P", "v6e": "TPUV6E"}
 
 
-class Weather:
+class ZoneFaults:
     """Faults and quotas by zone."""
 
     def __init__(self, records: Records):

@@ -1,4 +1,4 @@
-"""Find the largest batch that devices hold, by compiling: of this run (`--batch auto`) or of a described TPU (plan)."""
+"""Find a batch that fits by compiling, for these devices (`--batch auto`) or for a described TPU (plan)."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class BatchSearch:
     def find_largest(self) -> tuple[CompiledBatch, int | None]:
         """Return the largest micro-batch and the next size, which does not fit (None if untried).
 
-        It runs with the choice for the recipe's usual batch: a larger batch does not pay for more recomputation or more
+        It runs with the choice for the recipe's usual batch: a larger batch is not worth more recomputation or more
         micro-batches. Raises DoesNotFit, if not even one row per device fits, and CompilerRefused.
         """
         best = self._compile_usual()

@@ -58,7 +58,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Everything that a process of the swarm needs to know."""
 
     swarm: Swarm

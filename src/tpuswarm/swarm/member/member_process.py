@@ -20,14 +20,14 @@ from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member import follower
 from tpuswarm.swarm.member.device_state import DeviceState
 from tpuswarm.swarm.member.group import Group
-from tpuswarm.swarm.member.lead import Lead
+from tpuswarm.swarm.member.leader import Leader
 from tpuswarm.swarm.member.loop import MemberLoop
-from tpuswarm.swarm.member.metrics import MetricsBuffer
+from tpuswarm.swarm.member.metrics_buffer import MetricsBuffer
 from tpuswarm.swarm.member.program import MemberProgram, make_program
 from tpuswarm.swarm.member.trace import Tracer
 from tpuswarm.swarm.processes.coordinator import Begin, Joining
 from tpuswarm.swarm.processes.effects import Call, ProcessEnded, Unreachable
-from tpuswarm.swarm.processes.plan import COORDINATOR, Plan
+from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
 from tpuswarm.train.loop.run_config import chosen_form
@@ -43,11 +43,11 @@ MAX_FRUITLESS_INCARNATIONS = 5
 
 
 @dataclass
-class WorkerSpec:
+class MemberSpec:
     """A supervisor's instructions to a member's process."""
 
     name: str
-    plan: Plan
+    plan: RunPlan
     shards: tuple[str, ...]
     data: Path | None
     """The folder of the run's data files; None to fetch them."""
@@ -65,10 +65,10 @@ class WorkerSpec:
 
 
 @dataclass
-class MemberWorker:
-    """The process. `run` blocks in one thread; `report` and `leave` are for others."""
+class MemberProcess:
+    """The work of the process. `run` blocks in one thread; `report` and `leave` are for others."""
 
-    spec: WorkerSpec
+    spec: MemberSpec
     _metrics: MetricsBuffer = field(init=False)
     _tracer: Tracer = field(default_factory=Tracer)
     _loop: MemberLoop | None = None
@@ -142,7 +142,7 @@ class MemberWorker:
             program = make_program(plan, data, devices, spec.evaluates, self._record_step, spec.say, spec.batch)
             hosts.require_equal(program.facts())
             spec.on_compiled()
-            programs = Lead(hosts, program.make_state, program.initialize) if hosts.count > 1 else program
+            programs = Leader(hosts, program.make_state, program.initialize) if hosts.count > 1 else program
             return self._run_incarnations(program, programs)
 
     def _gather(self) -> Hosts | None:
@@ -163,7 +163,7 @@ class MemberWorker:
             return False
         return isinstance(answer, Joining) and answer.tokens >= answer.terms.horizon * answer.terms.tokens_per_row
 
-    def _run_incarnations(self, program: MemberProgram, programs: MemberProgram | Lead) -> str:
+    def _run_incarnations(self, program: MemberProgram, programs: MemberProgram | Leader) -> str:
         spec = self.spec
         fruitless = 0
         while not self._leaving:
@@ -185,7 +185,7 @@ class MemberWorker:
         return "left"
 
     def _run_incarnation(
-        self, joining: Joining, anchor: list[np.ndarray], program: MemberProgram, programs: MemberProgram | Lead
+        self, joining: Joining, anchor: list[np.ndarray], program: MemberProgram, programs: MemberProgram | Leader
     ) -> str | None:
         """Run one incarnation from a version; return why it ended, None at the end of the run."""
         spec, swarm = self.spec, self.spec.plan.swarm
@@ -229,7 +229,7 @@ class MemberWorker:
         raise node.failure
 
     def _evaluate_last_version(
-        self, device_state: DeviceState, program: MemberProgram, programs: MemberProgram | Lead
+        self, device_state: DeviceState, program: MemberProgram, programs: MemberProgram | Leader
     ) -> None:
         newest = self._fetch_newest(program, programs)
         if newest is None:
@@ -254,7 +254,7 @@ class MemberWorker:
             self._metrics.add_evaluation(evaluation)
 
     def _fetch_newest(
-        self, program: MemberProgram, programs: MemberProgram | Lead
+        self, program: MemberProgram, programs: MemberProgram | Leader
     ) -> tuple[Joining, list[np.ndarray]] | None:
         """Fetch the run's terms and newest version; None if asked to leave.
 
@@ -274,7 +274,7 @@ class MemberWorker:
             self.spec.say(f"commit {joining.version} was removed meanwhile; fetching a newer one")
         return None
 
-    def _hello(self, program: MemberProgram, programs: MemberProgram | Lead) -> Joining | None:
+    def _hello(self, program: MemberProgram, programs: MemberProgram | Leader) -> Joining | None:
         """Greet the coordinator until the run exists, creating its first state if asked; None if asked to leave."""
         while not self._leaving:
             answer = self._call(Call(COORDINATOR, "hello", (self.spec.name,)))

@@ -50,7 +50,7 @@ class SeenMachine:
     dead: bool = False
     """Stays true while a dead machine is deleted."""
     born: float = 0.0
-    """The first creation time that the cloud reported: of a queued request, when that was made."""
+    """The creation time that the cloud reported first: for a queued request, the request's."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,7 @@ from tpuswarm.cloud.protocol import Machine
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.actions import Action, Create, Delete, Plan, Start, Stop, Wait
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
-from tpuswarm.fleet.decide.limits import Limits, Refusal, machine_quota, spec_quota
-from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, HOUR_S, QuotaKey, format_dollars, machine_price
-from tpuswarm.fleet.decide.names import by_number, free_names
-from tpuswarm.fleet.decide.state import (
+from tpuswarm.fleet.decide.fleet_state import (
     Observed,
     ZoneBackoff,
     backoff_key,
@@ -24,6 +21,9 @@ from tpuswarm.fleet.decide.state import (
     machine_key,
     spec_backoff_key,
 )
+from tpuswarm.fleet.decide.limits import Limits, Refusal, machine_quota, spec_quota
+from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, HOUR_S, QuotaKey, format_dollars, machine_price
+from tpuswarm.fleet.decide.names import by_number, free_names
 
 BOOT_TIMEOUT_S = 1800.0
 """Twice this from 64 hosts, three times from 256."""
@@ -40,7 +40,7 @@ REFUSAL_WINDOW_S = 45.0
 CREATES_PER_SUCCESS = 10
 """After a failure, one machine is requested at a time; each that finds capacity allows this many more at once."""
 MAX_REPLACEMENTS, MAX_FAILED_SETUPS, REPLACEMENT_WINDOW_S = 3, 2, 24 * HOUR_S
-"""Replace at most so many unhealthy machines, and machines that cannot be set up, per zone and day."""
+"""Replacements per zone and day: of unhealthy machines, and of machines that cannot be set up."""
 
 
 def make_plan(desired: Desired, observed: Observed, now: float) -> Plan:

@@ -24,8 +24,8 @@ COMMANDS: dict[str, dict[str, str]] = {
         "simulate": "plan.simulate:simulate",
     },
     "Train": {
-        "train": "train.train:train", "status": "train.status:status", "logs": "train.control:logs",
-        "stop": "train.control:stop", "sample": "train.trained:sample", "join": "train.join:join",
+        "train": "train.train:train", "status": "train.status:status", "logs": "train.logs_and_stop:logs",
+        "stop": "train.logs_and_stop:stop", "sample": "train.trained:sample", "join": "train.join:join",
         "evaluate": "train.trained:evaluate", "export": "train.trained:export", "project": "train.trained:project",
         "profile": "train.profile:profile", "ledger": "train.ledger:app",
     },

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint  # noqa: F401  # slow: before a run is open, which an interrupt would have to remove
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.source import Repeated

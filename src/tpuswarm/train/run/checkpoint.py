@@ -1,7 +1,8 @@
 """Save checkpoints in the background, verify them by digests, and skip damaged ones.
 
 A checkpoint is a folder named by its step: `state/` by Orbax, and `manifest.json`, written last, with the SHA-256 of
-every file. Orbax alone would load most files with a flipped bit without an error.
+every file. Orbax alone would load most files with a flipped bit without an error. It is imported where it is needed:
+that takes half a second, and members of a swarm have no checkpoints.
 """
 
 import errno
@@ -20,8 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from orbax.checkpoint._src.metadata.array_metadata_store import Store
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
@@ -74,6 +73,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, last_save_s: float | None = None, is_leader: bool = True):
         """keep: number of checkpoints. is_leader: True on one of several hosts, which makes and verifies folders."""
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint._src.metadata.array_metadata_store import Store
+
         self._folder, self._keep, self._is_leader = folder, keep, is_leader
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise
         array_handler = ocp.type_handlers.ArrayHandler(
@@ -93,6 +95,8 @@ class Checkpoints:
 
         position: of the data, as JSON values; None without one.
         """
+        import orbax.checkpoint as ocp
+
         self.wait()
         start = time.monotonic()
         folder = self._folder / f"{step:08d}"
@@ -250,6 +254,8 @@ def restore(saved: Saved, abstract: Any) -> Any:
 
     Raises RunFailed if the checkpoint holds a different model.
     """
+    import orbax.checkpoint as ocp
+
     path = (saved.folder / "state").absolute()
     args = ocp.checkpoint_utils.construct_restore_args(abstract)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
@@ -261,6 +267,8 @@ def restore(saved: Saved, abstract: Any) -> Any:
 
 def read_arrays(saved: Saved) -> dict[str, np.ndarray]:
     """Return every array of a checkpoint on the host, by its path; needs no recipe."""
+    import orbax.checkpoint as ocp
+
     path = (saved.folder / "state").absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         there = orbax.metadata(path).item_metadata.tree

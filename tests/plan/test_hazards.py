@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.runs import made_once
 from tpuswarm.plan.hazards import OTHER, PARAMETER, find_collectives, gradient_sizes, shapes_from_parameters
 
 PLANTED = Path(__file__).with_name("planted.py")
@@ -45,11 +46,15 @@ def test_shapes_made_of_parameters_are_found_in_loops_and_branches():
 def found():
     """Case → its hazards, each [kind, sentence, [file, line]]."""
     pytest.importorskip("libtpu")
+    return dict(made_once("hazards", lambda _: compile_planted())[1])
+
+
+def compile_planted():
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env["XLA_FLAGS"] = ""
     done = subprocess.run([sys.executable, PLANTED], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def planted_hazards():

@@ -69,9 +69,13 @@ def test_runs_without_a_name_get_one_and_a_fast_dev_run_leaves_nothing(call):
     assert sorted(path.name for path in Path("runs").iterdir()) == ["my_recipe-1", "my_recipe-2"]
 
 
-def test_demo_leaves_a_users_run_alone_and_keeps_the_earlier_demo_if_interrupted_while_loading(call, monkeypatch):
+def test_demo_replaces_an_earlier_demo_once_it_is_loaded_and_leaves_a_users_run_alone(call, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
+
+    def train(recipe, swarm, settings, tokens, epochs, folder, *watched):
+        assert swarm.demo and settings["steps"] > 0 and not folder.exists()
+        return SwarmResult(folder, RunEnd("stopped", "stopped before the first commit", 2), {}, 0, 0)
 
     assert call(f"{LINE} --run runs/demo")[0] == 0
     before = sorted(path for path in Path("runs").rglob("*"))
@@ -82,10 +86,14 @@ def test_demo_leaves_a_users_run_alone_and_keeps_the_earlier_demo_if_interrupted
     Path("runs/demo/metrics.jsonl").unlink()
     with Path("runs/demo/config.toml").open("a") as file:
         file.write("\n[swarm]\nmembers = 3\ndemo = true\n")
-    monkeypatch.setattr("tpuswarm.train.process.platform.load_jax", interrupted)
-    code, _, err = call("demo")
+    with monkeypatch.context() as patch:
+        patch.setattr("tpuswarm.train.process.platform.load_jax", interrupted)
+        code, _, err = call("demo")
     assert code == 130, err
     assert Path("runs/demo/report.html").exists()
+    monkeypatch.setattr("tpuswarm.swarm.supervision.start.train", train)
+    code, out, err = call("demo")
+    assert code == 130 and "stopped before the first commit" in out + err
 
 
 def test_internal_error_is_one_sentence(call, monkeypatch):

@@ -23,7 +23,7 @@ class Killed(Exception):
 
 
 def head_of(store, plan=PLAN):
-    return FoundingCoordinator(run_plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
+    return FoundingCoordinator(plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
 
 
 def listening(head):

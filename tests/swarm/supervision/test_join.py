@@ -99,6 +99,13 @@ def test_node_that_never_came_up_is_not_tried_again(join_swarm, ray_start):
     assert len(started) == 1
 
 
+def test_wrong_token_is_reported_while_ray_still_tries(join_swarm, ray_start):
+    started = ray_start("echo 'Unauthenticated: RPC error: InvalidAuthToken: wrong'; exec sleep 600")
+    with pytest.raises(InputError, match=r"the token in .*token does not match the run at 127.0.0.1:"):
+        join_swarm()
+    assert [process.poll() is not None for process in started] == [True]
+
+
 @pytest.mark.parametrize(("how", "error"), [("wrong", InputError), ("failed", RunFailed)])
 def test_dismissed_machine_shows_the_reason(join_swarm, tmp_path, ray_start, how, error):
     letter = f'{{"how": "{how}", "reason": "j0 cannot join: other data"}}'

@@ -34,6 +34,8 @@ RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 60.0
 """Pause before a node that ended by itself is started again; doubles until one has lived longer than the maximum."""
 START_TIMEOUT_TEXT = "timed out during startup"
 """Printed by `ray start` if its processes took more than 30 s to start, as on a busy machine."""
+INVALID_TOKEN = "InvalidAuthToken"
+"""Printed by `ray start` with a wrong token, again and again for a minute."""
 SILENCE_TIMEOUT_S = 120.0
 """An address that is silent for this long, without refusing connections, counts as an ended swarm."""
 PR_SET_PDEATHSIG = 1
@@ -131,6 +133,9 @@ def _run_node(
         try:
             with waiting(f"waiting for {address} to start a member here"):
                 while not _members(node.pid) and _should_stay(node, folder, stop):
+                    printed = os.pread(output.fileno(), 2**16, 0).decode(errors="replace")
+                    if INVALID_TOKEN in printed:
+                        return printed
                     time.sleep(0.2)
             for pid in _members(node.pid):
                 say(f"a member runs here, pid {pid}")
@@ -193,7 +198,7 @@ def _start(
 
 def _raise_start_error(output: str, address: str, token: Path) -> None:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    if any("InvalidAuthToken" in line or "nauthenticated" in line.lower() for line in lines):
+    if any(INVALID_TOKEN in line or "nauthenticated" in line.lower() for line in lines):
         raise InputError(f"the token in {token} does not match the run at {address}; copy the run's file `token`")
     if not any("Ray runtime started" in line for line in lines):
         raise RunFailed(f"could not join {address}: {lines[-1] if lines else 'ray start printed nothing'}")

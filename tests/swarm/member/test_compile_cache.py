@@ -1,4 +1,4 @@
-"""Programs that a machine has compiled reach later machines through the run's bucket."""
+"""Members of a machine compile a program once, and it reaches later machines through the run's bucket."""
 
 import threading
 import uuid
@@ -51,3 +51,22 @@ def test_member_compiles_itself_without_a_bucket(use_cache, tmp_path, monkeypatc
     compile_cache.fetch(lines.append)
     compile_cache.upload(lines.append)
     assert len(lines) == 1
+
+
+def test_members_of_a_machine_compile_the_same_program_one_after_the_other(use_cache, tmp_path):
+    use_cache(tmp_path / "cache")
+    order = []
+
+    def compile_second():
+        with compile_cache.turn("step"):
+            order.append("second")
+
+    second = threading.Thread(target=compile_second)
+    with compile_cache.turn("step"):
+        second.start()
+        with compile_cache.turn("another step"):
+            order.append("another")
+        second.join(0.3)
+        order.append("first")
+    second.join(60)
+    assert order == ["another", "first", "second"]

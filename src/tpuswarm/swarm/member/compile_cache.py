@@ -1,14 +1,17 @@
-"""Share compiled programs among the machines of a run, through a folder of its bucket.
+"""Share compiled programs among the members of a machine, and among the machines of a run through its bucket.
 
 JAX's own cache can lie in a bucket, but then reads it for each small program. Here a member fetches all missing entries
 at once, and a thread uploads new ones. Without the bucket the member compiles as usual.
 """
 
+import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
@@ -20,6 +23,35 @@ UPLOAD_TIMES_S = (0.0, 10.0, 60.0, 600.0)
 """Times after compilation at which new entries are uploaded: the first cycles compile more programs."""
 PATTERN = "*-cache"
 """Names of JAX's entries: the digest of everything that determines the compiled program."""
+TURN_TIMEOUT_S = 600.0
+"""A member that has waited this long for another one of its machine compiles beside it."""
+
+
+@contextmanager
+def turn(name: str) -> Iterator[None]:
+    """Wait until no other process of this machine compiles under this name; JAX's cache then has its program.
+
+    Without a cache on a local disk, and on several hosts, of which only one writes the cache, do not wait.
+    """
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if not folder or "://" in folder or jax.process_count() > 1:
+        yield
+        return
+    with ExitStack() as ends:
+        with suppress(OSError):  # a folder that cannot be written, or a disk without locks
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            _lock(ends.enter_context((Path(folder) / f"{name}.lock").open("a")))
+        yield
+
+
+def _lock(file: TextIO) -> None:
+    end = time.monotonic() + TURN_TIMEOUT_S
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.1)
 
 
 def fetch(say: Callable[[str], None]) -> None:

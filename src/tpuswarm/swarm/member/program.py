@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,8 @@ def make_program(
         source = training_source(recipe, plan.settings["seed"])
     compile_cache.fetch(say)
     say(f"{recipe.name}: compiling")
-    compiled = compile_step(recipe, request(plan.settings | {"batch": batch}), devices)
+    turn = partial(compile_cache.turn, f"{plan.config}-{batch}")
+    compiled = compile_step(recipe, request(plan.settings | {"batch": batch}), devices, turn=turn)
     if batch != int(plan.settings["batch"]) and getattr(compiled.program, "has_step_schedule", False):
         raise InputError(
             f"the schedule of {recipe.name} counts steps of {plan.settings['batch']} rows, and this member's have "

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -120,12 +121,14 @@ def compile_step(
     devices: Sequence[Any],
     memory_bytes: int | None = None,
     on_too_large: Callable[["TooLarge"], None] = lambda _: None,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Compiled:
     """Compile one step of `recipe` for `devices` with the first choice that fits their memory.
 
     memory_bytes: memory of one device, if neither the device nor its compiler knows it; on_too_large is called with
-    each choice that was compiled and does not fit. Raises InputError for a batch that the devices do not divide, an
-    unknown setting, an option that the recipe does not support, a metric that is not a scalar, and if nothing fits.
+    each choice that was compiled and does not fit; turn is entered while XLA compiles. Raises InputError for a batch
+    that the devices do not divide, an unknown setting, an option that the recipe does not support, a metric that is not
+    a scalar, and if nothing fits.
     """
     memory_bytes = memory_bytes or device_memory(local_device(devices))
     platform, kind = devices[0].platform, devices[0].device_kind
@@ -139,7 +142,8 @@ def compile_step(
         if last and choice is not candidates[-1] and _cannot_fit(choice, last, memory_bytes):
             continue
         traced = trace(recipe, request.options(platform, kind), choice, request.batch, mesh)
-        tried = compile_traced(traced, memory_bytes)
+        with turn():
+            tried = compile_traced(traced, memory_bytes)
         if isinstance(tried, Compiled):
             return tried
         on_too_large(tried)

@@ -27,7 +27,7 @@ MODULES = (
     "asyncssh", "fsspec", "jax.ad_checkpoint", "jaxlib.mlir.dialects.mhlo", "matplotlib.backends.backend_agg",
     "matplotlib.pyplot", "optax", "orbax.checkpoint", "rich.progress", "tokenizers", "uvicorn", "tpuswarm.cli.router",
     "tpuswarm.cli.train.train", "tpuswarm.recipes.gpt2.program", "tpuswarm.recipes.gpt2.tokens",
-    "tpuswarm.router.apply", "tpuswarm.train.look.report", "tpuswarm.train.trainer",
+    "tpuswarm.router.apply", "tpuswarm.swarm.supervision.start", "tpuswarm.train.look.report", "tpuswarm.train.trainer",
 )  # fmt: skip
 """Slow to import, and without threads except numpy's, which survive a fork."""
 
@@ -72,6 +72,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
 
 def become(job: dict[str, Any]) -> None:
     """Become a job's process: its descriptors, signals, environment, folder, arguments and session."""
+    import jax
     import numpy
 
     os.setsid()
@@ -89,6 +90,7 @@ def become(job: dict[str, Any]) -> None:
     sys.argv = job["argv"]
     sys.stdin, sys.stdout, sys.stderr = (_text_stream(number) for number in range(3))
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
     numpy.random.seed()
     with job["answers"] as answers:
         answers.send(f"{os.getpid()}\n".encode())

@@ -38,8 +38,8 @@ _servers: dict[tuple[tuple[str, str], ...], socket.socket] = {}
 
 
 def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read when they are imported."""
-    return {name: env[name] for name in sorted(env) if name.startswith(READ_AT_IMPORT)}
+    """Return the variables that libraries read when they are imported; a fork may still change JAX's platforms."""
+    return {name: env[name] for name in sorted(env) if name.startswith(READ_AT_IMPORT) and name != "JAX_PLATFORMS"}
 
 
 def fork_server(env: Mapping[str, str]) -> socket.socket:

@@ -21,6 +21,8 @@ NOT_RUN = re.compile(r"^make ([\w-]+)")
 """Only the target's existence is checked."""
 ON_LOCAL_CLOUD = ("rehearsing.md", "running-programs.md", "set-up.md")
 """Documents whose commands make a fleet, with a key in the home folder."""
+WHOLE_MODELS = ("README.md", "checkpoints.md")
+"""They train a model for longer than its compilation with all optimisations takes."""
 TIMEOUT_S = 600
 NOT_HERE = ("benchmarks.md", "torch.md")
 """One takes hours, the other needs torch (tests/oracle/test_torch_docs.py)."""
@@ -30,6 +32,7 @@ import json, os, socket, sys
 name = os.path.basename(sys.argv[0])
 is_file = name == "python" and sys.argv[1:2] and "os.environ" not in open(sys.argv[1]).read()
 variables = {{key: os.environ[key] for key in sorted(os.environ) if key.startswith({READ_AT_IMPORT!r})}}
+variables.pop("JAX_PLATFORMS", None)
 if (name == "python" and not is_file) or variables != json.loads(os.environ["FORK_SERVER_VARIABLES"]):
     program = {str(sys.executable)!r} if name == "python" else {PROGRAM!r}
     os.execv(program, [program, *sys.argv[1:]])
@@ -45,40 +48,53 @@ sys.exit(os.waitstatus_to_exitcode(int(status)) % 256)
 """`tpuswarm …` and `python FILE.py` by the fork server; a new process where other variables are needed."""
 
 
-def runnable(document: Path) -> bool:
-    return any(block.language in ("sh", "python") for block in blocks(document)) and document.name not in NOT_HERE
+SAME_RUN = ("README.md", "getting-started.md")
+"""They train the same run by the same command, so the second one, in the folder of the first, finds it finished."""
+
+
+def journeys() -> list[list[Path]]:
+    """Return the documents with commands or programs; those of a list run in one folder."""
+    runnable = [path for path in DOCUMENTS if any(block.language in ("sh", "python") for block in blocks(path))]
+    together = [path for path in runnable if path.name in SAME_RUN]
+    return [together, *([path] for path in runnable if path.name not in (*SAME_RUN, *NOT_HERE))]
 
 
 @pytest.fixture(scope="module")
-def user(tmp_path_factory) -> tuple[dict[str, str], int]:
-    """The environment of a user, whose tpuswarm and python are forked, and the file descriptor that they need."""
+def programs(tmp_path_factory) -> Path:
+    """A folder with a tpuswarm and a python that are forked."""
     folder = tmp_path_factory.mktemp("bin")
     for name in ("tpuswarm", "python"):
         (folder / name).write_text(FORK)
         (folder / name).chmod(0o755)
+    return folder
+
+
+def user(programs: Path, document: Path) -> tuple[dict[str, str], int]:
+    """Return the environment of a reader of the document, and the file descriptor that its programs need."""
     env = {**os.environ, **ONE_DEVICE}
+    if document.name in WHOLE_MODELS:
+        del env["JAX_DISABLE_MOST_OPTIMIZATIONS"]
     server = fork_server(env).fileno()
     more = {"FORK_SERVER": str(server), "FORK_SERVER_VARIABLES": json.dumps(read_at_import(env))}
-    return {**env, **more, "PATH": os.pathsep.join([str(folder), str(Path(PROGRAM).parent), env["PATH"]])}, server
+    return {**env, **more, "PATH": os.pathsep.join([str(programs), str(Path(PROGRAM).parent), env["PATH"]])}, server
 
 
-@pytest.mark.parametrize(
-    "document", [document for document in DOCUMENTS if runnable(document)], ids=lambda path: path.name
-)
-def test_commands_and_programs_run(document: Path, tmp_path: Path, user):
-    env, server = user
+@pytest.mark.parametrize("documents", journeys(), ids=lambda paths: " ".join(path.name for path in paths))
+def test_commands_and_programs_run(documents: list[Path], tmp_path: Path, programs: Path):
+    env, server = user(programs, documents[0])
     here, home = tmp_path / "here", tmp_path / "home"
     here.mkdir()
     (here / "my-text.txt").write_text(
         "".join(f"The {n} quick brown foxes jump over {n * n} lazy dogs.\n" for n in range(400))
     )
-    if document.name not in ON_LOCAL_CLOUD:
-        run_document(document, here, env, server)
+    if documents[0].name not in ON_LOCAL_CLOUD:
+        for document in documents:
+            run_document(document, here, env, server)
         return
     home.mkdir()
     with local_cloud(tmp_path / "cloud") as place:
         try:
-            run_document(document, here, {**env, "HOME": str(home), FOLDER_VARIABLE: str(place.path)}, server)
+            run_document(documents[0], here, {**env, "HOME": str(home), FOLDER_VARIABLE: str(place.path)}, server)
         finally:
             kill_processes_in(here)  # a keeper in the background would ask a cloud that has ended, for ever
 

@@ -32,6 +32,7 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
     A new cluster that does not start in time is started once more: Ray's raylet aborts if its agents need more than
     15 s, as on a busy machine (Ray 2.60).
     """
+    os.environ |= ENVIRONMENT  # for Ray's processes
     own: dict[str, Any] = {}
     if address is None:
         own = {

@@ -7,11 +7,12 @@ import optax
 import pytest
 from tests.oracle.zoo import MODELS, ROWS, build, label_loss, loss_in_torch, mean_square, nn, step_in_torch, torch
 
-from tpuswarm import ArraySource, Trainer
+from tpuswarm import ArraySource, Trainer, to_torch
 from tpuswarm.torch import recipe, state_dict
 from tpuswarm.torch.export import export
 from tpuswarm.torch.graph import write
 from tpuswarm.torch.interpreter import run_graph
+from tpuswarm.torch.ops import OPS, RANDOM
 
 TRAINING_STEPS = 200
 
@@ -104,3 +105,17 @@ def test_dropout_is_drawn_anew_at_each_step_and_not_in_evaluation():
     assert len({float(run_graph(exported.train, arrays, batch, jax.random.key(key))[0]) for key in (0, 0, 1)}) == 2
     first, second = (float(run_graph(exported.evaluate, arrays, batch, None)[0]) for _ in range(2))
     assert first == second == pytest.approx(step_in_torch(module.eval(), mean_square, rows)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dropout_and_its_gradient_have_torchs_scale_in_every_precision(dtype, p):
+    """In bfloat16, 1 - p and 1 / (1 - p) would be 0.17% off."""
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 4096), dtype)
+    y, keep = RANDOM["native_dropout"](jax.random.key(0), x, p, True)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    gradient = OPS["native_dropout_backward"](x, keep, scale)
+    theirs = to_torch(x) * torch.from_numpy(np.array(keep)) * scale
+    for ours in (y, gradient):
+        assert ours.dtype == dtype
+        np.testing.assert_array_equal(np.float32(ours), theirs.float().numpy())

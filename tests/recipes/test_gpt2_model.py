@@ -148,6 +148,9 @@ def test_dropout_drops_its_share_and_keeps_the_mean(dtype):
     dropped = np.float32(attention.dropout(jnp.ones((200, 200), dtype), 0.1, jax.random.key(0)))
     assert set(np.unique(dropped)) == {0.0, np.float32(dtype(1 / 0.9))}
     np.testing.assert_allclose(dropped.mean(), 1.0, atol=0.02)
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 100_000), dtype)
+    dropped = np.float64(attention.dropout(x, 0.1, jax.random.key(0)))
+    assert 0.9 * dropped.sum() == pytest.approx(np.float64(x)[dropped != 0].sum(), rel=1e-4)  # not bfloat16's 0.8984
     assert (attention.dropout(jnp.ones(5), 0.25, None) == 1).all()
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpuswarm.torch.ops.random_numbers import keep_scaled
 from tpuswarm.torch.ops.shapes import replication_pad
 
 
@@ -19,7 +20,7 @@ def _vjp(function: Callable[..., Any], gradient: Any, *args: Any) -> Any:
 def _dropout_backward(gradient: Any, mask: Any, scale: float) -> Any:
     if mask.dtype != jnp.bool_:  # dropout was off
         return gradient
-    return jnp.where(mask, gradient * scale, 0).astype(gradient.dtype)
+    return keep_scaled(gradient, mask, scale)
 
 
 def _nll_backward(

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from tpuswarm.torch.ops.dtypes import promote, saturating_cast
+from tpuswarm.torch.ops.random_numbers import dropout
 from tpuswarm.torch.ops.scattering import take
 from tpuswarm.train.program.attention import kernel, usable_form
 from tpuswarm.train.recipe import Options
@@ -138,8 +139,7 @@ def _plain_attention(
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)  # type: ignore[no-untyped-call]
     weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(q.dtype)
     if key is not None:
-        keep = jax.random.bernoulli(key, 1 - dropout_p, weights.shape)
-        weights = jnp.where(keep, weights / (1 - dropout_p), 0).astype(q.dtype)
+        weights, _ = dropout(key, weights, dropout_p)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 

@@ -22,7 +22,13 @@ def dropout(key: jax.Array | None, x: Any, p: float, train: bool | None = True) 
     if not train or p == 0 or key is None:
         return x, jnp.ones(x.shape)
     keep = jax.random.bernoulli(key, 1 - p, x.shape)
-    return jnp.where(keep, x / (1 - p), 0).astype(x.dtype), keep
+    return keep_scaled(x, keep, 1 / (1 - p) if p < 1 else 0.0), keep
+
+
+def keep_scaled(x: Any, keep: Any, scale: float) -> Any:
+    """Return x * scale, 0 where not kept. Like torch, multiply in float32: bfloat16 would round the scale."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.where(keep, wide * scale, 0).astype(x.dtype)
 
 
 def _bernoulli(key: jax.Array | None, x: Any, p: float | None = None) -> Any:

@@ -1,5 +1,7 @@
 """Optimizers: complex parameters, schedules, weight decay, those with arguments of their own, GPT-2's."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from tests.train import toy
 from tpuswarm import InputError, Trainer, Weighted, supervised
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.train.optimizer import default_decay_mask
+from tpuswarm.train.optimizer import default_decay_mask, swarm_obstacle
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.supervised_program import inference_params
@@ -344,3 +346,35 @@ def test_unknown_optimizer_options_are_refused(options, words):
 def test_sam_takes_its_arguments_inside_a_chain():
     sam = optax.contrib.sam(optax.sgd(0.1), ASCENT, opaque_mode=True)
     assert_close(train_supervised(optax.chain(optax.identity(), sam))[-1].params, train_supervised(sam)[-1].params)
+
+
+def optimizers(rate):
+    """Yield each optimizer of optax that has a learning rate, by name."""
+    for module in (optax, optax.contrib):
+        for name, make in inspect.getmembers(module, inspect.isfunction):
+            parameters = inspect.signature(make).parameters
+            if "learning_rate" in parameters and name not in ("optimistic_adam", "dpsgd"):  # refuse schedules; refused
+                required = {
+                    other: 0.1 for other, parameter in parameters.items()
+                    if parameter.default is parameter.empty and other != "learning_rate"
+                }  # fmt: skip
+                try:
+                    yield name, make(rate, **{other: value for other, value in required.items() if other != "kwargs"})
+                except (AttributeError, TypeError, ValueError):  # takes numbers alone, or other optimizers
+                    continue
+
+
+@pytest.mark.filterwarnings("ignore:.*seed.* is deprecated", "ignore:Specifying a key will be required")
+def test_swarm_refuses_each_optimizer_with_a_schedule_and_no_other():
+    params, found = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, {}
+    for kind, rate in ("schedule", optax.cosine_decay_schedule(1e-2, 24)), ("number", 1e-2):
+        for name, optimizer in optimizers(rate):
+            for wrapped in (optimizer, optax.chain(optax.clip(1.0), optimizer)):
+                try:
+                    state = wrapped.init(params)
+                except (TypeError, ValueError):
+                    continue
+                found.setdefault((name, kind), set()).add("schedule" in swarm_obstacle(wrapped, state))
+    taken = {name for (name, kind), refused in found.items() if kind == "schedule" and refused != {True}}
+    refused = {name for (name, kind), refused in found.items() if kind == "number" and refused != {False}}
+    assert len(found) > 60 and not taken and refused <= {"noisy_sgd"}, (taken, refused)  # its noise fades

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CellType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,13 @@ from tpuswarm.train import paths
 from tpuswarm.train.user_code import blame, line_of, user_line
 
 SCHEDULE_FREE = "ScheduleFreeState"
+SCHEDULE_STATES = (
+    "ScaleByScheduleState", "WrappedScheduleState", "WeightDecaySchedule", "AddNoiseState",
+    "ConditionallyTransformState", "ConditionallyMaskState",
+)  # fmt: skip
+"""States of optax that count updates for a schedule."""
+SCHEDULED = ("learning_rate", "b3", "alpha")
+"""Arguments of optax.contrib that may be schedules."""
 UNDECAYED = ("b", "bias", "biases", "beta", "scale", "gain", "gamma", "offset")
 """Names of parameters without weight decay, of any shape: in stacked layers they have two axes."""
 LOOKAHEAD_WARNING = "has no attribute `fast`"
@@ -109,9 +117,9 @@ def params_to_use(state: Any, params: Any) -> Any:
     return params
 
 
-def swarm_obstacle(state: Any) -> str:
-    """Return why an optimizer cannot run in a swarm, and the way out; empty if it can."""
-    if _find(state, "ScaleByScheduleState", "WrappedScheduleState"):
+def swarm_obstacle(optimizer: optax.GradientTransformation, state: Any) -> str:
+    """Return why an optimizer with this state cannot run in a swarm, and the way out; empty if it can."""
+    if _find(state, *SCHEDULE_STATES) or _calls_schedule(optimizer.update):
         return (
             "has a schedule of its own, so each member would follow it by its own steps: give schedule= to supervised, "
             "and the optimizer as a function of (learning_rate, decay_mask)"
@@ -119,6 +127,28 @@ def swarm_obstacle(state: Any) -> str:
     if _keeps_params(state):
         return "keeps parameters of its own that members do not share: train with --members 1 or another optimizer"
     return ""
+
+
+def _calls_schedule(update: Callable[..., Any]) -> bool:
+    """Return whether an update, or a function in its closure, has a schedule in its closure.
+
+    Some optimizers of optax.contrib have the same state with a learning rate and with a schedule of it.
+    """
+    seen, remaining = set[int](), [update]
+    while remaining:
+        part = remaining.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, tuple | list):
+            remaining += part
+        elif inspect.isfunction(part) and part.__closure__:
+            variables = dict(zip(part.__code__.co_freevars, part.__closure__, strict=True))
+            values = {name: cell.cell_contents for name, cell in variables.items() if cell != CellType()}
+            if any(callable(values.get(name)) for name in SCHEDULED):
+                return True
+            remaining += values.values()
+    return False
 
 
 def is_in_steps(schedule: Callable[..., Any]) -> bool:

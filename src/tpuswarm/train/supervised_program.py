@@ -135,7 +135,7 @@ class SupervisedProgram(Program):
         return _state(params, opt, jax.tree.map(_average, trained) if self._options.ema is not None else None, extra)
 
     def swarm_obstacle(self, state: TrainState) -> str:
-        return swarm_obstacle(state.opt)
+        return swarm_obstacle(self._transformation(0.0, state.params), state.opt)
 
     def weights(self) -> Any:
         return self._weights() if self._weights else None

@@ -249,6 +249,28 @@ def test_hooks_see_the_average_and_one_that_fails_leaves_the_others_alone(tmp_pa
     assert first.startswith("a hook returned a dict that cannot be used: ") and last == "a text"
 
 
+CANVAS = np.zeros((2, 2, 3), np.uint8)
+
+
+def with_a_canvas():
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), toy.splits)
+
+    def draw(colour):
+        CANVAS[:] = colour
+        return CANVAS
+
+    recipe.pictured = lambda state: draw(1)
+    recipe.hooks = lambda: [Every("evaluation", lambda step, colour=colour: draw(colour)) for colour in (2, 3)]
+    return recipe
+
+
+def test_pictures_of_an_evaluation_may_share_one_array(tmp_path):
+    ready = member(tmp_path, f"{__file__}:with_a_canvas")
+    state = ready.make_state(ready.initialize()).state
+    found = ready._inspect(state, None, {"tokens": 16, "version": 1, "eval_loss": 1.0}, lambda seconds: None)
+    assert {suffix: int(picture.max()) for suffix, picture in found.pictures.items()} == {"": 1, "-0": 2, "-1": 3}
+
+
 def test_member_evaluates_in_batches_of_the_requested_size(tmp_path):
     def eval_batch(own=None, **settings):
         return member(tmp_path, own=own, **settings).validation.batch

@@ -50,7 +50,7 @@ class Dataset:
 class Rows:
     """A source of the user's own, whose rows lie in one array."""
 
-    rows_per_epoch = ROWS
+    rows_per_epoch, in_memory = ROWS, False
 
     def __init__(self):
         self.entered, self._array = Entered(), np.empty(ROWS, np.float32)
@@ -59,6 +59,23 @@ class Rows:
         with self.entered():
             self._array[:count] = np.arange(start, start + count) % ROWS
             return {"x": self._array[:count]}
+
+
+class RowsInMemory(Rows):
+    """A source that is read without a thread if it is quick."""
+
+    in_memory = True
+
+
+class Positioned(Rows):
+    """A source that tells each checkpoint where it is."""
+
+    def position(self, row):
+        with self.entered():
+            return {"row": row}
+
+    def go_to(self, position):
+        pass
 
 
 def streamed(entered):
@@ -92,6 +109,7 @@ def in_order(steps=STEPS):
 SHARED = {
     "dataset": (Dataset(), lambda dataset: [IndexedSource(dataset, seed=1) for _ in range(2)]),
     "source": (Rows(), lambda rows: [rows, rows]),
+    "source in memory": (RowsInMemory(), lambda rows: [rows, rows]),
     "function": (Entered(), lambda entered: [streamed(entered), streamed(entered)]),
 }
 
@@ -105,6 +123,12 @@ def test_splits_may_share_their_data(tmp_path, shared, make):
     assert steps == [alone.rows(step * BATCH, BATCH)["x"].mean() for step in range(STEPS)]
     assert evaluations == [np.arange(ROWS).mean()] * (STEPS // 2)
     assert len(getattr(shared, "entered", shared).threads) == 2
+
+
+def test_checkpoint_waits_for_the_reader_before_it_takes_the_position(tmp_path):
+    source = Positioned()
+    steps, _ = train(tmp_path / "run", source, save_every=1)
+    assert steps == in_order() and len(source.entered.threads) == 2
 
 
 def test_one_stream_for_two_splits_is_refused(tmp_path):

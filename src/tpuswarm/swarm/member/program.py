@@ -108,7 +108,7 @@ class MemberProgram:
         if average is not None and exchange.average is not None:
             fresh = exchange.average.put(fresh, average)
         if (picture := self._recipe.pictured(fresh)) is not None:
-            found.pictures[""] = picture
+            found.pictures[""] = np.array(picture)  # hooks and recipe may draw the next one into the same array
         numbers: dict[str, Any] = {}
         for index in due:
             allow(HOOK_TIMEOUT_S)
@@ -127,7 +127,7 @@ class MemberProgram:
                     size = "x".join(map(str, shape))
                     found.texts.append(f"a hook returned a picture of {size}: a swarm allows {MAX_PICTURE_SIDE}")
                 else:
-                    found.pictures[f"-{index}"] = np.asarray(returned)
+                    found.pictures[f"-{index}"] = np.array(returned)
         found.row.update(numbers)
         return found
 

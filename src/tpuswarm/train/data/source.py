@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, lru_cache
 from mmap import ALLOCATIONGRANULARITY
@@ -158,10 +158,10 @@ def source_of(recipe: Recipe, split: str) -> Source:
 def rows_of(source: Source, start: int, count: int) -> dict[str, np.ndarray]:
     """Read rows start to start + count of a source as copies; raise InputError unless they are arrays by name.
 
-    Only one thread at a time reads sources that are not in memory: splits may share a data set. A source may fill the
-    same arrays again at the next call.
+    Only one thread at a time reads: splits may share a data set. A source may fill the same arrays again at the next
+    call.
     """
-    with nullcontext() if getattr(source, "in_memory", False) else reader_lock():
+    with reader_lock():
         rows = source.rows(start, count)
         if isinstance(rows, Mapping):
             return {name: copy_array(array) for name, array in rows.items()}

@@ -118,7 +118,7 @@ class Outputs:
         """Write and display a generated picture, uint8 (height, width, 3); nothing for None."""
         if picture is not None and self._run.writes:
             self._write_picture(step, "made", f"{step:08d}.png", picture)
-            self._display.picture(picture)
+            self._display.picture(np.array(picture))  # the recipe may draw the next one into the same array
 
     def _write_picture(self, step: int, name: str, file: str, picture: np.ndarray) -> None:
         assert self._tensorboard is not None

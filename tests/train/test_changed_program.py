@@ -186,6 +186,47 @@ def test_resuming_under_other_settings_is_reported(tmp_path):
     assert read_config(tmp_path / "run")["numerics"] == recorded
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_run_of_other_types_is_refused_with_the_way_out(tmp_path, finished):
+    fit(tmp_path / "run", recipe(), 2)
+    with jax.enable_x64(True), pytest.raises(InputError, match=r"JAX_ENABLE_X64 was False .* set JAX_ENABLE_X64=False"):
+        fit(tmp_path / "run", recipe(), 2 if finished else 4)
+    with jax.enable_x64(True), pytest.raises(InputError, match="set JAX_ENABLE_X64=False"):
+        Trainer(devices=1).evaluate(recipe(), run=tmp_path / "run", split="train")
+    assert fit(tmp_path / "run", recipe(), 4).step == 4
+
+
+def test_run_without_compilation_is_refused(tmp_path):
+    fit(tmp_path / "run", recipe(), 2)
+    for steps, folder in (4, "run"), (2, "other"):
+        with jax.disable_jit(), pytest.raises(InputError, match="JAX_DISABLE_JIT is on, and a run compiles its steps"):
+            fit(tmp_path / folder, recipe(), steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_default_prng_impl", "rbg"), ("jax_random_seed_offset", 3), ("jax_default_matmul_precision", "highest"),
+        ("jax_optimization_level", "O1"), ("jax_numpy_dtype_promotion", "strict"), ("jax_threefry_partitionable", None),
+        ("eager_constant_folding", None), ("jax_use_direct_linearize", None), ("jax_softmax_custom_jvp", None),
+        ("jax_disable_most_optimizations", None),
+    ],
+)  # fmt: skip
+def test_resumed_run_under_each_setting_continues_or_says_so(tmp_path, name, value):
+    """value: None for the other of two."""
+    fit(tmp_path / "whole", recipe(), 4)
+    fit(tmp_path / "run", recipe(), 2)
+    before = jax.config.values[name]
+    jax.config.update(name, not before if value is None else value)
+    try:
+        fit(tmp_path / "run", recipe(), 4)
+    finally:
+        jax.config.update(name, before)
+    says_so = f"{name} was {before} when this run began" in (tmp_path / "run" / EVENTS).read_text()
+    whole, run = ([row["loss"] for row in read_rows(tmp_path / folder / METRICS)] for folder in ("whole", "run"))
+    assert says_so or (whole == run and name == "jax_numpy_dtype_promotion")
+
+
 def test_first_row_of_a_stream_is_compared(tmp_path):
     def stream(first):
         rows = [{"x": np.float32(first + number)} for number in range(16)]

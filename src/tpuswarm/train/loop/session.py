@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401  # slow: before a run is open, which an interrupt would have to remove
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.source import Repeated
+from tpuswarm.train.data.source import Repeated, reader_lock
 from tpuswarm.train.data.stream import StreamSource
 from tpuswarm.train.hosts.agreement import Agreement, join_hosts
 from tpuswarm.train.hosts.host_group import HostGroup
@@ -96,7 +96,8 @@ class Session:
         position = getattr(self.source, "position", None)
         if position is None or jax.process_count() > 1:
             return None
-        return position(step * int(self.settings["batch"]))
+        with nullcontext() if isinstance(self.source, StreamSource) else reader_lock():  # a thread may be reading
+            return position(step * int(self.settings["batch"]))
 
 
 @contextmanager
@@ -166,7 +167,8 @@ def prepare(
             raise InputError(f"{sentence}, and is finished: begin another run, with --init-from to take its parameters")
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             placed = place_program(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
-            state, metrics = checkpoint.restore(saved, placed.state), last_row(run.folder)
+            state = checkpoint.restore(saved, placed.state, (config or {}).get("numerics", {}))
+            metrics = last_row(run.folder)
             return Result(run.folder, state, saved.step, settings["steps"], metrics, "finished", ended, None)
 
     evaluates = settings["eval_every"] is not None
@@ -277,7 +279,7 @@ def _make_state(session: Session, init_key: jax.Array, shared: Any) -> None:
 def _restore(session: Session, saved: checkpoint.Saved) -> None:
     run, source, step = session.run, session.source, saved.step
     with waiting(f"restoring the checkpoint of step {step}"):
-        session.state = checkpoint.restore(saved, session.compiled.state)
+        session.state = checkpoint.restore(saved, session.compiled.state, session.config["numerics"])
     session.first_step, session.wall_s, session.save_s = step, saved.about.get("wall_s", 0.0), saved.seconds
     lr_scale = lr_scale_after(read_rows(run.folder / EVENTS), step)
     session.lr_scale = session.agreement.broadcast("reading the events", lr_scale)

@@ -22,10 +22,25 @@ JAX_SETTINGS = (
     "jax_optimization_level",
     "jax_softmax_custom_jvp",
     "jax_use_direct_linearize",
+    "eager_constant_folding",
+    "jax_explicit_x64_dtypes",
+    "jax_bcoo_cusparse_lowering",  # this and the next twelve choose other kernels or compilers
+    "jax_compiler_enable_remat_pass",
+    "jax_cpu_collectives_implementation",
+    "jax_custom_vjp3",
+    "jax_memory_fitting_effort",
+    "jax_memory_fitting_level",
+    "jax_pallas_use_mosaic_gpu",
+    "jax_ragged_dot_use_gpu_pallas_triton_lowering",
+    "jax_ragged_dot_use_ragged_dot_instruction",
+    "jax_remat3",
+    "jax_scan3",
+    "jax_use_magma",
+    "jax_use_shardy_partitioner",
 )
 ENVIRONMENT_VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "XLA_FLAGS")
-IGNORED_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_dump", "--xla_force_host_platform_device_count")
-"""Recorded elsewhere, or without influence on the numbers."""
+IGNORED_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+"""Without influence on the numbers."""
 
 
 def run_key(seed: int) -> "jax.Array":

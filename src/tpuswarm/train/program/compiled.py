@@ -283,6 +283,10 @@ def _with_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place_on_mesh(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
+    if jax.config.values["jax_disable_jit"]:
+        raise InputError(
+            "JAX_DISABLE_JIT is on, and a run compiles its steps: turn it off; jax.debug.print shows values in a step"
+        )
     program = program_of(recipe, options)
     state = abstract_state(program, recipe.name)
     state = with_sharding(state, meshes.state_shardings(state, mesh, shard))

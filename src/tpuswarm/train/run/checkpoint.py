@@ -12,7 +12,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,10 +249,11 @@ def inspect(folder: Path) -> Saved | str:
         return f"it cannot be read: {error}"
 
 
-def restore(saved: Saved, abstract: Any) -> Any:
+def restore(saved: Saved, abstract: Any, recorded: Mapping[str, str] | None = None) -> Any:
     """Return the state of a checkpoint in the shapes, dtypes and shardings of `abstract`, on any devices.
 
-    Raises RunFailed if the checkpoint holds a different model.
+    recorded: settings of JAX under which the run began. Raises RunFailed if the checkpoint holds a different model,
+    InputError if 64-bit types are the reason.
     """
     import orbax.checkpoint as ocp
 
@@ -261,6 +262,12 @@ def restore(saved: Saved, abstract: Any) -> Any:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         there, here = _shapes(orbax.metadata(path).item_metadata.tree), _shapes(abstract)
         if different := describe_mismatch(there, here):
+            before, now = (recorded or {}).get("jax_enable_x64"), str(jax.config.values["jax_enable_x64"])
+            if before not in (None, now):
+                raise InputError(
+                    f"JAX_ENABLE_X64 was {before} when this run began and is {now}, so its arrays have other types: "
+                    f"set JAX_ENABLE_X64={before}"
+                )
             raise RunFailed(f"checkpoint {saved.folder} holds a different model: {different}")
         return orbax.restore(path, args=ocp.args.PyTreeRestore(abstract, restore_args=args))
 

@@ -68,7 +68,8 @@ def load_run(
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
     placed = place_program(recipe, Request(**{name: train.get(name) for name in names}), devices)
-    return LoadedRun(folder, config, recipe, placed, checkpoint.restore(saved, placed.state), saved.step, notes)
+    state = checkpoint.restore(saved, placed.state, config.get("numerics", {}))
+    return LoadedRun(folder, config, recipe, placed, state, saved.step, notes)
 
 
 def initial_parameters(

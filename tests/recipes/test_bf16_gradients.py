@@ -14,6 +14,7 @@ from tpuswarm.recipes.stylegan2 import discriminator, generator
 from tpuswarm.recipes.stylegan2.config import Config as StyleGAN2Config
 from tpuswarm.recipes.stylegan2.layers import Form
 from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.program import rounding
 from tpuswarm.train.recipe import Options
 
 pytestmark = pytest.mark.slow
@@ -92,6 +93,28 @@ def require_close(exact, half, zero=1e-12):
             assert abs(projection - 1) < 0.02 and error < 0.05, (path, projection, error)
 
 
+def in_exact_sums(function):
+    """Return `function` with every sum of bfloat16 numbers, however short, computed in float32."""
+
+    def exact(*args):
+        def is_sum(equation):
+            is_half = bool(equation.outvars) and equation.outvars[0].aval.dtype == jnp.bfloat16
+            return is_half and equation.primitive.name in rounding.SUM_PRIMITIVES + rounding.SCATTER_PRIMITIVES
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rounding, "is_long_sum", is_sum)
+            return rounding.sums_in_float32(function)(*args)
+
+    return exact
+
+
+def require_same(exact, half, exact_sums):
+    """Compare gradients in bfloat16 with those of exact sums: what differs from float32 is not the sums' fault."""
+    for path, expected in exact.items():
+        difference = np.linalg.norm(half[path] - exact_sums[path])
+        assert difference <= 0.005 * np.linalg.norm(expected), (path, difference)
+
+
 @pytest.mark.parametrize("build", [gpt2, make, score])
 def test_each_gradient_is_close_to_float32_and_no_long_sum_is_in_bfloat16(build):
     found = []
@@ -101,6 +124,33 @@ def test_each_gradient_is_close_to_float32_and_no_long_sum_is_in_bfloat16(build)
     require_close(*found)
     sums = list(long_sums(jax.make_jaxpr(jax.grad(function))(params).jaxpr))
     assert not sums, sums
+    require_same(*found, by_leaf(jax.jit(in_exact_sums(jax.grad(function)))(params)))
+
+
+def test_error_of_stylegan2s_gradients_is_noise_that_batches_average_out():
+    """The terms of a noise strength nearly cancel, so that one batch shows the rounding of each term."""
+    params = scattered(generator.init(jax.random.key(0), STYLEGAN2))
+    others = jax.tree.map(lambda leaf: 0.5 * leaf, params)
+    codes = np.random.default_rng(3).normal(size=(16, PICTURES, STYLEGAN2.layers, STYLEGAN2.latent))
+
+    def gradients(form):
+        def loss(params, w, key):
+            goal = generator.synthesize(others, w, key, STYLEGAN2, Form())
+            return jnp.square(generator.synthesize(params, w, key, STYLEGAN2, form) - goal).mean()
+
+        gradient = jax.jit(jax.grad(loss))
+        return [by_leaf(gradient(params, w, jax.random.key(n))) for n, w in enumerate(codes.astype(np.float32))]
+
+    def error(exact, half):
+        return np.linalg.norm(half - exact) / np.linalg.norm(exact)
+
+    exact, half = gradients(Form()), gradients(Form(half=True))
+    for path in exact[0]:
+        of_batches = [(one[path], other[path]) for one, other in zip(exact, half, strict=True)]
+        if max(np.abs(one).max() for one, _ in of_batches) > 1e-12:
+            of_mean = error(*np.mean(of_batches, axis=0))
+            is_noise = path == "single numbers"  # others keep the rounding of parameters, the same in each batch
+            assert of_mean < (0.5 * np.mean([error(*pair) for pair in of_batches]) if is_noise else 0.02), path
 
 
 @pytest.mark.parametrize(("highest", "halves"), [(32, {8, 16, 32}), (16, {8, 16}), (256, {32, 64, 128, 256})])

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.recipes.test_bf16_gradients import by_leaf, long_sums, require_close
+from tests.recipes.test_bf16_gradients import by_leaf, in_exact_sums, long_sums, require_close, require_same
 from tpuswarm import Trainer, supervised
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.recipe import Options
@@ -110,6 +110,8 @@ def test_each_gradient_is_close_to_that_in_float32_and_no_long_sum_is_in_bfloat1
         found[precision] = by_leaf(jax.jit(program.batch_gradient)(*arguments))
     assert not list(long_sums(jax.make_jaxpr(program.batch_gradient)(*arguments).jaxpr))
     require_close(found["f32"], found["bf16"], zero=1e-6)  # a bias of keys moves nothing
+    moving = {path: leaf for path, leaf in found["f32"].items() if np.abs(leaf).max() > 1e-6}
+    require_same(moving, found["bf16"], by_leaf(jax.jit(in_exact_sums(program.batch_gradient))(*arguments)))
 
 
 def test_micro_batches_and_devices_take_the_same_step(tmp_path):

@@ -41,7 +41,9 @@ class Items:
         return self._count
 
     def __getitem__(self, number):
-        return {"x": self._buffer.fill([number])[0:1]}
+        if number >= self._count:
+            raise IndexError
+        return {"x": self._buffer.fill([number])}
 
 
 class Rows:

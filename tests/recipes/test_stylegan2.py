@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuswarm import RunFailed, Trainer
 from tpuswarm.recipes.stylegan2 import augment
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
-from tpuswarm.train.run.checkpoint import checkpoint_folders
 
 pytestmark = pytest.mark.slow
 TINY = {"resolution": 8, "latent": 4, "mapping": 1, "channels": 4, "most_channels": 4, "group": 2}
@@ -95,15 +93,6 @@ def test_broken_network_makes_the_loss_nan(recipe, one, fresh, broken):
     assert np.isnan(metrics["loss"])
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_gradient_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
-    """The authors' code continues with 0 in its place, silently."""
-    recipe = StyleGAN2(**TINY, r1=1e38, adapt=False)
-    with pytest.raises(RunFailed, match=r"at step 2 .*not finite: discriminator/.*checkpoint of step 0 is safe"):
-        Trainer(eval_every=None, devices=1).fit(recipe, steps=4, batch=BATCH, run=tmp_path / "run")
-    assert [int(folder.name) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [0]
-
-
 def test_held_out_rest_is_scored_in_whole_groups_and_counts_once(recipe, fresh):
     program, scored = recipe.program(Options()), []
 
@@ -154,19 +143,22 @@ def test_grid_shows_the_averaged_generator_and_follows_seed_and_truncation(recip
     np.testing.assert_array_equal(next(recipe.grids(other, 2, 3, truncation=1.0, seed=0)), grid())
 
 
-def test_r1_differentiates_by_the_pictures_before_augmentation(recipe, fresh, monkeypatch):
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_r1_differentiates_by_the_pictures_before_augmentation_and_hides_no_overflow(fresh, monkeypatch):
     """Pictures that the augmentation doubles have twice the gradient."""
+    recipe = StyleGAN2(**TINY, r1=1e38)
     program, real = recipe.program(Options()), rows(recipe, 0)["pictures"]
 
-    def penalty(pictures):
-        compute = jax.jit(
-            lambda state, real: program._regularise_discriminator(state, real, jax.random.key(0)).seen["r1"]
-        )
-        return float(compute(fresh, pictures))
+    def regularise(pictures):
+        after = jax.jit(lambda state, real: program._regularise_discriminator(state, real, jax.random.key(0)))
+        return jax.device_get(after(fresh, pictures))
 
     real = jnp.asarray(real, jnp.float32) / 128 - 1
     assert program._adapt
     monkeypatch.setattr(augment, "augment", lambda x, *_: x)
-    plain = penalty(2 * real)
+    plain = regularise(2 * real)
     monkeypatch.setattr(augment, "augment", lambda x, *_: 2 * x)
-    assert penalty(real) == pytest.approx(4 * plain, rel=1e-4)
+    assert regularise(real).seen["r1"] == pytest.approx(4 * plain.seen["r1"], rel=1e-4)
+    # The authors' code replaces a gradient that overflows by 0, silently; here it reaches the parameters.
+    assert np.isfinite(plain.seen["r1"])
+    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(plain.discriminator))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests import processes
+from tests.journeys.conftest import GOLDEN, SHAPE
 from tests.recipes.hub import serving
 from tpuswarm.swarm.storage.founding import read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -18,8 +18,6 @@ from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.run.loaded import load_run
 
 pytestmark = pytest.mark.slow
-GOLDEN = Path(__file__).resolve().parents[1] / "recipes" / "golden" / "model"
-SHAPE = "--layers 2 --heads 2 --width 16 --context 12"
 
 
 def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeypatch):
@@ -51,23 +49,23 @@ def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeyp
     np.testing.assert_array_equal(again["wte"][:300], run.state.params["wte"][:300])
 
 
-def test_swarm_starts_from_a_published_model_keeps_its_tokenizer_and_starts_other_runs(tmp_path, text_file):
-    shutil.copyfile(text_file, tmp_path / "text.txt")
-    words = f"train gpt2-tiny --data text.txt {SHAPE} --steps 12 --init-from hf:{GOLDEN} --run run"
-    _, err = processes.run([*words.split(), "--members", "1", "--cycle", "6"], tmp_path)
-    assert f"parameters from hf:{GOLDEN}" in err
-    store = Store(tmp_path / "run")
+def test_swarm_starts_from_a_published_model_keeps_its_tokenizer_and_starts_other_runs(
+    watched_swarm, tmp_path, text_file
+):
+    """Its text is gone."""
+    run = watched_swarm.run
+    assert f"parameters from hf:{GOLDEN}".replace(" ", "") in "".join(watched_swarm.text.split())
+    store = Store(run)
     layout, first = read_founding(store).layout, Ledger(store).record(0)
     began = layout.join([Objects(store).get_array(digest) for digest in first.state])
     published = load_file(GOLDEN / "model.safetensors")
     for path, name in {"wte": "wte.weight", "blocks/mlp/fc/w": "h.0.mlp.c_fc.weight"}.items():
         there = began[path] if path == "wte" else began[path][0]
         np.testing.assert_array_equal(there[: len(published[f"transformer.{name}"])], published[f"transformer.{name}"])
-    (tmp_path / "text.txt").unlink()
-    out, _ = processes.run(["sample", "run", "--prompt", "line", "--tokens", "5"], tmp_path)
+    out, _ = processes.run(["sample", str(run), "--prompt", "line", "--tokens", "5"], tmp_path)
     assert out.startswith("line")
-    out, _ = processes.run(["export", "run", "model", "--format", "hf", "--json"], tmp_path)
-    assert json.loads(out)["step"] == 12 and load_file(tmp_path / "model" / "model.safetensors")
-    words = f"train gpt2-tiny --data {text_file} {SHAPE} --steps 6 --init-from run --vocab 300 --run plain"
+    out, _ = processes.run(["export", str(run), "model", "--format", "hf", "--json"], tmp_path)
+    assert json.loads(out)["step"] == 400 and load_file(tmp_path / "model" / "model.safetensors")
+    words = f"train gpt2-tiny --data {text_file} {SHAPE} --steps 6 --init-from {run} --vocab 300 --run plain"
     _, err = processes.run(words.split(), tmp_path)
-    assert f"parameters from {tmp_path / 'run'}" in err
+    assert f"parameters from {run}" in err

@@ -5,14 +5,13 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from random import Random
 
-from tests.processes import wait_for
+from tests.processes import Forked, wait_for
 
 SECRET = b"secret"
 TIMEOUT_S = 300
@@ -35,20 +34,15 @@ def connected_sockets() -> tuple[socket.socket, socket.socket]:
         return server.accept()[0], far
 
 
-def start_hosts(module: str, folder: Path, **about) -> list[subprocess.Popen[str]]:
-    """Start two processes of `python -m module`, host 0 first, which read `about` and write to files in `folder`."""
+def start_hosts(program: str, folder: Path, **about) -> list[subprocess.Popen[str]]:
+    """Start two processes of a Python file, host 0 first, which read `about` and write to files in `folder`."""
     about = {"address": f"127.0.0.1:{free_port()}", "folder": str(folder), **about}
     flags = re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"])
     started = []
     for index in range(2):
-        command = [sys.executable, "-m", module, str(index), json.dumps(about)]
+        command = [program, str(index), json.dumps(about)]
         with err(folder, index).open("w") as stderr:
-            started.append(
-                subprocess.Popen(
-                    command, stderr=stderr, text=True,
-                    cwd=Path(__file__).parents[1], env={**os.environ, "XLA_FLAGS": flags},
-                )
-            )  # fmt: skip
+            started.append(Forked(command, stderr=stderr, text=True, env={**os.environ, "XLA_FLAGS": flags}))
     return started
 
 

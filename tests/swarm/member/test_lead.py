@@ -1,6 +1,7 @@
 """A member of two hosts, each a real process of four virtual devices, in a swarm with a ledger."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
 
 pytestmark = pytest.mark.slow
+PROGRAM = str(Path(__file__).parents[1] / "host.py")
 
 
 @pytest.mark.parametrize(("form", "shard"), [("plain", "fsdp"), ("int8", "replicate")])
 def test_two_hosts_train_as_one_member(tmp_path, form, shard):
     """Each host also checks at its end that it holds the bits of the last version (tests/swarm/host.py)."""
-    finished(start_hosts("tests.swarm.host", tmp_path, form=form, shard=shard, steps=host.STEPS), tmp_path)
+    finished(start_hosts(PROGRAM, tmp_path, form=form, shard=shard, steps=host.STEPS), tmp_path)
     store = Store(str(tmp_path / "swarm"))
     view = Ledger(store).view()
     assert len(view.counted) == host.STEPS * host.BATCH and view.version >= 3

@@ -24,13 +24,11 @@ from tpuswarm.train.hosts import control_channel, rendezvous
 from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.program import mesh
 
-MODULE = "tests.train.host"
-
 
 @pytest.mark.slow
 def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch):
     """Losses and parameters agree up to the order of sums, and both hosts end."""
-    started = start_hosts(MODULE, tmp_path, shards=["replicate", "fsdp"])
+    started = start_hosts(host.__file__, tmp_path, shards=["replicate", "fsdp"])
     monkeypatch.setattr(mesh, "MIN_SHARDED_BYTES", host.SHARDED_BYTES)
     expected = {shard: host.train(shard, host.STEPS) for shard in ("replicate", "fsdp")}
     finished(started, tmp_path)
@@ -48,7 +46,7 @@ def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_killed_host_ends_the_other_with_one_sentence(tmp_path):
     """The other is in a step, whose collective would never return. tests/crash kills host 1."""
-    started = start_hosts(MODULE, tmp_path)
+    started = start_hosts(host.__file__, tmp_path)
     sentence = signal_host(started, tmp_path, (tmp_path / "1.step").exists, 0, signal.SIGKILL)
     assert sentence == "host 0 is gone (connection closed), so this host stops too; start all hosts again\n"
 
@@ -56,14 +54,14 @@ def test_killed_host_ends_the_other_with_one_sentence(tmp_path):
 @pytest.mark.slow
 def test_hung_host_ends_the_other_with_one_sentence(tmp_path):
     """Its connection stays open, and it sends nothing."""
-    started = start_hosts(MODULE, tmp_path)
+    started = start_hosts(host.__file__, tmp_path)
     sentence = signal_host(started, tmp_path, (tmp_path / "1.step").exists, 0, signal.SIGSTOP)
     assert sentence == "host 0 is gone (silent for 15 s), so this host stops too; start all hosts again\n"
 
 
 @pytest.mark.slow
 def test_host_with_another_number_than_its_worker_ends_both_as_wrong_input(tmp_path):
-    finished(start_hosts(MODULE, tmp_path, worker=0), tmp_path, code=2)
+    finished(start_hosts(host.__file__, tmp_path, worker=0), tmp_path, code=2)
     sentence = "host 1 is worker 0 of its TPU slice; number the hosts like the workers"
     assert f"InputError: {sentence}\n" in err(tmp_path, 1).read_text()
     assert err(tmp_path, 0).read_text().startswith(f"host 1 is gone (it ended: {sentence})")

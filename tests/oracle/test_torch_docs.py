@@ -21,7 +21,7 @@ assert (found == rows['label']).mean() > 0.9
 def test_page_of_torch(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    module, circles, back, shapes, added, _, classifier = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    module, circles, back, shapes, added, classifier = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     back = f"import numpy as np\nfrom circles import make\nfrom module import *\n{back}{CHECK}"
     programs = {"module": module, "circles": circles, "back": back, "shapes": shapes, "added": added}
     for name, text in (programs | {"classifier": classifier}).items():

@@ -289,7 +289,7 @@ class GPT2(Recipe):
         if split not in ("train", "validation", "all"):
             raise NoSuchSplit(f"a text has no {split} part; evaluate it on another text, with --data")
         if self._data == "fake":
-            return FakeTokens(self.config.vocab, context, self._seed + (split == "validation"))
+            return FakeTokens(self.config.vocab, context, self._seed, split == "validation")
         text = self._data or "the Python standard library"
         name = text if split == "all" else f"the {split} part of {text}"
         held_out = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out

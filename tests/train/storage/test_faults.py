@@ -285,7 +285,7 @@ def test_checkpoint_that_is_pruned_while_it_is_sent_ends_no_run(use_disk, monkey
     assert read_steps(download_run(URL, whole=True)) == [1, 2, 3]
 
 
-def test_object_that_may_not_be_deleted_ends_no_run_and_is_told(server, use_disk, capsys):
+def test_object_that_may_not_be_deleted_ends_no_run_and_is_told(server, use_disk, frequent_renewals, capsys):
     """A retention policy forbids it."""
     run = start_run()
     run._sync.upload()
@@ -294,6 +294,14 @@ def test_object_that_may_not_be_deleted_ends_no_run_and_is_told(server, use_disk
     (run.folder / "status.json").write_text("two")
     server.refuses_deletion = True
     run._sync.upload()
+    requests = f"asked/{run._sync._owned.record.owner.id}/"
+    Bucket(URL).put(f"{requests}{sync.TRACE_REQUEST}", b"{}")
+    until(lambda: (run.folder / sync.TRACE_REQUEST).exists())
+    (run.folder / sync.TRACE_REQUEST).unlink()
+    seen = run._sync._owned.record.owner.renewals
+    until(lambda: run._sync._owned.record.owner.renewals > seen + 3)
+    assert not (run.folder / sync.TRACE_REQUEST).exists(), "a request is handled once"
+    run.check()
     run.close()
     assert "status.json failed: as planned; the bucket keeps such objects, and bills" in capsys.readouterr().err
     use_disk("two")

@@ -1,7 +1,10 @@
 """One process at a time owns a run in a bucket, and rows that only one disk has are kept."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -268,6 +271,21 @@ def test_former_owner_is_asked_nothing(use_disk, short_lease, monkeypatch):
     run = Run(folder)
     download_run(URL)
     assert sync.owner_elsewhere(folder) is None
+    run.close()
+
+
+def test_reader_whose_clock_is_fast_sees_the_owner(use_disk):
+    run = start_run()
+    run._sync.upload()
+    use_disk("two")
+    program = (
+        "import time\nnow = time.time\ntime.time = lambda: now() + 600\n"
+        "from tpuswarm.train.storage.copy import download_run\n"
+        "from tpuswarm.train.storage.sync import owner_elsewhere\n"
+        f"print(owner_elsewhere(download_run('{URL}')).pid)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown == f"{os.getpid()}\n"
     run.close()
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.storage.places import Copied, Folder, Remote
 from tpuswarm.train.storage.bucket import Content
-from tpuswarm.train.storage.folders import origin
+from tpuswarm.train.storage.folders import is_url, origin
 
 
 class Missing(RunFailed):
@@ -49,46 +49,38 @@ class Store:
     """
 
     def __init__(self, root: str | Path):
-        """Raise InputError for a root that cannot hold a run; accesses nothing."""
+        """Raise InputError for a URL of another kind; accesses nothing."""
         self.root = str(root)
         self._back: Folder | Remote | Copied
-        protocol, apart, _ = self.root.partition("://")
-        if not apart and (url := origin(Path(root))):
-            self.root, self._back = url, Copied(Remote(url), Path(root))
-        elif not apart:
-            self._back = Folder(Path(root))
-        elif protocol == "file":
-            self._back = Folder(Path(self.root.removeprefix("file://")))
-        elif protocol in ("gs", "gcs"):
+        if is_url(self.root):
             self._back = Remote(self.root)
+        elif url := origin(Path(root)):
+            self.root, self._back = url, Copied(Remote(url), Path(root))
         else:
-            raise InputError(
-                f"{self.root} cannot hold a run: only local folders and gs:// were tested for creating a file only if "
-                "it does not exist; use one of these"
-            )
+            self._back = Folder(Path(root))
 
     def create(self, name: str, data: Content) -> bool:
         """Create a file; return False, without any change, if the name exists.
 
         A caller without an answer calls again and compares the stored bytes with its own.
         """
-        with self._translating_errors(name, "written"):
+        with self.naming_errors(name, "written"):
             return self._back.create(_checked(name), data)
 
     def put(self, name: str, data: Content) -> None:
         """Write a file whose name follows from its content, replacing an existing one."""
-        with self._translating_errors(name, "written"):
+        with self.naming_errors(name, "written"):
             self._back.put(_checked(name), data)
 
     def put_file(self, name: str, part: Path) -> None:
         """Do the same as `put` with a file from `temporary`."""
-        with self._translating_errors(name, "written"):
+        with self.naming_errors(name, "written"):
             self._back.put_file(_checked(name), part)
 
     @contextmanager
     def temporary(self, name: str) -> Iterator[Path]:
         """Yield an empty local file for what will be stored as `name` or beside it; remove it afterwards."""
-        with self._translating_errors(name, "written"):
+        with self.naming_errors(name, "written"):
             part = self._back.temporary(_checked(name))
         try:
             yield part
@@ -97,7 +89,7 @@ class Store:
 
     def read(self, name: str) -> bytes:
         """Return the whole file. Raise Missing if there is none."""
-        with self._translating_errors(name, "read"):
+        with self.naming_errors(name, "read"):
             return self._back.read(_checked(name))
 
     def path(self, name: str) -> Path | None:
@@ -105,7 +97,7 @@ class Store:
 
         For a run in a bucket, fetch the file first. Raise Missing if there is none.
         """
-        with self._translating_errors(name, "read"):
+        with self.naming_errors(name, "read"):
             return self._back.path(_checked(name))
 
     def local_path(self, name: str) -> Path | None:
@@ -113,44 +105,33 @@ class Store:
         return self._back.here(_checked(name))
 
     def exists(self, name: str) -> bool:
-        with self._translating_errors(name, "looked for"):
+        with self.naming_errors(name, "looked for"):
             return self._back.exists(_checked(name))
 
     def names(self, prefix: str) -> list[str]:
         """Return all names that begin with `prefix`, sorted."""
-        with self._translating_errors(prefix, "listed"):
+        with self.naming_errors(prefix, "listed"):
             return sorted(self._back.names(prefix))
 
     def ages(self, prefix: str) -> dict[str, float]:
         """Return the age of each file in seconds, by this machine's clock, for names that begin with `prefix`."""
         now = time.time()
-        with self._translating_errors(prefix, "listed"):
+        with self.naming_errors(prefix, "listed"):
             return {name: now - written for name, written in self._back.find(prefix).items()}
 
     def delete(self, name: str) -> None:
         """Delete a file if it exists."""
-        with self._translating_errors(name, "deleted"):
+        with self.naming_errors(name, "deleted"):
             self._back.delete(_checked(name))
 
     def sweep(self, seconds: float) -> None:
         """Remove temporary files older than this, which killed processes leave."""
-        with self._translating_errors("a temporary file", "deleted"):
+        with self.naming_errors("a temporary file", "deleted"):
             self._back.sweep(seconds)
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
-        """Translate errors of reading the file at `path` into Missing and RunFailed."""
-        with self._translating_errors(name, "read"):
-            yield
-
-    @contextmanager
-    def writing(self, name: str) -> Iterator[None]:
-        """Translate errors of writing a temporary file into RunFailed."""
-        with self._translating_errors(name, "written"):
-            yield
-
-    @contextmanager
-    def _translating_errors(self, name: str, verb: str) -> Iterator[None]:
+    def naming_errors(self, name: str, verb: str) -> Iterator[None]:
+        """Translate errors of the outside world into RunFailed, and an absent file that is "read" into Missing."""
         try:
             yield
         except RunFailed:

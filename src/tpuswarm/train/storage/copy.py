@@ -39,11 +39,11 @@ from tpuswarm.train.storage.folders import (
     grows,
     is_url,
     origin,
+    split_members,
     step_of,
     wipe,
 )
 from tpuswarm.train.storage.index import Index, Synced, read_index, stamp, write_index
-from tpuswarm.train.storage.member_rows import split_members
 from tpuswarm.train.storage.record import (
     DATA,
     RECORD,

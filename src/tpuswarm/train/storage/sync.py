@@ -13,7 +13,7 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import boot_time
 from tpuswarm.train.process.terminal import echo
-from tpuswarm.train.storage.bucket import RETRY_FOR_S, WAY_OUT, Bucket, Unreachable
+from tpuswarm.train.storage.bucket import RETRY_FOR_S, WAY_OUT, Bucket, BucketFailed, Unreachable
 from tpuswarm.train.storage.copy import RunCopy
 from tpuswarm.train.storage.folders import OWNER
 from tpuswarm.train.storage.record import (
@@ -48,6 +48,8 @@ class RunSync:
         self._error: RunFailed | None = None
         self._uploaded_at = 0.0
         self._is_swept = False
+        self._handled: dict[str, int] = {}
+        """The generation of the last request of each name."""
 
     def acquire(self) -> None:
         """Acquire the run and download it. Raises InputError while another process owns it, and RunFailed."""
@@ -163,14 +165,17 @@ class RunSync:
         self._owned.renew()
         bucket, requests = self._copy.bucket, f"{REQUESTS}{self._owned.record.owner.id}/"
         for name in (STOP, TRACE_REQUEST):
-            if (found := bucket.read_versioned(requests + name, RENEWAL_TIMEOUT_S)) is None:
+            found = bucket.read_versioned(requests + name, RENEWAL_TIMEOUT_S)
+            if found is None or found.generation == self._handled.get(name):
                 continue
-            bucket.delete(requests + name)
+            self._handled[name] = found.generation
             if name == STOP:
                 os.kill(os.getpid(), signal.SIGINT)
             else:
                 with suppress(OSError, ValueError):  # a full disk or a damaged request does not end the run
                     write_atomically(self._copy.folder / TRACE_REQUEST, found.data.decode())
+            with suppress(BucketFailed):  # a bucket may forbid deletions
+                bucket.delete(requests + name)
 
     def _upload(self) -> None:
         if not self._is_swept:

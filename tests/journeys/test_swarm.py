@@ -43,10 +43,6 @@ def is_replaced(now: dict, first: dict) -> bool:
     return now["state"] == "alive" and all(now[name] != first[name] for name in ("pid", "incarnation"))
 
 
-def joined_members(swarm: Swarm) -> list[str]:
-    return [member["id"] for member in swarm.status()["members"] if member["id"].startswith("j")]
-
-
 def contributors(swarm: Swarm) -> set[str]:
     return {part["member"] for event in swarm.events("commit") for part in event["contributors"]}
 
@@ -93,18 +89,22 @@ def test_swarm_survives_kills_preemptions_and_restarts(swarm, typed, tmp_path, m
     wrong = tmp_path / "wrong-token"
     wrong.write_text("0" * 64)
     address, token = swarm.status()["address"], swarm.run / "token"
-    _, err = processes.run(["join", address, "--token-file", str(wrong)], tmp_path, code=2)
-    assert f"the token in {wrong} does not match the run" in err and "Traceback" not in err
+    refused = processes.start(["join", address, "--token-file", str(wrong)], tmp_path)
     disk, joined = tmp_path / "disk", []
     try:
         for cache in (str(disk), os.environ["TPUSWARM_CACHE"]):
             with monkeypatch.context() as patch:
                 patch.setenv("TPUSWARM_CACHE", cache)
                 patch.delenv("JAX_COMPILATION_CACHE_DIR")  # a machine compiles onto its own disk
-                joined.append(processes.start(["join", address, "--token-file", str(token)], tmp_path))
-            swarm.wait(lambda: joined[-1].poll() is not None or len(joined_members(swarm)) == len(joined))
-            assert joined[-1].poll() is None, joined[-1].communicate()
-        vanished, leaves = joined_members(swarm)
+                joined.append(processes.start(["join", address, "--token-file", str(token)], tmp_path, new=True))
+
+        def names_of_joined() -> list[str]:
+            assert all(command.poll() is None for command in joined), [command.communicate() for command in joined]
+            pids = [tree(command.pid) for command in joined]
+            found = [[item["id"] for item in swarm.status()["members"] if item["pid"] in part] for part in pids]
+            return [names[0] for names in found] if all(found) else []
+
+        vanished, leaves = swarm.wait(names_of_joined)
         swarm.wait(lambda: {vanished, leaves} <= contributors(swarm))
         # One machine is preempted without a word: all that ran there is gone at once, and its disk.
         assert list(disk.iterdir())
@@ -115,13 +115,15 @@ def test_swarm_survives_kills_preemptions_and_restarts(swarm, typed, tmp_path, m
         swarm.wait(lambda: vanished in {event["member"] for event in swarm.events("lost")})
         before = version(swarm)
         swarm.wait(lambda: version(swarm) > before + 1)
+        _, err = processes.finish(refused, 2)
+        assert f"the token in {wrong} does not match the run" in err and "Traceback" not in err
         # The other one is preempted with a notice: SIGTERM to all that runs there.
         for pid in tree(joined[1].pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         joined[1].wait()
     finally:
-        for command in joined:
+        for command in (refused, *joined):
             command.send_signal(signal.SIGINT)
     processes.finish(joined[1])
     swarm.wait(lambda: member(swarm, leaves)["state"] == "left")

@@ -5,13 +5,14 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.processes import ONE_DEVICE, PROGRAM, Forked
 
 SMALL = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "32")
 """Options of gpt2-tiny for steps of some milliseconds and many commits."""
@@ -30,9 +31,9 @@ class Swarm:
     def start(self) -> None:
         """Start or resume it."""
         self.run.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tpuswarm", "train", *self.arguments, "--run", str(self.run)]
+        command, environment = [PROGRAM, "train", *self.arguments, "--run", str(self.run)], {**os.environ, **ONE_DEVICE}
         with (self.run.parent / f"{self.run.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = Forked(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def status(self) -> dict[str, Any]:
         """Return status.json; empty before it exists."""

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import uuid
+from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 
 import nbformat
@@ -293,6 +294,8 @@ def test_only_the_slices_key_opens_the_sockets(slice_, kernel):
     kernel.run("print('secret')")
     assert stolen.poll(500) == 0
     context.destroy(linger=0)
+    with pytest.raises(AuthenticationError):
+        connection.Client(("127.0.0.1", slice_.port), authkey=b"another")
 
 
 def listening(pid: int) -> set[int]:

@@ -32,7 +32,6 @@ LATE_OUTPUT_S = 0.5
 MAX_REQUESTS = 100
 RESTART = ". A slice is one program, so its other workers were ended too: restart the kernel"
 Reply = dict[str, Any]
-Work = Callable[[], Awaitable[Any]]
 
 
 class Lost(Exception):
@@ -208,14 +207,11 @@ class SliceKernel(Mirrored):
             replies = {number: result.result() for number, result in sorted(request.results.items())}
         except Lost:
             if request.is_cut:
-                self._show_text(request, f"{self._lost}\n")
                 return request.results[request.failed[0]].result()
             return self._fail(request.message, "WorkerLost", self._lost)
         finally:
             with self._lock:
                 request.is_over, self._current = True, None
-        if request.is_cut:
-            self._show_text(request, f"{self._lost}\n")
         return await self._conclude(request, replies)
 
     async def _join(self) -> None:
@@ -252,20 +248,21 @@ class SliceKernel(Mirrored):
         failed = {number: replies[number] for number in request.failed}
         if not failed:
             return next(iter(replies.values()))
-        errors = [reply for reply in failed.values() if reply["ename"] != "KeyboardInterrupt"] or [*failed.values()]
-        shown = {(failed[0]["ename"], failed[0]["evalue"])} if 0 in failed else set()
+        errors = [number for number in failed if failed[number]["ename"] != "KeyboardInterrupt"] or [*failed]
         if 0 in replies and not request.is_cut:
-            for reply in errors:
-                if (reply["ename"], reply["evalue"]) not in shown:
-                    shown.add((reply["ename"], reply["evalue"]))
-                    self._show_failure(request, [number for number in failed if failed[number] is reply])
+            shown = set()
+            for number in sorted(errors):
+                error = failed[number]["ename"], failed[number]["evalue"]
+                if error not in shown:
+                    shown.add(error)
+                    self._show_failure(request, number)
         if has_devices() or any(reply.get("has_devices") for reply in replies.values()):
             timeout_s = SPLIT_MEET_TIMEOUT_S if len(failed) < len(replies) else MEET_TIMEOUT_S
             with suppress(Lost):
                 await self._together("meet", [request.id], timeout_s, "the workers stopped at different places")
             if self._lost and not request.is_cut:
                 self._show_text(request, f"{self._lost}\n")
-        return errors[0]
+        return failed[errors[0]]
 
     # Failures.
 
@@ -282,8 +279,10 @@ class SliceKernel(Mirrored):
         left = [number for number, result in request.results.items() if not result.done()]
         if left and self.interrupted != request.id:
             request.is_cut = True
-            self._show_failure(request, request.failed)
-            self.lose(f"{label(request.failed)} failed while {label(left)} waited")
+            why = f"{label(request.failed)} failed while {label(left)} waited"
+            self._show_failure(request, request.failed[0])
+            self._show_text(request, f"{why}{RESTART}\n")
+            self.lose(why)
 
     def lose(self, why: str, advice: str = RESTART) -> None:
         """End all engines and refuse cells from now on."""
@@ -316,10 +315,10 @@ class SliceKernel(Mirrored):
         self.show_error(error, message, b"slice")
         return {"status": "error", **error}
 
-    def _show_failure(self, request: Request, failed: Sequence[int]) -> None:
-        if 0 not in failed:  # worker 0 has shown its own error
-            error = request.results[failed[0]].result()
-            traceback = [f"{label(failed)}:", *error["traceback"]]
+    def _show_failure(self, request: Request, number: int) -> None:
+        if number:  # worker 0 has shown its own error
+            error = request.results[number].result()
+            traceback = [f"worker {number}:", *error["traceback"]]
             self._fail(request.message, error["ename"], error["evalue"], traceback)
 
     def _input_request(self, prompt: str, ident: Any, parent: Any, password: bool = False) -> str:

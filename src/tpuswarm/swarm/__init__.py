@@ -3,7 +3,7 @@
 The path of a contribution:
 
 1. `member/` trains on leased rows and pushes (`loop`). Its arrays are in `program_state`, on one host or several
-   (`lead`).
+   (`leader`).
 2. `processes/` receive it: an aggregator its payload, the coordinator its header, which accepts it. They apply the
    rules of `core/` (`member_state`, `transitions`, `rounds`, `choose`) and its arithmetic (`merge`, `outer`).
 3. `storage/` keeps it: `objects` the arrays, `ledger` the record that counts it, `bookmark` a shortcut for readers.
@@ -13,6 +13,9 @@ The path of a contribution:
 
 `engines/` carry calls between the processes. `supervision/` starts a run from `train --members` and keeps it alive.
 `simulation/` runs a swarm without its machines.
+
+Its size comes from processes that may die at each step: each step has a decision, its arithmetic, its record and its
+proof.
 
 A member's *push* carries one *contribution*. A *commit* merges contributions into the model and is one record of the
 ledger; `version` is its number.

@@ -12,4 +12,7 @@
 - `data/`: bring rows from a source to the devices
 - `storage/`: a run in a bucket
 - `process/`: signals, terminal and files of this process
+
+The largest room, because half of it is not training: errors in one sentence with the user's line, several hosts, a
+bucket that lies, and faults that would train silently wrong.
 """

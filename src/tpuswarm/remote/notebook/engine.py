@@ -1,4 +1,4 @@
-"""The kernel of each worker but the first (`Engine`), and what the kernels of all workers share (`Mirrored`)."""
+"""The kernel of each worker but the first, which gets its cells from kernel.py, and what all workers' kernels share."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""A whole swarm under a virtual clock: the product's coordinator and members, with durations instead of arrays.
+"""A whole swarm under a virtual clock: the real coordinator and members, with durations instead of arrays.
 
 Members train, push, adopt, die and return as a scenario says; the coordinator and the aggregators stay. Only payloads
 and versions take time in proportion to their bytes; other messages take the latency.
@@ -33,7 +33,7 @@ STORE_S = 0.02
 LOCAL_LATENCY_S = 0.001
 """Time of a message between the coordinator and a shard."""
 MAX_SLOWDOWN_FACTOR = 20.0
-"""A run of some tokens is abandoned after this many times the duration that it would take undisturbed."""
+"""A simulation until a number of tokens is abandoned after this many times its undisturbed duration."""
 PROGRESS_EVENT_COUNT = 2_000
 """Events between two progress reports."""
 

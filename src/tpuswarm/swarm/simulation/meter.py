@@ -1,4 +1,4 @@
-"""A coordinator with a meter."""
+"""Count a coordinator's requests and commits, and measure its processor time."""
 
 import time
 from collections import Counter, defaultdict

@@ -109,7 +109,7 @@ class Scenario(StrictTable):
 
     @property
     def form(self) -> Form:
-        """Form in both directions."""
+        """How pushes and downloads are encoded."""
         return self.exchange.quantize or "plain"
 
     @property

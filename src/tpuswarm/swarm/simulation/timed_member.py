@@ -21,7 +21,7 @@ class LinkDirection:
     bytes: float = 0.0
     """Sent so far."""
     free: float = 0.0
-    """When the last message has left."""
+    """When the link is free again."""
 
     def send(self, size: float, mbit: float, now: float) -> float:
         """Return the seconds until a message of `size` bytes has left."""

@@ -1,6 +1,7 @@
 """Make all hosts of a run take the same decisions; host 0 decides whatever depends on a clock, a signal or a file.
 
-All hosts must dispatch the same programs in the same order. A run of one host decides alone.
+All hosts must dispatch the same programs in the same order. A run of one host decides alone. The checkpoint to resume
+from is chosen in train/loop/session.py.
 """
 
 import secrets

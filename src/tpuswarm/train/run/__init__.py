@@ -1,4 +1,4 @@
-"""The run directory: files, owner, status, and loading a run's parameters.
+"""The run directory: files, checkpoints, owner, status, and loading a run's parameters.
 
 A kill, a full disk or an editor may have damaged any file, so all readers validate.
 """

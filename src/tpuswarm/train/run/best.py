@@ -59,7 +59,7 @@ class Best:
 
 
 def write_best(run: Path, row: Mapping[str, Any]) -> None:
-    """Name the run's best checkpoint, which is complete, in its folder."""
+    """Record which checkpoint is the best; it must be complete already."""
     with writing(run / BEST):
         write_atomically(run / BEST, json.dumps(row))
 

@@ -15,7 +15,7 @@ class Life(NamedTuple):
     state: str
     """running, finished, stopped, failed or killed."""
     pid: int | None
-    """0 until a new process has written it."""
+    """0 if a process holds the run but has not written its id yet."""
     message: str
     """Why it stopped or failed; else empty."""
 

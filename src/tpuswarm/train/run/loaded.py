@@ -146,8 +146,8 @@ def _read_shared_by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agre
     names = {id(leaf): name for name, leaf in by_path(onto.state).items()}
     if not all(id(leaf) in names for leaf in jax.tree.leaves(shared)):
         raise InputError(
-            f"{shown(folder)} was made in a program, whose parameters are found by their paths, and what the exchange "
-            f"of {recipe.name} gives are no leaves of its state: train the other run from its file, file.py:recipe"
+            f"{shown(folder)} was made in a program, so its parameters are found by their paths, and the exchange of "
+            f"{recipe.name} returns arrays without a path in its state: train the other run from a file, file.py:recipe"
         )
     ours = {names[id(leaf)]: path for path, leaf in by_path(shared).items()}
     roots, own = {name.partition("/")[0] for name in ours}, set(names.values()) - set(ours)

@@ -36,7 +36,7 @@ RENEW_INTERVAL_S, OWNER_TIMEOUT_S = 10.0, 30.0
 POLL_INTERVAL_S = 2.0
 """How often a waiting process reads the record of an owner that may have died."""
 RENEWAL_TIMEOUT_S = 15.0
-"""How long one renewal is tried before the owner looks whether the run is still its own."""
+"""How long one renewal is tried before the owner checks whether it still owns the run."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class OwnedRecord:
 
     @property
     def prefix(self) -> str:
-        """How the names of the objects begin that this owner uploads."""
+        """Prefix of the names of all objects that this owner uploads."""
         return f"{DATA}{self.record.epoch:06d}-{self._owner.id}/"
 
     def new_object(self, name: str) -> str:

@@ -1,1 +1,1 @@
-"""The TPU API v2 in Google's published messages, for gRPC and REST."""
+"""The local cloud's TPU API v2: nodes, queued resources and operations, over gRPC and REST."""

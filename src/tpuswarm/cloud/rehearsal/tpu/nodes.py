@@ -29,7 +29,7 @@ STOCKOUT_S = 30
 """How long after the request a zone reports that it has no capacity."""
 PREEMPTION_NOTICE_S, REPAIR_S = 30, 120
 Ending = Literal["preempted", "terminated", "gone"]
-"""How a preempted node shows: PREEMPTED, TERMINATED, or not at all."""
+"""The state in which a preempted node is listed; gone: it is not listed."""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 State, Health = cloud_tpu.Node.State, cloud_tpu.Node.Health
 

@@ -1,4 +1,4 @@
-"""Locations, accelerator types and runtime versions."""
+"""The accelerator types and runtime versions that each zone offers."""
 
 import re
 from functools import cache

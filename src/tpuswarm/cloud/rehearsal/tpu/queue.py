@@ -1,4 +1,4 @@
-"""Queued resources of the TPU API: requests that wait for their nodes and end with them."""
+"""Queued resources of the TPU API: each waits for its node's capacity, and ends when the node ends."""
 
 from typing import Any
 

@@ -161,4 +161,6 @@ def test_r1_differentiates_by_the_pictures_before_augmentation_and_hides_no_over
     assert regularise(real).seen["r1"] == pytest.approx(4 * plain.seen["r1"], rel=1e-4)
     # The authors' code replaces a gradient that overflows by 0, silently; here it reaches the parameters.
     assert np.isfinite(plain.seen["r1"])
+    checked = jax.tree.leaves(program.exchange().get(plain))  # what a run checks before it saves
     assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(plain.discriminator))
+    assert not all(np.isfinite(leaf).all() for leaf in checked)

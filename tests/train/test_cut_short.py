@@ -16,6 +16,7 @@ from tests.train import toy
 from tests.train.toy import trainer
 from tests.waiting import until
 from tpuswarm import ArraySource, InputError, RunFailed, supervised
+from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.loop import session
 from tpuswarm.train.process.stop import decide_stop
 from tpuswarm.train.run.checkpoint import checkpoint_folders
@@ -111,7 +112,8 @@ def test_evaluation_ends_early_at_a_stop_and_is_repeated_on_resume(tmp_path, mon
     assert [row["step"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [5, 10, 15, 20]
 
 
-def test_blocked_data_does_not_delay_a_stop(tmp_path):
+@pytest.mark.parametrize("has_position", [False, True])
+def test_blocked_data_does_not_delay_a_stop(has_position, tmp_path):
     release, timeouts = threading.Event(), []
 
     class Blocked(ArraySource):
@@ -122,11 +124,32 @@ def test_blocked_data_does_not_delay_a_stop(tmp_path):
                     timeouts.append(start)
             return super().rows(start, count)
 
+    if has_position:
+        Blocked.position = lambda self, row: {"row": row}
+        Blocked.go_to = lambda self, position: None
     result = fit(on(Blocked(toy.data())), tmp_path / "run", grace=1000)
     assert not timeouts
     release.set()
     assert result.ended == "stopped" and f"saved at step {result.step}" in result.message
     assert 1 <= result.step <= 5  # the feed reads ahead of the loop
+
+
+def test_data_that_hangs_does_not_delay_a_later_run_on_arrays(tmp_path):
+    is_reading, release = threading.Event(), threading.Event()
+
+    class Hangs(ArraySource):
+        def rows(self, start, count):
+            is_reading.set()
+            assert release.wait(300)
+            return super().rows(start, count)
+
+    thread = threading.Thread(target=rows_of, args=(Hangs(toy.data()), 0, 8))
+    thread.start()
+    assert is_reading.wait(300)
+    assert fit(on(ArraySource(toy.data())), tmp_path / "run").ended == "finished"
+    assert thread.is_alive()
+    release.set()
+    thread.join()
 
 
 @pytest.mark.parametrize(

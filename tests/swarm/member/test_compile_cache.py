@@ -53,20 +53,34 @@ def test_member_compiles_itself_without_a_bucket(use_cache, tmp_path, monkeypatc
     assert len(lines) == 1
 
 
-def test_members_of_a_machine_compile_the_same_program_one_after_the_other(use_cache, tmp_path):
+def test_members_of_a_machine_wait_for_the_first_and_then_go_on_together(use_cache, tmp_path):
     use_cache(tmp_path / "cache")
-    order = []
+    order, both = [], threading.Barrier(2, timeout=60)
 
-    def compile_second():
-        with compile_cache.turn("step"):
-            order.append("second")
+    def compile_later():
+        with compile_cache.after_first("step"):
+            order.append("later")
+            both.wait()
 
-    second = threading.Thread(target=compile_second)
-    with compile_cache.turn("step"):
-        second.start()
-        with compile_cache.turn("another step"):
+    later = [threading.Thread(target=compile_later) for _ in range(2)]
+    with compile_cache.after_first("step"):
+        for thread in later:
+            thread.start()
+        with compile_cache.after_first("another step"):
             order.append("another")
-        second.join(0.3)
+        later[0].join(0.3)
         order.append("first")
-    second.join(60)
-    assert order == ["another", "first", "second"]
+    for thread in later:
+        thread.join(60)
+    assert order == ["another", "first", "later", "later"]
+
+
+@pytest.mark.parametrize("hinder", ["busy", "no folder"])
+def test_member_that_waits_too_long_or_cannot_lock_compiles(use_cache, tmp_path, monkeypatch, hinder):
+    folder = use_cache(tmp_path / "cache")
+    monkeypatch.setattr(compile_cache, "FIRST_TIMEOUT_S", 0.2)
+    if hinder == "no folder":
+        folder.rmdir()
+        folder.write_text("a file")
+    with compile_cache.after_first("step"), compile_cache.after_first("step"):
+        pass

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines.notice import NOTICE_S
@@ -60,7 +61,7 @@ def be_node(
         say(f"joining {address}; Ctrl-C leaves")
         while True:
             began = time.monotonic()
-            output = _run_node(address, name, environment, stop, say, ports)
+            output = _run_node(address, name, environment, stop, say, ports, joined)
             if stop.requested is not None:
                 return True
             slow = START_TIMEOUT_TEXT in output
@@ -120,7 +121,13 @@ def _swarm_ended(address: str, stop: StopSignals, say: Say) -> bool:
 
 
 def _run_node(
-    address: str, name: str | None, environment: Mapping[str, str], stop: StopSignals, say: Say, ports: Ports | None
+    address: str,
+    name: str | None,
+    environment: Mapping[str, str],
+    stop: StopSignals,
+    say: Say,
+    ports: Ports | None,
+    joined: bool,
 ) -> str:
     """Run a node until it ends or this machine leaves; return `ray`'s output. Raise if the swarm dismisses it."""
     parent = private_folder()
@@ -133,8 +140,8 @@ def _run_node(
         try:
             with waiting(f"waiting for {address} to start a member here"):
                 while not _members(node.pid) and _should_stay(node, folder, stop):
-                    printed = os.pread(output.fileno(), 2**16, 0).decode(errors="replace")
-                    if INVALID_TOKEN in printed:
+                    # A machine that had joined may get the token of a new head while Ray tries.
+                    if not joined and INVALID_TOKEN in (printed := _printed(output)):
                         return printed
                     time.sleep(0.2)
             for pid in _members(node.pid):
@@ -149,6 +156,10 @@ def _run_node(
             shutil.rmtree(folder, ignore_errors=True)
         output.seek(0)
         return output.read()
+
+
+def _printed(output: IO[str]) -> str:
+    return os.pread(output.fileno(), 2**16, 0).decode(errors="replace")
 
 
 def _should_stay(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignals) -> bool:

@@ -16,6 +16,7 @@ from typing import TextIO
 import jax
 
 from tpuswarm.swarm.engines.variables import COMPILED
+from tpuswarm.train.process.computer import computer_id
 from tpuswarm.train.storage.bucket import Bucket
 
 FETCH_TIMEOUT_S = 30.0
@@ -23,15 +24,16 @@ UPLOAD_TIMES_S = (0.0, 10.0, 60.0, 600.0)
 """Times after compilation at which new entries are uploaded: the first cycles compile more programs."""
 PATTERN = "*-cache"
 """Names of JAX's entries: the digest of everything that determines the compiled program."""
-TURN_TIMEOUT_S = 600.0
-"""A member that has waited this long for another one of its machine compiles beside it."""
+FIRST_TIMEOUT_S = 600.0
+"""A member that has waited this long for the first one of its machine compiles beside it."""
 
 
 @contextmanager
-def turn(name: str) -> Iterator[None]:
-    """Wait until no other process of this machine compiles under this name; JAX's cache then has its program.
+def after_first(name: str) -> Iterator[None]:
+    """Compile first, or wait for the process of this machine that does; JAX's cache then has the program.
 
-    Without a cache on a local disk, and on several hosts, of which only one writes the cache, do not wait.
+    Those that waited go on at the same time, in case the cache does not help them. Without a cache on a local disk, and
+    on several hosts, of which only one writes the cache, do not wait.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or jax.process_count() > 1:
@@ -40,17 +42,18 @@ def turn(name: str) -> Iterator[None]:
     with ExitStack() as ends:
         with suppress(OSError):  # a folder that cannot be written, or a disk without locks
             Path(folder).mkdir(parents=True, exist_ok=True)
-            _lock(ends.enter_context((Path(folder) / f"{name}.lock").open("a")))
+            _lock(ends.enter_context((Path(folder) / f"{name}-{computer_id()}.lock").open("a")))
         yield
 
 
 def _lock(file: TextIO) -> None:
-    end = time.monotonic() + TURN_TIMEOUT_S
+    end, kind = time.monotonic() + FIRST_TIMEOUT_S, fcntl.LOCK_EX
     while time.monotonic() < end:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
+            kind = fcntl.LOCK_SH
             time.sleep(0.1)
 
 

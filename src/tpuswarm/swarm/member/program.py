@@ -155,8 +155,12 @@ def make_program(
         source = training_source(recipe, plan.settings["seed"])
     compile_cache.fetch(say)
     say(f"{recipe.name}: compiling")
-    turn = partial(compile_cache.turn, f"{plan.config}-{batch}")
-    compiled = compile_step(recipe, request(plan.settings | {"batch": batch}), devices, turn=turn)
+    compiled = compile_step(
+        recipe,
+        request(plan.settings | {"batch": batch}),
+        devices,
+        while_compiling=partial(compile_cache.after_first, f"{plan.config}-{batch}"),
+    )
     if batch != int(plan.settings["batch"]) and getattr(compiled.program, "has_step_schedule", False):
         raise InputError(
             f"the schedule of {recipe.name} counts steps of {plan.settings['batch']} rows, and this member's have "

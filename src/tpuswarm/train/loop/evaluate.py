@@ -138,7 +138,7 @@ def evaluate(
     for index, part in enumerate(chosen):
         if should_leave():
             return None
-        with reader_lock(should_leave_feed) as has_lock:  # the feed may be reading slowly
+        with reader_lock(source, should_leave_feed) as has_lock:  # the feed may be reading slowly
             if not has_lock:
                 return None
             rows = _read_part(placed, source, part)

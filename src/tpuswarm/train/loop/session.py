@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,18 @@ class Session:
         return Clock(self.step_key, np.int32(step), np.float32(step / self.steps), np.float32(self.lr_scale))
 
     def position(self, step: int) -> Any:
-        """Return the position of the data after `step` updates; None without positions and on several hosts."""
+        """Return the position of the data after `step` updates; None without positions and on several hosts.
+
+        None also if the run is to stop while another thread is reading: the resumed run then reads the rows again.
+        """
         position = getattr(self.source, "position", None)
         if position is None or jax.process_count() > 1:
             return None
-        with nullcontext() if isinstance(self.source, StreamSource) else reader_lock():  # a thread may be reading
-            return position(step * int(self.settings["batch"]))
+        row = step * int(self.settings["batch"])
+        if isinstance(self.source, StreamSource):
+            return position(row)
+        with reader_lock(self.source, self.agreement.should_stop) as has_lock:
+            return position(row) if has_lock else None
 
 
 @contextmanager

@@ -121,15 +121,19 @@ def compile_step(
     devices: Sequence[Any],
     memory_bytes: int | None = None,
     on_too_large: Callable[["TooLarge"], None] = lambda _: None,
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    while_compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Compiled:
     """Compile one step of `recipe` for `devices` with the first choice that fits their memory.
 
     memory_bytes: memory of one device, if neither the device nor its compiler knows it; on_too_large is called with
-    each choice that was compiled and does not fit; turn is entered while XLA compiles. Raises InputError for a batch
+    each choice that was compiled and does not fit; XLA compiles inside while_compiling(). Raises InputError for a batch
     that the devices do not divide, an unknown setting, an option that the recipe does not support, a metric that is not
     a scalar, and if nothing fits.
     """
+    if jax.config.values["jax_disable_jit"]:
+        raise InputError(
+            "JAX_DISABLE_JIT is on, and a run compiles its steps: turn it off; jax.debug.print shows values in a step"
+        )
     memory_bytes = memory_bytes or device_memory(local_device(devices))
     platform, kind = devices[0].platform, devices[0].device_kind
     candidates = list(possible_choices(recipe, request, platform, kind, len(devices), memory_bytes))
@@ -142,7 +146,7 @@ def compile_step(
         if last and choice is not candidates[-1] and _cannot_fit(choice, last, memory_bytes):
             continue
         traced = trace(recipe, request.options(platform, kind), choice, request.batch, mesh)
-        with turn():
+        with while_compiling():
             tried = compile_traced(traced, memory_bytes)
         if isinstance(tried, Compiled):
             return tried
@@ -283,10 +287,6 @@ def _with_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place_on_mesh(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
-    if jax.config.values["jax_disable_jit"]:
-        raise InputError(
-            "JAX_DISABLE_JIT is on, and a run compiles its steps: turn it off; jax.debug.print shows values in a step"
-        )
     program = program_of(recipe, options)
     state = abstract_state(program, recipe.name)
     state = with_sharding(state, meshes.state_shardings(state, mesh, shard))

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.report import Settings, Skipped, Table, verdict
 from tpuswarm.config.units import GIB
-from tpuswarm.plan.compile_pool import no_compiler
+from tpuswarm.plan.compile.pool import no_compiler
 
 BATCH = "64"
 LIMITS = {"with a batch": 240.0, "largest micro-batch": 720.0, "the same again": 2.0}

@@ -11,7 +11,7 @@ from jax.experimental import pallas, topologies
 from jax.experimental.pallas import tpu
 
 from tpuswarm import catalog, supervised
-from tpuswarm.plan.hazards import explain_refusal, find_hazards
+from tpuswarm.plan.compile.hazards import explain_refusal, find_hazards
 from tpuswarm.train.program.compiled import CompilerRefused, compile_step
 from tpuswarm.train.program.request import Request
 

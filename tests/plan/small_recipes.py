@@ -72,8 +72,8 @@ def two_layers():
 
 if __name__ == "__main__":
     from tpuswarm.errors import InputError
-    from tpuswarm.plan.fit import check_fit
-    from tpuswarm.plan.request import CompileRequest
+    from tpuswarm.plan.compile.fit import check_fit
+    from tpuswarm.plan.compile.request import CompileRequest
 
     for line in sys.stdin:
         steps: list[str] = []

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from tpuswarm import catalog
-from tpuswarm.plan.compile_pool import CompilePool
+from tpuswarm.plan.compile.pool import CompilePool
+from tpuswarm.plan.compile.request import CompileResult, Program
 from tpuswarm.plan.format import format_number
-from tpuswarm.plan.request import CompileResult, Program
 from tpuswarm.plan.row import Row
 from tpuswarm.plan.swarm import estimate_swarm, swarm_tables
 from tpuswarm.plan.table import plan_table

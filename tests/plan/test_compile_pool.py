@@ -10,10 +10,10 @@ import pytest
 
 from tpuswarm import catalog
 from tpuswarm.errors import InputError
-from tpuswarm.plan import compile_pool
-from tpuswarm.plan.cache import PlanCache, cache_key
-from tpuswarm.plan.compile_pool import CompilePool, max_parallel, other_libtpu
-from tpuswarm.plan.request import CompileRequest, CompileResult, PlanOptions, describe_slice
+from tpuswarm.plan.compile import pool
+from tpuswarm.plan.compile.cache import PlanCache, cache_key
+from tpuswarm.plan.compile.pool import CompilePool, max_parallel, other_libtpu
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_slice
 
 RECIPE = """
 import jax.numpy as jnp
@@ -52,14 +52,14 @@ def request(tpu: str = "v5e-1", batch: int = 16, **options: str) -> CompileReque
     return CompileRequest(PlanOptions("recipe.py:make", options, batch=batch), describe_slice(catalog.find(tpu)))
 
 
-def make_pool(cache: Path, timeout_s: float = compile_pool.COMPILE_TIMEOUT_S) -> CompilePool:
+def make_pool(cache: Path, timeout_s: float = pool.COMPILE_TIMEOUT_S) -> CompilePool:
     return CompilePool(PlanCache(cache), lambda request, text: None, timeout_s)
 
 
 def cached(wanted: CompileRequest | None = None, **settings: str) -> CompileResult | None:
     """The result that the cache in the working folder still gives."""
     wanted = wanted or request()
-    return PlanCache(Path("cache")).get(cache_key(wanted, compile_pool._environment(wanted) | settings))
+    return PlanCache(Path("cache")).get(cache_key(wanted, pool._environment(wanted) | settings))
 
 
 @pytest.mark.slow
@@ -161,9 +161,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from tpuswarm import catalog
-from tpuswarm.plan.cache import PlanCache
-from tpuswarm.plan.compile_pool import CompilePool
-from tpuswarm.plan.request import CompileRequest, CompileResult, PlanOptions, describe_slice
+from tpuswarm.plan.compile.cache import PlanCache
+from tpuswarm.plan.compile.pool import CompilePool
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_slice
 disk = Path(sys.argv[1])
 (disk / "fill").write_bytes(b"0" * (4 * 2**20 - 8192))
 class Answers(CompilePool):
@@ -203,7 +203,7 @@ def test_missing_compiler_is_explained(monkeypatch, system, machine, words):
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.setattr("platform.system", system.capitalize)
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert words in compile_pool.no_compiler()
+    assert words in pool.no_compiler()
 
 
 @pytest.mark.parametrize(("gib", "requests", "expected"), [(24, 100, 8), (24, 3, 3), (6, 100, 2), (1, 100, 1)])

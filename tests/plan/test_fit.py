@@ -12,8 +12,8 @@ import pytest
 
 from tests.runs import made_once
 from tpuswarm import catalog, recipes
-from tpuswarm.plan.fit import check_fit
-from tpuswarm.plan.request import CompileRequest, CompileResult, PlanOptions, describe_slice
+from tpuswarm.plan.compile.fit import check_fit
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_slice
 from tpuswarm.plan.row import Row
 
 SMALL = Path(__file__).with_name("small_recipes.py")

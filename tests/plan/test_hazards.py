@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.runs import made_once
-from tpuswarm.plan.hazards import OTHER, PARAMETER, find_collectives, gradient_sizes, shapes_from_parameters
+from tpuswarm.plan.compile.hazards import OTHER, PARAMETER, find_collectives, gradient_sizes, shapes_from_parameters
 
 PLANTED = Path(__file__).with_name("planted.py")
 ALL_REDUCE = "  %sum.1 = f32[512,512]{1,0:T(8,128)} all-reduce(%y), channel_id=1, to_apply=%add"

@@ -11,7 +11,7 @@ import pytest
 from tests.plan.test_fit import GPT2, check_gpt2, compile_all, request
 from tpuswarm.cli.plan.plan import DEFAULT_TPUS
 from tpuswarm.config.units import GIB
-from tpuswarm.plan.request import CompileResult
+from tpuswarm.plan.compile.request import CompileResult
 
 pytestmark = pytest.mark.tpu_compiler
 

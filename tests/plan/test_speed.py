@@ -7,8 +7,8 @@ from benchmarks.report import Settings
 from tpuswarm import catalog
 from tpuswarm.catalog import Price
 from tpuswarm.config.units import GIB
+from tpuswarm.plan.compile.request import CompileResult
 from tpuswarm.plan.format import format_hours
-from tpuswarm.plan.request import CompileResult
 from tpuswarm.plan.row import explain_no_fit
 from tpuswarm.plan.speed import Range, estimate_cost, estimate_speed, expected_band
 from tpuswarm.train.program import compiled

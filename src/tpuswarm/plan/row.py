@@ -7,8 +7,8 @@ from typing import Any
 from tpuswarm.catalog import Accelerator, accelerators
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.config.units import GIB
+from tpuswarm.plan.compile.request import CompileResult, PlanOptions
 from tpuswarm.plan.format import UNKNOWN
-from tpuswarm.plan.request import CompileResult, PlanOptions
 from tpuswarm.plan.speed import Cost, Range, Speed, estimate_cost, estimate_speed
 
 ESTIMATES = ("step_seconds", "tokens_per_s", "hours", "dollars")

@@ -19,9 +19,9 @@ from tpuswarm.config.train_table import Train
 from tpuswarm.config.units import check_number, parse_count
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.plan import outlook
-from tpuswarm.plan.cache import PlanCache
-from tpuswarm.plan.compile_pool import CompilePool, no_compiler, other_libtpu
-from tpuswarm.plan.request import CompileRequest, PlanOptions, describe_slice
+from tpuswarm.plan.compile.cache import PlanCache
+from tpuswarm.plan.compile.pool import CompilePool, no_compiler, other_libtpu
+from tpuswarm.plan.compile.request import CompileRequest, PlanOptions, describe_slice
 from tpuswarm.plan.row import Row, plan_document
 from tpuswarm.plan.swarm import SwarmEstimate, estimate_swarm, swarm_tables
 from tpuswarm.plan.table import plan_table

@@ -7,9 +7,9 @@ from tpuswarm import catalog, recipes
 from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
-from tpuswarm.plan.cache import PlanCache
-from tpuswarm.plan.compile_pool import CompilePool, no_compiler
-from tpuswarm.plan.request import CompileRequest, PlanOptions, describe_slice
+from tpuswarm.plan.compile.cache import PlanCache
+from tpuswarm.plan.compile.pool import CompilePool, no_compiler
+from tpuswarm.plan.compile.request import CompileRequest, PlanOptions, describe_slice
 from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import CONFIG

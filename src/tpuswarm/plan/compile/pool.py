@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.plan.cache import PlanCache, cache_key
-from tpuswarm.plan.request import CompileRequest, CompileResult
+from tpuswarm.plan.compile.cache import PlanCache, cache_key
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult
 from tpuswarm.train.settings import check_batch
 
 COMPILE_TIMEOUT_S = 3600.0
@@ -74,7 +74,7 @@ class CompilePool:
     def _compile(self, request: CompileRequest, key: str) -> CompileResult:
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tpuswarm.plan.compile_process"],  # -P: import nothing from this folder
+                [sys.executable, "-P", "-m", "tpuswarm.plan.compile.process"],  # -P: import nothing from this folder
                 env=_environment(request), start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip

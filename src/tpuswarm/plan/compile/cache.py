@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.plan.request import CompileRequest, CompileResult
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult
 from tpuswarm.train.process.atomic import write_atomically
 
 BASE_PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm")

@@ -1,4 +1,4 @@
-"""python -m tpuswarm.plan.compile_process: compile one program for one slice.
+"""python -m tpuswarm.plan.compile.process: compile one program for one slice.
 
 Reads a request as a line of JSON from stdin, and writes lines of JSON to stdout: `progress` while it works, then
 `result` with its dependencies, `refused` for wrong input, or `failed`. It ends with its parent.
@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.plan.cache import DependencyTracker
-from tpuswarm.plan.request import CompileRequest
+from tpuswarm.plan.compile.cache import DependencyTracker
+from tpuswarm.plan.compile.request import CompileRequest
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         _answer(answers, progress=text)
 
     try:
-        from tpuswarm.plan.fit import check_fit
+        from tpuswarm.plan.compile.fit import check_fit
         from tpuswarm.train.process.platform import cache_folder
 
         result = check_fit(request, report)

@@ -9,8 +9,8 @@ from jax.experimental import topologies
 
 from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
-from tpuswarm.plan.hazards import Hazard, explain_refusal, find_hazards
-from tpuswarm.plan.request import CompileRequest, CompileResult, Program, SliceSpec
+from tpuswarm.plan.compile.hazards import Hazard, explain_refusal, find_hazards
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, Program, SliceSpec
 from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES, MAX_READ_AHEAD
 from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program.batch_search import BatchSearch, CompiledBatch

@@ -199,7 +199,7 @@ def test_run_of_other_types_is_refused_with_the_way_out(tmp_path, finished):
 def test_run_without_compilation_is_refused(tmp_path):
     fit(tmp_path / "run", recipe(), 2)
     for steps, folder in (4, "run"), (2, "other"):
-        with jax.disable_jit(), pytest.raises(InputError, match="JAX_DISABLE_JIT is on, and a run compiles its steps"):
+        with jax.disable_jit(), pytest.raises(InputError, match="JAX_DISABLE_JIT is on, but programs"):
             fit(tmp_path / folder, recipe(), steps)
 
 

@@ -139,7 +139,7 @@ class Objects:
         head = tensors.header(specs)
         size = len(head) + tensors.length(specs)
         with self._store.temporary("objects/array") as part:
-            with self._store.naming_errors("a new object", "written"), part.open("r+b") as file:
+            with self._store.translate_errors("a new object", "written"), part.open("r+b") as file:
                 file.write(head)
                 file.flush()
                 if hasattr(os, "posix_fallocate"):  # or a full disk would end the process by a bus error
@@ -149,7 +149,7 @@ class Objects:
             arrays = tensors.map_arrays(specs, whole, len(head))
 
             def finish() -> str:
-                with self._store.naming_errors("a new object", "written"):
+                with self._store.translate_errors("a new object", "written"):
                     whole.flush()
                     for array in arrays.values():
                         array.flags.writeable = False
@@ -191,7 +191,7 @@ class Objects:
         return found
 
     def _stamp_written(self, name: str, digest: str) -> None:
-        with self._store.naming_errors(name, "written"):
+        with self._store.translate_errors(name, "written"):
             self._stamps.add_written(name, self._store.local_path(name), digest)
 
     def _load(self, name: str, digest: str, rehash: bool = False) -> dict[str, np.ndarray]:
@@ -201,7 +201,7 @@ class Objects:
             data = self._store.read(name)
             found = hashlib.sha256(data).hexdigest()
         else:
-            with self._store.naming_errors(name, "read"), path.open("rb") as file:
+            with self._store.translate_errors(name, "read"), path.open("rb") as file:
                 if not rehash and self._stamps.matches(name, path, digest):
                     found = digest
                 else:
@@ -221,7 +221,7 @@ class Objects:
         path = self._store.path(name)
         if path is None:
             return hashlib.sha256(self._store.read(name)).hexdigest()
-        with self._store.naming_errors(name, "read"), path.open("rb") as file:
+        with self._store.translate_errors(name, "read"), path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _corrupt(self, name: str, why: str) -> Corrupt:

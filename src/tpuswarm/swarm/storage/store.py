@@ -64,23 +64,23 @@ class Store:
 
         A caller without an answer calls again and compares the stored bytes with its own.
         """
-        with self.naming_errors(name, "written"):
+        with self.translate_errors(name, "written"):
             return self._back.create(_checked(name), data)
 
     def put(self, name: str, data: Content) -> None:
         """Write a file whose name follows from its content, replacing an existing one."""
-        with self.naming_errors(name, "written"):
+        with self.translate_errors(name, "written"):
             self._back.put(_checked(name), data)
 
     def put_file(self, name: str, part: Path) -> None:
         """Do the same as `put` with a file from `temporary`."""
-        with self.naming_errors(name, "written"):
+        with self.translate_errors(name, "written"):
             self._back.put_file(_checked(name), part)
 
     @contextmanager
     def temporary(self, name: str) -> Iterator[Path]:
         """Yield an empty local file for what will be stored as `name` or beside it; remove it afterwards."""
-        with self.naming_errors(name, "written"):
+        with self.translate_errors(name, "written"):
             part = self._back.temporary(_checked(name))
         try:
             yield part
@@ -89,7 +89,7 @@ class Store:
 
     def read(self, name: str) -> bytes:
         """Return the whole file. Raise Missing if there is none."""
-        with self.naming_errors(name, "read"):
+        with self.translate_errors(name, "read"):
             return self._back.read(_checked(name))
 
     def path(self, name: str) -> Path | None:
@@ -97,7 +97,7 @@ class Store:
 
         For a run in a bucket, fetch the file first. Raise Missing if there is none.
         """
-        with self.naming_errors(name, "read"):
+        with self.translate_errors(name, "read"):
             return self._back.path(_checked(name))
 
     def local_path(self, name: str) -> Path | None:
@@ -105,32 +105,32 @@ class Store:
         return self._back.here(_checked(name))
 
     def exists(self, name: str) -> bool:
-        with self.naming_errors(name, "looked for"):
+        with self.translate_errors(name, "looked for"):
             return self._back.exists(_checked(name))
 
     def names(self, prefix: str) -> list[str]:
         """Return all names that begin with `prefix`, sorted."""
-        with self.naming_errors(prefix, "listed"):
+        with self.translate_errors(prefix, "listed"):
             return sorted(self._back.names(prefix))
 
     def ages(self, prefix: str) -> dict[str, float]:
         """Return the age of each file in seconds, by this machine's clock, for names that begin with `prefix`."""
         now = time.time()
-        with self.naming_errors(prefix, "listed"):
+        with self.translate_errors(prefix, "listed"):
             return {name: now - written for name, written in self._back.find(prefix).items()}
 
     def delete(self, name: str) -> None:
         """Delete a file if it exists."""
-        with self.naming_errors(name, "deleted"):
+        with self.translate_errors(name, "deleted"):
             self._back.delete(_checked(name))
 
     def sweep(self, seconds: float) -> None:
         """Remove temporary files older than this, which killed processes leave."""
-        with self.naming_errors("a temporary file", "deleted"):
+        with self.translate_errors("a temporary file", "deleted"):
             self._back.sweep(seconds)
 
     @contextmanager
-    def naming_errors(self, name: str, verb: str) -> Iterator[None]:
+    def translate_errors(self, name: str, verb: str) -> Iterator[None]:
         """Translate errors of the outside world into RunFailed, and an absent file that is "read" into Missing."""
         try:
             yield

@@ -130,10 +130,6 @@ def compile_step(
     that the devices do not divide, an unknown setting, an option that the recipe does not support, a metric that is not
     a scalar, and if nothing fits.
     """
-    if jax.config.values["jax_disable_jit"]:
-        raise InputError(
-            "JAX_DISABLE_JIT is on, and a run compiles its steps: turn it off; jax.debug.print shows values in a step"
-        )
     memory_bytes = memory_bytes or device_memory(local_device(devices))
     platform, kind = devices[0].platform, devices[0].device_kind
     candidates = list(possible_choices(recipe, request, platform, kind, len(devices), memory_bytes))
@@ -287,6 +283,10 @@ def _with_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place_on_mesh(recipe: Recipe, options: Options, mesh: Mesh, shard: str) -> Placed:
+    if jax.config.values["jax_disable_jit"]:
+        raise InputError(
+            "JAX_DISABLE_JIT is on, but programs are compiled here: turn it off; jax.debug.print shows values in a step"
+        )
     program = program_of(recipe, options)
     state = abstract_state(program, recipe.name)
     state = with_sharding(state, meshes.state_shardings(state, mesh, shard))

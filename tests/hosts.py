@@ -65,7 +65,10 @@ def signal_host(
     """Send one host a signal once the other is `ready`; return the other's stderr after its failure."""
     other = 1 - victim
     try:
-        wait_for(ready, hosts[other])
+        try:
+            wait_for(ready, hosts[other])
+        except AssertionError as error:
+            raise AssertionError([err(folder, index).read_text()[-3000:] for index in range(2)]) from error
         hosts[victim].send_signal(number)
         assert hosts[other].wait(TIMEOUT_S) == 1, err(folder, other).read_text()[-3000:]
     finally:

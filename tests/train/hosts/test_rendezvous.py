@@ -132,6 +132,22 @@ def test_host_connects_although_its_attempts_are_shorter_than_a_question_of_host
         channel.wait(60)
 
 
+def test_host_that_reaches_itself_tries_again(monkeypatch):
+    """On one machine, without a listener, the kernel may choose the port that a host connects to as the host's own."""
+    port = free_port()
+    connect = socket.create_connection
+    itself = connect(("127.0.0.1", port), source_address=("127.0.0.1", port))
+    connections = iter([itself])
+    monkeypatch.setattr(socket, "create_connection", lambda *about: next(connections, None) or connect(*about))
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(rendezvous._connect, "127.0.0.1", port, 1, SECRET, time.monotonic() + 60)
+        while itself.fileno() != -1:
+            time.sleep(0.01)
+        other = rendezvous._accept_all("127.0.0.1", port, 2, SECRET, time.monotonic() + 60, lambda: True)[1]
+        for channel in (one.result(60)[0], other):
+            channel.farewell()
+
+
 def test_another_version_is_refused_before_jax_starts():
     address = ("127.0.0.1", free_port())
     with ThreadPoolExecutor(1) as pool:

@@ -8,10 +8,12 @@ import atexit
 import hashlib
 import os
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -124,15 +126,22 @@ class Hosts:
 
     def start_runtime(self, name: str) -> None:
         """Make JAX see the devices of all hosts. name: host name of host 0."""
-        if self.index:
-            message = self.receive()
-            if message is None:
-                raise InputError("host 0 ended before the program began; start all hosts again")
-            address = f"127.0.0.1:{relay(name, message[0]['port'])}"
-        else:
-            with socket.create_server((name, 0)) as free:
-                address = f"{name}:{free.getsockname()[1]}"
-            self.send({"port": int(address.rpartition(":")[2])})
+        with ExitStack() as until_connected:
+            if self.index:
+                message = self.receive()
+                if message is None:
+                    raise InputError("host 0 ended before the program began; start all hosts again")
+                address = f"127.0.0.1:{relay(name, message[0]['port'])}"
+            else:
+                port = until_connected.enter_context(_reserve_port(name)).getsockname()[1]
+                address = f"{name}:{port}"
+                self.send({"port": port})
+            self._connect_runtime(address)
+        self._has_runtime = True
+        delay_terminate()
+        atexit.register(self._exit)
+
+    def _connect_runtime(self, address: str) -> None:
         jax.config.update("jax_enable_preemption_service", False)  # it would take over SIGTERM
         try:
             jax.distributed.initialize(
@@ -152,9 +161,6 @@ class Hosts:
                     "before that, and start a new process for another run"
                 ) from error
             raise
-        self._has_runtime = True
-        delay_terminate()
-        atexit.register(self._exit)
 
     def close(self, reason: str | None = None, status: int = ExitStatus.LOST) -> None:
         """End the program once all hosts close it; a reason, a sentence, ends the others at once with the status."""
@@ -289,6 +295,11 @@ def _connect(name: str, port: int, index: int, secret: Secret, deadline: float) 
     while True:
         try:
             connection = socket.create_connection((name, port), max(0.1, deadline - time.monotonic()))
+            if connection.getsockname() == connection.getpeername():
+                # Without a listener, a connection of one machine whose own port is by chance this one reaches itself.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # free it at once
+                connection.close()
+                raise ConnectionRefusedError("Connection refused")
             authenticate(connection, _secret_bytes(secret), index)
             return {0: ControlChannel(connection, partial(_end_all, 0, {}))}
         except WrongSecret:
@@ -300,6 +311,17 @@ def _connect(name: str, port: int, index: int, secret: Secret, deadline: float) 
                     "start it, or correct its address"
                 ) from error
             time.sleep(0.1)
+
+
+def _reserve_port(name: str) -> socket.socket:
+    """Return a socket that is bound to a free port, so that no other program gets it until JAX's coordinator listens.
+
+    JAX shares its port (SO_REUSEPORT, a default of gRPC), and a socket that does not listen gets no connections.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((name, 0))
+    return reserved
 
 
 def _secret_bytes(secret: Secret) -> bytes:

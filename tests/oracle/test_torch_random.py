@@ -148,17 +148,20 @@ EXAMPLES = st.tuples(
 )
 
 
-@settings(max_examples=35)
-@example((["batch norm"], "squared", 0), 2)
-@given(EXAMPLES, st.sampled_from([2, 3, 4, 7, 64]))
-def test_gradients_of_random_modules(parts, rows):
+@pytest.mark.parametrize("rows", [2, 3, 4, 7, 64])
+@settings(max_examples=7)
+@example((["batch norm"], "squared", 0))
+@given(EXAMPLES)
+def test_gradients_of_random_modules(rows, parts):
     names, loss, seed = parts
     assert_trains_as_in_torch(build(names, seed), LOSSES[loss], (rows,), make_batch, allow_rounding=True)
 
 
-@settings(max_examples=15)
-@given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)), st.sampled_from([1, 4]), st.sampled_from([1, 2]))
-def test_five_steps_of_random_modules(parts, optimizer, devices, accumulate):
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("devices", [1, 4])
+@settings(max_examples=4)
+@given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)))
+def test_five_steps_of_random_modules(devices, accumulate, parts, optimizer):
     names, loss, seed = parts
     if accumulate > 1:  # these depend on the size of the micro-batch
         names = [name for name in names if name not in ("batch norm", "number of rows")]

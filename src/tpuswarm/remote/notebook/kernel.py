@@ -219,9 +219,11 @@ class SliceKernel(Mirrored):
         if self._lost:
             raise Lost
         if not self._has_joined:
-            with socket.create_server((self._address, 0)) as free:
-                address = f"{self._address}:{free.getsockname()[1]}"
-            await self._together("join", [address, len(self._all)], JOIN_TIMEOUT_S, "the workers formed no JAX program")
+            with socket.socket() as reserved:  # nothing but JAX's coordinator, which shares its port, gets this one
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                reserved.bind((self._address, 0))
+                address, problem = f"{self._address}:{reserved.getsockname()[1]}", "the workers formed no JAX program"
+                await self._together("join", [address, len(self._all)], JOIN_TIMEOUT_S, problem)
             self._has_joined = True
 
     async def _together(self, task: str, values: list[Any], timeout_s: float, problem: str) -> None:

@@ -12,6 +12,8 @@ from tests.swarm.chaos import SMALL
 
 URL = "gs://bucket/runs/all"
 PATIENCE = 240.0
+STEPS = "1200"
+"""A calm machine trains 384 before the first head is killed."""
 FAULTS = "408", "429", "503", "reset", "lose the answer", "corrupt"
 
 pytestmark = pytest.mark.fleet
@@ -57,7 +59,7 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path, faul
     (tmp_path / "token").write_text("5" * 64)
     token = ["--token-file", "token"]
     train = ["train", "gpt2-tiny", "--data", "text.txt", *SMALL, "--members", "0", "--cycle", "8", "--batch", "8",
-             "--steps", "384", "--run", URL, *token]  # fmt: skip
+             "--steps", STEPS, "--run", URL, *token]  # fmt: skip
     first = disks("first")
     head = started(train)
     joined = []
@@ -97,10 +99,10 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path, faul
     disks.bucket.random_faults = ()
     out, _ = processes.run(["status", URL, "--json"], tmp_path)
     seen = json.loads(out)
-    assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, 384)
+    assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, int(STEPS))
     assert {member["id"] for member in seen["members"]} == {"j-one", "j-two"}
     out, _ = processes.run(["ledger", "verify", URL], tmp_path)
     assert f"{URL} is sound" in out
     out, _ = processes.run(["logs", URL], tmp_path)
-    assert "finished: 384 steps" in out and "j-one" in out
+    assert f"finished: {STEPS} steps" in out and "j-one" in out
     processes.run(["sample", URL, "--prompt", "the ", "--tokens", "5"], tmp_path)

@@ -7,6 +7,7 @@ a proxy with the same faults.
 import asyncio
 import os
 import random
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ class Bucket:
         """Deleting gets a 403, as under a retention policy."""
         self.stalled = False
         """No request is ever answered."""
+        self.omits_zeros = False
+        """Objects without bytes are described without a size, as by Google's storage-testbench."""
 
     async def answer(self, request, call_next):
         self.requests.append(f"{request.method} {request.url.path}")
@@ -71,6 +74,11 @@ class Bucket:
             body = b"".join([part async for part in response.body_iterator])
             damaged = bytes([body[0] ^ 1]) + body[1:]
             return Response(damaged, response.status_code, dict(response.headers))
+        if self.omits_zeros and response.headers.get("content-type", "").startswith("application/json"):
+            text = b"".join([part async for part in response.body_iterator])
+            shorter = re.sub(rb'"size": ?"0", ?', b"", text)
+            headers = {**response.headers, "content-length": str(len(shorter))}
+            response = Response(shorter, response.status_code, headers)
         self.refused += response.status_code == 412
         if self.lose_answers and request.method == "POST" and request.url.path.startswith("/upload/"):
             self.lose_answers -= 1

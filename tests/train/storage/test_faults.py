@@ -47,6 +47,14 @@ def stored(server, impatient, monkeypatch, tmp_path):
     return found
 
 
+def test_file_without_bytes_is_stored_although_the_server_omits_its_size(server, stored, tmp_path):
+    """The uploads of a run would wait for it for ever, and a swarm would never begin."""
+    server.omits_zeros = True
+    (tmp_path / "empty").touch()
+    assert stored.put_file("empty", tmp_path / "empty") == 0
+    assert stored.listed("")["empty"].size == 0 and stored.read("empty") == b""
+
+
 def create(bucket, folder):
     bucket.create("new", SMALL)
     return bucket.read("new") == SMALL

@@ -122,8 +122,8 @@ class Bucket:
                         raise
                     self._list("", most=1)  # raises if the bucket is gone; otherwise only the session was lost
                     raise ConnectionError(f"the upload of {name} was lost") from error
-            if blob.size != size:
-                raise ConnectionError(f"{blob.size} of {size} bytes were stored")
+            if _size(blob) != size:
+                raise ConnectionError(f"{_size(blob)} of {size} bytes were stored")
             return size
 
         return self._request(f"writing {name}", upload)
@@ -232,7 +232,8 @@ class Bucket:
         blobs = [blob for blob in found if not blob.name.endswith("/")]  # the console makes those, as empty folders
         cut = len(self._full(""))
         return {
-            blob.name[cut:]: Listed(blob.size, blob.updated.timestamp(), blob.generation, blob.crc32c) for blob in blobs
+            blob.name[cut:]: Listed(_size(blob), blob.updated.timestamp(), blob.generation, blob.crc32c)
+            for blob in blobs
         }
 
     def _blob(self, name: str) -> Any:
@@ -287,6 +288,11 @@ class Bucket:
         if isinstance(error, GoogleAuthError) or getattr(error, "code", None) == 401:
             return BucketFailed(f"{self.url}: not signed in to Google Cloud ({text}); {SIGN_IN}")
         return BucketFailed(f"{self.url}: {doing} failed: {text}")
+
+
+def _size(blob: Any) -> int:
+    """Return an object's size in bytes, which some servers leave out if it is 0."""
+    return int(blob.size or 0)
 
 
 def _server_message(text: str) -> str:

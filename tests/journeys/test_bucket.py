@@ -100,9 +100,9 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path, faul
     out, _ = processes.run(["status", URL, "--json"], tmp_path)
     seen = json.loads(out)
     assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, int(STEPS))
-    assert {member["id"] for member in seen["members"]} == {"j-one", "j-two"}
+    assert {member["id"] for member in seen["members"]} <= {"j-one", "j-two"}, "one may be back after the last step"
     out, _ = processes.run(["ledger", "verify", URL], tmp_path)
     assert f"{URL} is sound" in out
     out, _ = processes.run(["logs", URL], tmp_path)
-    assert f"finished: {STEPS} steps" in out and "j-one" in out
+    assert f"finished: {STEPS} steps" in out and "j-one" in out and "j-two" in out
     processes.run(["sample", URL, "--prompt", "the ", "--tokens", "5"], tmp_path)

@@ -1,6 +1,7 @@
 """A swarm with its run in a bucket: the head is killed with its disk, another continues, a third machine reads."""
 
 import json
+import re
 import shutil
 import time
 
@@ -12,8 +13,8 @@ from tests.swarm.chaos import SMALL
 
 URL = "gs://bucket/runs/all"
 PATIENCE = 240.0
-STEPS = "1200"
-"""A calm machine trains 384 before the first head is killed."""
+STEPS = 1200
+"""With 384, a calm machine finishes before the first head is killed."""
 FAULTS = "408", "429", "503", "reset", "lose the answer", "corrupt"
 
 pytestmark = pytest.mark.fleet
@@ -59,7 +60,7 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path, faul
     (tmp_path / "token").write_text("5" * 64)
     token = ["--token-file", "token"]
     train = ["train", "gpt2-tiny", "--data", "text.txt", *SMALL, "--members", "0", "--cycle", "8", "--batch", "8",
-             "--steps", STEPS, "--run", URL, *token]  # fmt: skip
+             "--steps", str(STEPS), "--run", URL, *token]  # fmt: skip
     first = disks("first")
     head = started(train)
     joined = []
@@ -99,10 +100,11 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path, faul
     disks.bucket.random_faults = ()
     out, _ = processes.run(["status", URL, "--json"], tmp_path)
     seen = json.loads(out)
-    assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, int(STEPS))
-    assert {member["id"] for member in seen["members"]} <= {"j-one", "j-two"}, "one may be back after the last step"
+    assert (seen["run"], seen["state"], seen["epoch"], seen["step"]) == (URL, "finished", 2, STEPS)
     out, _ = processes.run(["ledger", "verify", URL], tmp_path)
     assert f"{URL} is sound" in out
     out, _ = processes.run(["logs", URL], tmp_path)
-    assert f"finished: {STEPS} steps" in out and "j-one" in out and "j-two" in out
+    assert f"finished: {STEPS} steps" in out
+    # A member that was late to find the second head is in the log alone.
+    assert set(re.findall(r"\bj-[\w-]+", out)) == {"j-one", "j-two"}
     processes.run(["sample", URL, "--prompt", "the ", "--tokens", "5"], tmp_path)

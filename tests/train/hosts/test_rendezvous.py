@@ -19,6 +19,7 @@ import pytest
 
 from tests.hosts import SECRET, connected_sockets, err, finished, free_port, signal_host, start_hosts
 from tests.train import host
+from tests.waiting import until
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.hosts import control_channel, rendezvous
 from tpuswarm.train.hosts.control_channel import ExitStatus
@@ -141,11 +142,15 @@ def test_host_that_reaches_itself_tries_again(monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda *about: next(connections, None) or connect(*about))
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(rendezvous._connect, "127.0.0.1", port, 1, SECRET, time.monotonic() + 60)
-        while itself.fileno() != -1:
-            time.sleep(0.01)
+        until(lambda: itself.fileno() == -1)
         other = rendezvous._accept_all("127.0.0.1", port, 2, SECRET, time.monotonic() + 60, lambda: True)[1]
         for channel in (one.result(60)[0], other):
             channel.farewell()
+
+
+def test_port_of_the_coordinator_is_kept_from_other_programs():
+    with rendezvous._reserve_port("127.0.0.1") as reserved, pytest.raises(OSError, match="in use"):
+        socket.create_server(reserved.getsockname())
 
 
 def test_another_version_is_refused_before_jax_starts():

@@ -47,12 +47,16 @@ def stored(server, impatient, monkeypatch, tmp_path):
     return found
 
 
-def test_file_without_bytes_is_stored_although_the_server_omits_its_size(server, stored, tmp_path):
-    """The uploads of a run would wait for it for ever, and a swarm would never begin."""
+def test_empty_file_is_stored_although_the_server_omits_its_size(server, stored, tmp_path, monkeypatch):
+    """Taken for lost, it would be uploaded again and again, and nothing of the run would be named."""
+    monkeypatch.setattr(client, "RETRY_FOR_S", 20.0)
     server.omits_zeros = True
     (tmp_path / "empty").touch()
     assert stored.put_file("empty", tmp_path / "empty") == 0
     assert stored.listed("")["empty"].size == 0 and stored.read("empty") == b""
+    blob = stored._blob("empty")
+    blob.reload()
+    assert blob.size is None, "the server omits it"
 
 
 def create(bucket, folder):

@@ -8,11 +8,12 @@ import os
 import queue
 import re
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import connection
 from typing import Any
@@ -235,6 +236,15 @@ def in_thread(work: Callable[..., None], *values: Any) -> "Future[None]":
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+@contextmanager
+def reserve_port(name: str) -> Iterator[int]:
+    """Keep a free port from other programs until JAX's coordinator, which shares its port, listens on it."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((name, 0))
+        yield int(reserved.getsockname()[1])
 
 
 def join(address: str, count: int, number: int) -> None:

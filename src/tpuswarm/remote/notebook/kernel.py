@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from .engine import COLLECTIVE, MAGIC, App, Mirrored, has_devices, in_thread
+from .engine import COLLECTIVE, MAGIC, App, Mirrored, has_devices, in_thread, reserve_port
 from .output import MAX_CHARS, Output
 from .worker import FOLDER, shut_down, tune
 
@@ -219,11 +219,10 @@ class SliceKernel(Mirrored):
         if self._lost:
             raise Lost
         if not self._has_joined:
-            with socket.socket() as reserved:  # nothing but JAX's coordinator, which shares its port, gets this one
-                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                reserved.bind((self._address, 0))
-                address, problem = f"{self._address}:{reserved.getsockname()[1]}", "the workers formed no JAX program"
-                await self._together("join", [address, len(self._all)], JOIN_TIMEOUT_S, problem)
+            problem = "the workers formed no JAX program"
+            with reserve_port(self._address) as port:
+                values = [f"{self._address}:{port}", len(self._all)]
+                await self._together("join", values, JOIN_TIMEOUT_S, problem)
             self._has_joined = True
 
     async def _together(self, task: str, values: list[Any], timeout_s: float, problem: str) -> None:

@@ -296,7 +296,7 @@ def _connect(name: str, port: int, index: int, secret: Secret, deadline: float) 
         try:
             connection = socket.create_connection((name, port), max(0.1, deadline - time.monotonic()))
             if connection.getsockname() == connection.getpeername():
-                # Without a listener, a connection of one machine whose own port is by chance this one reaches itself.
+                # Before host 0 listens, the kernel may give a connection on its machine this very port as its own.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # free it at once
                 connection.close()
                 raise ConnectionRefusedError("Connection refused")
@@ -314,9 +314,9 @@ def _connect(name: str, port: int, index: int, secret: Secret, deadline: float) 
 
 
 def _reserve_port(name: str) -> socket.socket:
-    """Return a socket that is bound to a free port, so that no other program gets it until JAX's coordinator listens.
+    """Return a socket that keeps a free port from other programs until JAX's coordinator listens on it.
 
-    JAX shares its port (SO_REUSEPORT, a default of gRPC), and a socket that does not listen gets no connections.
+    The coordinator shares its port (SO_REUSEPORT, gRPC's default); a socket that does not listen gets no connections.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

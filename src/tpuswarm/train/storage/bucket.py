@@ -291,7 +291,7 @@ class Bucket:
 
 
 def _size(blob: Any) -> int:
-    """Return an object's size in bytes, which some servers leave out if it is 0."""
+    """Return the bytes of an object; some servers leave out a size of 0."""
     return int(blob.size or 0)
 
 

@@ -47,9 +47,8 @@ def stored(server, impatient, monkeypatch, tmp_path):
     return found
 
 
-def test_empty_file_is_stored_although_the_server_omits_its_size(server, stored, tmp_path, monkeypatch):
+def test_empty_file_is_stored_although_the_server_omits_its_size(server, stored, tmp_path):
     """Taken for lost, it would be uploaded again and again, and nothing of the run would be named."""
-    monkeypatch.setattr(client, "RETRY_FOR_S", 20.0)
     server.omits_zeros = True
     (tmp_path / "empty").touch()
     assert stored.put_file("empty", tmp_path / "empty") == 0
@@ -57,6 +56,14 @@ def test_empty_file_is_stored_although_the_server_omits_its_size(server, stored,
     blob = stored._blob("empty")
     blob.reload()
     assert blob.size is None, "the server omits it"
+
+
+def test_server_that_always_keeps_something_else_ends_the_upload(stored, monkeypatch, tmp_path):
+    """Each answer is a success, and would be taken for progress for ever."""
+    monkeypatch.setattr(client, "RETRY_FOR_S", 1.0)
+    monkeypatch.setattr(client, "_size", lambda blob: blob.size - 1)
+    with pytest.raises(Unreachable, match=r"writing new failed: 999 of 1000 bytes were stored"):
+        stored.put_file("new", tmp_path / "small")
 
 
 def create(bucket, folder):

@@ -22,6 +22,8 @@ RETRY_FOR_S = 600.0
 """How long a request is repeated while the bucket does not answer: a run outlives an outage."""
 FIRST_RETRY_FOR_S = 10.0
 """How long before the first answer of a bucket, whose address may be wrong."""
+MAX_RESTARTS = 20
+"""How often a transfer that got an answer may start again before RETRY_FOR_S counts."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
 CHUNK_BYTES, CHUNK_FOR_S = 16 * 2**20, 60.0
 """Larger files are uploaded in chunks of this size; how long a chunk is repeated before the upload restarts."""
@@ -248,7 +250,7 @@ class Bucket:
 
         usual = RETRY_FOR_S if self._has_answered else min(FIRST_RETRY_FOR_S, RETRY_FOR_S)
         patience, pause = usual if retry_for_s is None else retry_for_s, MIN_PAUSE_S
-        began = time.monotonic()
+        failing_since, restarts = time.monotonic(), 0
         while True:
             before = self._answers.successes
             try:
@@ -261,9 +263,10 @@ class Bucket:
             except Exception as error:
                 if isinstance(error, OSError) and error.errno is not None and not is_transient(error):
                     raise  # the local file failed
-                if self._answers.successes > before:  # a long transfer may fail more than once
-                    began = time.monotonic()
-                if not self._may_repeat(error) or time.monotonic() - began > patience:
+                now = time.monotonic()
+                if self._answers.successes > before and restarts < MAX_RESTARTS:
+                    failing_since, restarts = now, restarts + 1  # a long transfer may fail more than once
+                if not self._may_repeat(error) or now - failing_since > patience:
                     raise self._failed(doing, error) from error
             else:
                 self._has_answered = True

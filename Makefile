@@ -7,10 +7,11 @@ SHELL := /bin/bash
 
 setup: .venv/installed
 
+# The pip that comes with Python may be old: 23.2 takes three times as long as 26.3 to choose the versions.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "tpuswarm needs Python 3.11 or later, $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 2; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --upgrade-deps .venv
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,plan,gcloud,wandb]'
 	@touch $@
 
@@ -46,7 +47,7 @@ oracle: setup .venv-oracle/installed
 # The packages of .venv, and torch and what belongs to it, which nothing but the oracle may import. Any build of torch will
 # do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.
 .venv-oracle/installed: .venv/installed Makefile
-	$(PYTHON) -m venv .venv-oracle
+	$(PYTHON) -m venv --upgrade-deps .venv-oracle
 	site=$$(.venv-oracle/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  echo "$${site/.venv-oracle/.venv}" > "$$site/packages_of_venv.pth"
 	.venv-oracle/bin/pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0 transformers==5.23.0 \

@@ -56,7 +56,7 @@ def test_second_ctrl_c_ends_a_run_whose_devices_hang(tmp_path):
         opened.send(CTRL_C)
         opened.wait("Ctrl-C again stops without saving")
         opened.send(CTRL_C)
-        assert "interrupted twice: step" in " ".join(opened.finish(130).split())
+        assert "interrupted twice: the checkpoint of step 0 is safe" in " ".join(opened.finish(130).split())
     life = read_life(tmp_path / "runs/a")
     assert life.state == "stopped" and "the checkpoint of step 0 is safe" in life.message
 

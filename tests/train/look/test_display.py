@@ -73,6 +73,17 @@ def test_pictures_need_colours(colours):
     assert ("▀" in console.file.getvalue()) == colours
 
 
+def test_view_that_stays_on_the_screen_says_nothing_of_the_time_left():
+    console = Console(width=80, height=24, force_terminal=True)
+    console.file = io.StringIO()
+    live = LiveDisplay(console)
+    live.open(RunHeader("a", "cpu", "runs/a", 0, 9, 1, "rows", (), ()))
+    live.row({"step": 1, "loss": 1.0})
+    live.close()
+    before, _, drawn_last = console.file.getvalue().rpartition(" elapsed")
+    assert " left" in before and " left" not in drawn_last
+
+
 def test_upper_part_of_a_picture_fills_the_free_rows():
     made = np.zeros((256, 256, 3), np.uint8)
     made[:32, :128] = (255, 0, 0)

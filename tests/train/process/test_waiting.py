@@ -92,6 +92,25 @@ def test_typed_text_is_hidden_only_while_a_view_is_drawn(tmp_path, then, code):
         assert opened.process.wait() == code and echoes()
 
 
+LOSES_A_HOST = f"""{HEAD}
+import threading
+from tpuswarm.train.hosts.control_channel import end_process
+
+live = show_view()
+with waiting("a wait", delay_s=0.0):
+    threading.Thread(target=end_process, args=["host 1 is gone"]).start()
+    time.sleep(600)
+"""
+
+
+def test_sentence_of_a_process_that_a_thread_ends_is_the_last_line(tmp_path):
+    """And typed text is shown again."""
+    with terminal([sys.executable, "-c", LOSES_A_HOST], tmp_path) as opened:
+        shown = opened.finish(1)
+        assert termios.tcgetattr(opened._end)[3] & termios.ECHO
+    assert shown.rstrip().split("\n")[-1] == "host 1 is gone" and "a wait" not in shown
+
+
 def test_nothing_is_written_elsewhere_and_errors_pass(capsys):
     with pytest.raises(KeyError), waiting("reading the data", delay_s=0.0) as far:
         far("half")

@@ -227,7 +227,7 @@ def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
     run = Run(copy_folder(URL))
     run.abandon()
     assert Bucket(URL).listed("") == {} and not run.folder.exists()
-    with pytest.raises(InputError, match=f"there is no run at {URL}; `tpuswarm train --run {URL}` begins one"):
+    with pytest.raises(InputError, match=f"there is no run at {URL}; `tpuswarm train RECIPE --run {URL}` begins one"):
         download_run(URL)
     with pytest.raises(RunFailed, match="there is no such bucket"):
         Run(copy_folder("gs://nowhere/a"))

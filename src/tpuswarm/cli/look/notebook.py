@@ -21,6 +21,7 @@ from tpuswarm.remote.forward import forward, is_port_used
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.notebook.begin import NoJupyter, Notebook, start, stop
 from tpuswarm.remote.paths import remote_folder
+from tpuswarm.train.process.stop import set_exit_message
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
@@ -53,6 +54,7 @@ def notebook(
     except NoJupyter as missing:
         _install_after_question(routes, machine, missing, yes)
         started = asyncio.run(_start(routes, machine))
+    set_exit_message("disconnected; Jupyter and its kernels keep running")
     asyncio.run(_forward(routes, name, port, started))
 
 
@@ -130,7 +132,7 @@ def _describe_notebook(notebook: Notebook, name: str, port: int, is_new: bool) -
 def _install_after_question(routes: Routes, machine: ReachableHosts, missing: NoJupyter, yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
         raise InputError(f"{missing}, or add --yes to install it now")
-    echo(f"{missing}, or install it now on {_describe_machine(machine)} only")
+    echo(f"{missing}, or install it now, without changing the setup")
     confirm(yes)
     hosts = machine.hosts
     with SetupProgress(make_console(), hosts) as progress:

@@ -39,7 +39,9 @@ LAST_WORDS_S = 5.0
 def logs(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN|NAME|JOB", help="A run's directory, its name, `last`; a job; a machine: its jobs."),
+        typer.Argument(
+            metavar="RUN|NAME|JOB", help="A run's directory or gs:// URL, its name, `last`; a job; a machine: its jobs."
+        ),
     ],
     name: Annotated[str | None, typer.Argument(help="Only this process: coordinator, aggregator-0, m0, …")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
@@ -153,7 +155,9 @@ def _find_folder(name: str) -> Path:
 
 
 def stop(
-    run: Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's directory, its name, `last`; or a job.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN|JOB", help="A run's directory or gs:// URL, its name, `last`; or a job.")
+    ],
 ) -> None:
     """Stop a run as Ctrl-C does, or a job on all its machines, and wait until it has stopped."""
     if job := _find_job(run):

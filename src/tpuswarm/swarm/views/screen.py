@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -92,6 +92,8 @@ class LiveScreen(Screen):
     def close(self) -> None:
         """Draw a last time and leave the view on the screen."""
         if self._live is not None:
+            assert self._picture is not None
+            self._picture = replace(self._picture, about=replace(self._picture.about, ended=True))
             self._live.stop()
             self._live = None
 

@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any, NoReturn
 
+from tpuswarm.train.process.stop import end_drawings
 from tpuswarm.train.process.terminal import echo
 
 HEARTBEAT_INTERVAL_S = 2.0
@@ -59,9 +61,10 @@ _exit_lock = threading.Lock()
 def end_process(sentence: str, status: int = ExitStatus.LOST) -> NoReturn:
     """Print the sentence and exit at once, whatever other threads wait for; later calls block."""
     _exit_lock.acquire()  # and never release it
-    for callback in exit_callbacks:
+    calls: list[Callable[[], None]] = [*(partial(callback, sentence) for callback in exit_callbacks), *end_drawings]
+    for call in calls:
         with suppress(Exception):  # the process must end
-            callback(sentence)
+            call()
     with suppress(OSError, ValueError):
         echo(sentence, err=True)
     os._exit(status)

@@ -346,7 +346,8 @@ def _end_all(lost: int, channels: Mapping[int, ControlChannel], reason: str, sta
     sentence = f"host {lost} is gone ({reason})"
     for other in channels.keys() - {lost}:
         channels[other].farewell(sentence)
-    end_process(f"{sentence}, so this host stops too; start all hosts again", status)
+    way_out = "" if status == ExitStatus.WRONG_INPUT else "; start all hosts again"
+    end_process(f"{sentence}, so this host stops too{way_out}", status)
 
 
 def _difference(ours: Mapping[str, str], theirs: Mapping[str, str], index: int) -> str | None:

@@ -171,6 +171,8 @@ class LiveDisplay(Display):
         """Draw a last time and leave the view on the screen."""
         if self._live is not None:
             self._update()
+            assert self._state is not None
+            self._state = replace(self._state, ended=True)
             self._live.stop()
             self._live = None
 

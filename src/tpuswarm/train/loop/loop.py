@@ -122,10 +122,9 @@ class Loop:
         """End without saving, after a second Ctrl-C."""
         self._display.close()
         with suppress(RunFailed):
-            message = (
-                f"interrupted twice: step {self._progress.step} was not saved; the checkpoint of step "
-                f"{self._saver.saved_step} is safe"
-            )
+            step, saved_step = self._progress.step, self._saver.saved_step
+            unsaved = "" if saved_step == step else f"step {step} was not saved; "
+            message = f"interrupted twice: {unsaved}the checkpoint of step {saved_step} is safe"
             set_exit_message(self._stopped_sentence(message))
             self._progress.event("stopped", message)
 

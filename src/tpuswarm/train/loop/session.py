@@ -298,4 +298,5 @@ def _restore(session: Session, saved: checkpoint.Saved) -> None:
             "are new only if all come in the same order as before"
         )
     cut = run.cut_metrics(step)
-    session.notes.append(f"resumed from the checkpoint of step {step}" + (f"; {cut} later rows cut" if cut else ""))
+    removed = f"; {cut} later rows of metrics removed" if cut else ""
+    session.notes.append(f"resumed from the checkpoint of step {step}{removed}")

@@ -5,7 +5,7 @@ import os
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.live import Live
 
@@ -16,9 +16,12 @@ LOCAL_MODES = 3
 
 
 class LiveRegion(Live):
+    drawn: ClassVar[set["LiveRegion"]] = set()
+
     def start(self, refresh: bool = False) -> None:
         if not self.is_started:
             _hide_input()
+            LiveRegion.drawn.add(self)
         super().start(refresh)
 
     def stop(self) -> None:
@@ -27,6 +30,7 @@ class LiveRegion(Live):
             super().stop()
         finally:
             if was_started:
+                LiveRegion.drawn.discard(self)
                 _show_input()
 
 
@@ -76,7 +80,13 @@ def _restore() -> None:
                 _set_echo(terminal, True)
 
 
+def _end_drawings() -> None:
+    for region in [*LiveRegion.drawn]:
+        region.stop()
+
+
 stop.run_before_exit.append(_restore)
+stop.end_drawings.append(_end_drawings)
 
 
 def _is_in_foreground(terminal: int) -> bool:

@@ -26,6 +26,8 @@ Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 run_before_exit: list[Callable[[], None]] = []
 """Called before the process ends, even if it skips Python's own cleanup."""
+end_drawings: list[Callable[[], None]] = []
+"""Called before a thread ends the process with a sentence. They may wait for the thread that draws."""
 interruptible_imports: set[CodeType] = set()
 """Functions that import a file of the user, in which an interrupt is safe."""
 

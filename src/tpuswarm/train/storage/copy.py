@@ -90,7 +90,7 @@ def download_run(url: str, whole: bool = False) -> Path:
     except BucketFailed as error:
         raise InputError(str(error)) from error
     if not found:
-        raise InputError(f"there is no run at {url}; `tpuswarm train --run {url}` begins one")
+        raise InputError(f"there is no run at {url}; `tpuswarm train RECIPE --run {url}` begins one")
     return folder
 
 

@@ -145,7 +145,7 @@ def test_run_starts_from_the_parameters_of_a_run_in_a_bucket(use_disk, tmp_path)
 
 
 def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
-    use_disk, frequent_renewals, monkeypatch
+    use_disk, frequent_renewals, monkeypatch, capsys
 ):
     run = start_run()
     run._sync.upload()
@@ -159,6 +159,7 @@ def test_other_computer_reads_a_running_run_and_asks_it_for_a_trace_and_to_stop(
     monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
     assert send_request(folder, STOP, "").host
     until(lambda: signals)
+    assert "`tpuswarm stop` on another computer stops this run" in capsys.readouterr().err
     run.write_event("stopped", message="as asked")
     run.close()
     assert read_life(download_run(URL)).state == "stopped"

@@ -170,6 +170,8 @@ class RunSync:
                 continue
             self._handled[name] = found.generation
             if name == STOP:
+                with suppress(OSError, ValueError):  # a full pipe does not keep the run from stopping
+                    echo("`tpuswarm stop` on another computer stops this run", err=True)
                 os.kill(os.getpid(), signal.SIGINT)
             else:
                 with suppress(OSError, ValueError):  # a full disk or a damaged request does not end the run

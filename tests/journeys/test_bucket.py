@@ -105,6 +105,6 @@ def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path, faul
     assert f"{URL} is sound" in out
     out, _ = processes.run(["logs", URL], tmp_path)
     assert f"finished: {STEPS} steps" in out
-    # A member that was late to find the second head is in the log alone.
+    # A member that rejoins too late is only in the log.
     assert set(re.findall(r"\bj-[\w-]+", out)) == {"j-one", "j-two"}
     processes.run(["sample", URL, "--prompt", "the ", "--tokens", "5"], tmp_path)

@@ -143,4 +143,4 @@ def opened(fleet: "Fleet", *words: str) -> Iterator[Server]:
             printed += line
         yield Server(printed)
     finally:
-        fleet.interrupt(process)
+        assert "disconnected; Jupyter and its kernels keep running" in fleet.interrupt(process)

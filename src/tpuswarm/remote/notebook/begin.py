@@ -40,8 +40,8 @@ class NoJupyter(InputError):
     """Hosts lack packages that a notebook needs."""
 
     def __init__(self, labels: Sequence[str], package: str):
-        count = f"{len(labels)} workers of {labels[0].partition('/')[0]} have"
-        hosts = f"{labels[0]} has" if len(labels) == 1 else count
+        machine = labels[0].partition("/")[0]
+        hosts = f"{labels[0]} has" if len(labels) == 1 else f"{len(labels)} workers of {machine} have"
         super().__init__(f"{hosts} no {package}: `notebook = true` in [setup] puts it there")
 
 

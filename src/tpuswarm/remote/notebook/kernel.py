@@ -234,7 +234,7 @@ class SliceKernel(Mirrored):
         done, missing = await asyncio.wait(waiting, timeout=timeout_s, return_when=FIRST_EXCEPTION)
         errors = [error for future in done if (error := future.exception())]
         if missing or errors:
-            self.lose(problem + "".join(f": {error}" for error in errors[:1] if task == "join"))
+            self.lose(problem + "".join(f": {error}" for error in errors[:1]))
             raise Lost
 
     async def _conclude(self, request: Request, replies: dict[int, Reply]) -> Reply:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo demo-cloud test test-slow test-all test-fleet test-tpu-compiler oracle soak lint bench bench-router
+.PHONY: setup demo demo-cloud test test-slow test-all test-long test-tpu-compiler oracle oracle-quick soak lint bench bench-router
 
 setup: .venv/installed
 
@@ -26,23 +26,31 @@ test: setup
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: setup
-	$(BIN)/pytest -m slow -n 2 --dist worksteal
+	$(BIN)/pytest -m 'slow and not long' -n 2 --dist worksteal
 
 # Both, the quick files first.
 test-all: setup
-	$(BIN)/pytest -m 'not fleet and not tpu_compiler' -n 2 --dist worksteal
+	$(BIN)/pytest -m 'not long and not tpu_compiler' -n 2 --dist worksteal
 
-# A keeper on its head, one model over machines that come and go and over a bucket, and minutes of a swarm that is killed
-# and stopped at random: twenty minutes, for changes to fleet/ and swarm/.
-test-fleet: setup
-	$(BIN)/pytest -m fleet
+# Whole journeys, an hour: the commands of every page of docs/, a keeper on its head, one model over machines that come
+# and go and over a bucket, a swarm that is killed and stopped at random. For changes to what they show; what they are
+# made of is tested by test-all.
+test-long: setup
+	$(BIN)/pytest -m long -n 2 --dist worksteal
 
 # The whole table of docs/plan.md, a quarter of an hour: for changes to plan/, train/ and recipes/.
 test-tpu-compiler: setup
 	$(BIN)/pytest -m tpu_compiler
 
+ORACLE := PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle -n 2 --dist worksteal
+
+# What recipes and PyTorch modules compute, beside torch and transformers: a quarter of an hour.
 oracle: setup .venv-oracle/installed
-	PYTHONPATH=src .venv-oracle/bin/python -m pytest tests/oracle -n 2 --dist worksteal
+	$(ORACLE) -m 'not torch_all'
+
+# Without the samples of torch's operators, the layers and most of the random modules.
+oracle-quick: setup .venv-oracle/installed
+	$(ORACLE)
 
 # The packages of .venv, and torch and what belongs to it, which nothing but the oracle may import. Any build of torch will
 # do; pip prefers the one for the CPU, 2.13.0+cpu, where an index has it.

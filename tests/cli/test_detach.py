@@ -32,7 +32,11 @@ def status(tmp_path: Path) -> dict:
     return json.loads(run(["status", str(FOLDER), "--json"], tmp_path)[0])
 
 
-@pytest.mark.parametrize("swarm", [[], ["--members", "2", "--cycle", "10"]], ids=["plain", "swarm"])
+@pytest.mark.parametrize(
+    "swarm",
+    [[], pytest.param(["--members", "2", "--cycle", "10"], marks=pytest.mark.long)],
+    ids=["plain", "swarm"],
+)
 def test_detached_run_outlives_its_terminal(tmp_path, swarm):
     with terminal([*TRAIN, *swarm, "--detach"], tmp_path) as opened:
         opened.wait("starting gpt2-tiny in runs/a … ")

@@ -16,7 +16,7 @@ from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.record import read_record
 
-pytestmark = pytest.mark.fleet
+pytestmark = pytest.mark.long
 URL = "gs://bucket/runs/a"
 FAULTS = "408", "429", "503", "reset", "lose the answer", "corrupt"
 

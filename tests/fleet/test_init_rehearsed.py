@@ -143,7 +143,7 @@ def test_firewall_rule_of_the_right_name_and_wrong_content_is_refused(init, acce
     assert names == {"tpuswarm-swarm-inside", "doors"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
 def test_printed_gcloud_commands_do_what_the_steps_do(init, cloud_folder):
     local = {**gcloud_variables(CloudFolder(cloud_folder), connect(cloud_folder)), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}

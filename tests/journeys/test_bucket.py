@@ -17,7 +17,7 @@ STEPS = 1200
 """With 384, a calm machine finishes before the first head is killed."""
 FAULTS = "408", "429", "503", "reset", "lose the answer", "corrupt"
 
-pytestmark = pytest.mark.fleet
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

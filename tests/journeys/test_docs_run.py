@@ -52,11 +52,12 @@ SAME_RUN = ("README.md", "getting-started.md")
 """They train the same run by the same command, so the second one, in the folder of the first, finds it finished."""
 
 
-def journeys() -> list[list[Path]]:
+def journeys() -> list:
     """Return the documents with commands or programs; those of a list run in one folder."""
     runnable = [path for path in DOCUMENTS if any(block.language in ("sh", "python") for block in blocks(path))]
     together = [path for path in runnable if path.name in SAME_RUN]
-    return [together, *([path] for path in runnable if path.name not in (*SAME_RUN, *NOT_HERE))]
+    others = [[path] for path in runnable if path.name not in (*SAME_RUN, *NOT_HERE)]
+    return [pytest.param(together), *(pytest.param(one, marks=pytest.mark.long) for one in others)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.remote.conftest import swarm_toml
 from tests.waiting import until
 from tpuswarm.cloud.rehearsal.connect import CloudFolder, send_command
 
-pytestmark = pytest.mark.fleet
+pytestmark = pytest.mark.long
 FILE = (
     swarm_toml("duo", "us-central1", "one v2-8 us-central1-f 1")
     + """

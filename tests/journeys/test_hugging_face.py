@@ -49,6 +49,7 @@ def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeyp
     np.testing.assert_array_equal(again["wte"][:300], run.state.params["wte"][:300])
 
 
+@pytest.mark.long
 def test_swarm_starts_from_a_published_model_keeps_its_tokenizer_and_starts_other_runs(
     watched_swarm, tmp_path, text_file
 ):

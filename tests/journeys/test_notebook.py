@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 
 from tests.journeys.documents import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_notebook_runs(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ steps = 1000000
 URL = "gs://rehearsal-duo/runs/duo"
 PATIENCE = 420.0
 
-pytestmark = pytest.mark.fleet
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

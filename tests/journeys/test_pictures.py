@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 TINY = "--resolution 8 --latent 4 --mapping 1 --channels 4 --most-channels 4 --group 2 --batch 8"
 
 
+@pytest.mark.long
 def test_evaluate_sample_and_project_digits(call, tmp_path):
     run, out = tmp_path / "digits", tmp_path / "grid.png"
     recipe = StyleGAN2(resolution=8, latent=4, mapping=1, channels=4, most_channels=4, group=2)
@@ -132,6 +133,7 @@ class Mine(StyleGAN2):
 """
 
 
+@pytest.mark.long
 def test_swarm_draws_its_commits_and_uses_the_hooks_and_loggers_of_its_recipe(call, tmp_path):
     """All hooks are called at evaluations, though one of them fails."""
     (tmp_path / "mine.py").write_text(HOOKS)

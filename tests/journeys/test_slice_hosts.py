@@ -16,7 +16,7 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TWO_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=2", os.environ["XLA_FLAGS"])}
 
 

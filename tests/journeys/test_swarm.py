@@ -172,7 +172,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 def test_others_commit_while_one_process_hangs(swarm):
     """A process stopped by SIGSTOP is replaced; the supervisor continues where it was."""
     swarm.start()
@@ -194,7 +194,7 @@ def test_others_commit_while_one_process_hangs(swarm):
     assert silent == [0, 1, 1]
 
 
-@pytest.mark.fleet
+@pytest.mark.long
 def test_random_kills_for_two_minutes(tmp_path):
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")

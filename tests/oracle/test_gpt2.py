@@ -30,6 +30,7 @@ def transformers(*words: object) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_golden_files_are_what_their_script_makes(tmp_path):
     """Where they are not, they are replaced: look at the difference before you commit it."""
     transformers("make", tmp_path)
@@ -58,6 +59,7 @@ def same(made: Path, stored: Path) -> bool:
     )
 
 
+@pytest.mark.long
 def test_random_models_have_transformers_results(tmp_path):
     transformers("random", tmp_path)
     for folder in sorted(tmp_path.iterdir()):

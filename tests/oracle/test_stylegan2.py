@@ -225,6 +225,7 @@ def test_pictures_are_torchs(form):
     np.testing.assert_allclose(found.transpose(0, 3, 1, 2), expected, **CLOSE)
 
 
+@pytest.mark.long
 def test_exported_networks_are_the_same_in_torch(tmp_path):
     recipe = StyleGAN2(**SHAPE)
     state = perturbed(jax.jit(recipe.program(Options()).init)(jax.random.key(0)))

@@ -18,6 +18,7 @@ assert (found == rows['label']).mean() > 0.9
 """
 
 
+@pytest.mark.long
 def test_page_of_torch(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

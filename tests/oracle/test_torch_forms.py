@@ -26,6 +26,7 @@ def attention_of(exported):
     return [(node.args[3], node.args[5]) for node in nodes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("traced", "expected"),
     [("llama", CAUSAL), ("gpt2", CAUSAL), ("bert", FULL), ("vit", FULL), ("t5", None)],
@@ -92,6 +93,7 @@ def test_recomputed_layers_have_the_same_gradients(traced):
             np.testing.assert_allclose(grad, plain[path], rtol=0, atol=1e-5 * largest, err_msg=path)
 
 
+@pytest.mark.long
 def test_module_without_weights_can_be_planned_and_not_trained(tmp_path):
     """Its shapes and masks equal those of the module with weights."""
     with torch.device("meta"):

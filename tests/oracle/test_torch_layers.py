@@ -55,6 +55,7 @@ class Padded(nn.Module):
         return self.last(self.layer(sequence, src_key_padding_mask=padding).nan_to_num(0).sum(1))
 
 
+@pytest.mark.long
 def test_masks_that_torch_looks_into_train_as_in_torch():
     assert_trains_as_in_torch(Masked())
 
@@ -326,6 +327,7 @@ MODULES["tied"].other = nn.Linear(8, 8)
 MODULES["tied"].other.weight = MODULES["tied"].first.weight
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", MODULES)
 def test_operators_and_layers_train_as_in_torch(case):
     assert_trains_as_in_torch(MODULES[case], batch_sizes=(4, 7))

@@ -45,6 +45,7 @@ def test_loss_gradients_and_buffers_are_torchs(traced):
     assert set(metrics) == ({"right"} if loss is label_loss else set())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("traced", ["mlp", "cnn", "gpt2"], indirect=True)
 def test_module_trains_as_in_torch_and_goes_back(traced, tmp_path, request):
     """Take the same steps with the same data, then load the trained parameters."""

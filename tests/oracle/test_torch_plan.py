@@ -34,6 +34,7 @@ class Layer(nn.Module):
         return x + attended.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.long
 def test_module_gets_the_attention_and_layers_of_the_generation(tmp_path):
     """Splash attention on a v5e; plain attention and recomputed layers on a v3."""
     pytest.importorskip("libtpu", reason="the plan extra is not installed")

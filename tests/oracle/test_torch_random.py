@@ -148,7 +148,7 @@ EXAMPLES = st.tuples(
 )
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4, 7, 64])
+@pytest.mark.parametrize("rows", [3, *(pytest.param(rows, marks=pytest.mark.long) for rows in (2, 4, 7, 64))])
 @settings(max_examples=7)
 @example((["batch norm"], "squared", 0))
 @given(EXAMPLES)
@@ -157,8 +157,10 @@ def test_gradients_of_random_modules(rows, parts):
     assert_trains_as_in_torch(build(names, seed), LOSSES[loss], (rows,), make_batch, allow_rounding=True)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("devices", "accumulate"),
+    [(4, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1), (1, 2), (4, 1)))],
+)
 @settings(max_examples=4)
 @given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)))
 def test_five_steps_of_random_modules(devices, accumulate, parts, optimizer):

@@ -86,6 +86,7 @@ def groups():
     return [names[at : at + GROUP_SIZE] for at in range(0, len(names), GROUP_SIZE)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", groups(), ids=lambda names: f"{names[0]}-{names[-1]}")
 def test_operators_and_their_gradients_are_torchs(names):
     compare_each(names, 1)
@@ -106,6 +107,7 @@ def compare_each(names, count):
         raise
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROUGH)
 def test_operators_that_round_are_as_in_torch(name):
     compare(calls(name), ROUGH[name])
@@ -228,6 +230,7 @@ POINTS = [
 """Functions, compared for every array that torch accepts."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("array", ARRAYS)
 def test_values_at_bounds_ties_and_infinities(array):
     for number, (ours, theirs) in outputs_of(POINTS, ARRAYS[array]).items():

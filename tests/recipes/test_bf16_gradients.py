@@ -127,6 +127,7 @@ def test_each_gradient_is_close_to_float32_and_no_long_sum_is_in_bfloat16(build)
     require_same(*found, by_leaf(jax.jit(in_exact_sums(jax.grad(function)))(params)))
 
 
+@pytest.mark.long
 def test_error_of_stylegan2s_gradients_is_noise_that_batches_average_out():
     """The terms of a noise strength nearly cancel, so that one batch shows the rounding of each term."""
     params = scattered(generator.init(jax.random.key(0), STYLEGAN2))

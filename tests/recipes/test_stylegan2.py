@@ -76,6 +76,7 @@ def test_every_saved_state_continues_bit_for_bit(recipe, one, trained):
         assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(states[step])))
 
 
+@pytest.mark.long
 def test_four_devices_learn_what_one_does(recipe, fresh, trained, devices):
     """Each device has a whole group, so that minibatch deviation is taken over the same pictures."""
     states, history = train(recipe, compile_step(recipe, Request(batch=BATCH), devices[:4]), fresh, range(3))

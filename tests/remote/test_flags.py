@@ -83,6 +83,7 @@ def test_wrong_words_set_nothing(fleet, words, sentence):
     assert fleet.run("flags", "show", "--json")[0] == before
 
 
+@pytest.mark.long
 def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypatch):
     """Their order: fleet/test_flags.py."""
     monkeypatch.setattr("tpuswarm.fleet.decide.jobs.FLAG_RESTART_INTERVAL_S", 0.1)
@@ -108,6 +109,7 @@ def test_flags_of_one_job_reach_it_alone(fleet):
     fleet.detach(A, "first", "echo it is $LIBTPU_INIT_ARGS", "--restart", "never", prints=f"it is --{VMEM}=7")
 
 
+@pytest.mark.long
 def test_tensorflow_pod_has_flags_in_its_metadata_and_its_service_restarts_on_all_workers(fleet, monkeypatch):
     fleet.exec("old", "systemctl start tpu-runtime && rm $TPUSWARM_ROOT/run/units/tpu-runtime")
     assert RESTARTED in fleet.run("flags", "set", "old", f"{PRECISION}=true")[0]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.remote.cells import opened
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SLICE = "v4-usc2b-0"
 SUM = """\

@@ -14,7 +14,7 @@ from tests.remote.cells import Server
 from tests.remote.slice_kernel import SETUP, Slice
 from tpuswarm.remote.notebook import begin
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SLIDER = """\
 import ipywidgets as widgets

@@ -23,7 +23,7 @@ from tpuswarm.train.run.directory import METRICS, append_rows, read_rows
 from tpuswarm.watch.boards import MachineBoards, SwarmRunBoards, boards_of_run
 from tpuswarm.watch.page import json_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ZONE = "us-central1-f"
 TEXT = """

@@ -14,7 +14,7 @@ from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.watch.boards import SwarmRunBoards
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TABLE = "return [...document.querySelectorAll('#members-table tr')].slice(1).map((row) => row.innerText)"
 DRAWN = "return seen && seen.columns.length && seen.losses.length"
 WIDE = "return document.documentElement.scrollWidth"

@@ -9,7 +9,7 @@ import pytest
 from tpuswarm.cloud.rehearsal.connect import gcloud_variables
 
 needs_gcloud = pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
-pytestmark = [pytest.mark.slow, needs_gcloud]
+pytestmark = [pytest.mark.long, needs_gcloud]
 ZONE = "--zone=us-central1-f"
 
 

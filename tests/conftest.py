@@ -60,10 +60,11 @@ ONE_CLOUD = ("google", "rehearsal", "remote")
 
 @pytest.hookimpl(trylast=True)  # after deselection
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run quick files before slow ones, and long tests first, in each of xdist's workers.
+    """Run quick files before slow ones, in each of xdist's workers: most behaviours are checked in the first minutes.
 
-    Tests of a local cloud are long, and so are those of files with few tests. Short ones fill the workers at the end.
-    With `--dist worksteal` each worker begins with an equal part of this list.
+    Tests of a local cloud come first, since one worker runs them all. Then, of the quick files, those with many tests,
+    which are short; of the slow ones those with few: short tests fill the workers at the end. With `--dist worksteal`
+    each worker begins with an equal part of this list.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -74,7 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         groups.setdefault((is_slow, path.parent if path.parent.name in ONE_CLOUD else path), []).extend(tests)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for key in sorted(groups, key=lambda key: (key[0], key[1].name not in ONE_CLOUD, len(groups[key]))):
+    for key in sorted(
+        groups, key=lambda key: (key[0], key[1].name not in ONE_CLOUD, len(groups[key]) * (1 if key[0] else -1))
+    ):
         min(parts, key=len).extend(groups[key])
     sizes = [(len(items) + number) // workers for number in range(workers)]
     rest = [item for part, size in zip(parts, sizes, strict=True) for item in part[size:]]

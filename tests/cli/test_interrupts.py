@@ -14,6 +14,7 @@ from tests.waiting import until
 from tpuswarm.train.process import stop
 from tpuswarm.train.run.life import read_life
 
+pytestmark = pytest.mark.slow
 BEFORE_THERE_IS_A_RUN = [
     *(pytest.param(maps(name), id=name) for name in ("libjax_common", "_tensorstore")),
     pytest.param(contains("lock"), id="directory"),

@@ -9,7 +9,7 @@ from tests import processes
 from tests.terminal import terminal
 from tpuswarm.recipes.gpt2.recipe import GPT2
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def bigram_loss() -> float:

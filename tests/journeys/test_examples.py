@@ -45,6 +45,7 @@ def test_example_is_one_page_with_its_commands(example):
     assert command[:3] == ["tpuswarm", "train", f"examples/{example.name}:recipe"]
 
 
+@pytest.mark.long
 def test_command_in_the_docstring_learns(example, tmp_path, monkeypatch):
     _, command = commands(example)
     monkeypatch.chdir(tmp_path)

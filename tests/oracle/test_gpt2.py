@@ -67,6 +67,7 @@ def test_random_models_have_transformers_results(tmp_path):
         check_results(GPT2(**{name: getattr(config, name) for name in SIZE_KEYS}, data="fake"), folder)
 
 
+@pytest.mark.long
 def test_transformers_loads_exports_with_the_same_results(tmp_path, text_file):
     """For each kind of tokenizer: logits, gradients and token numbers are those of the recipe."""
     texts = ["the quick brown fox", "line 7: jumps over\n\n 49  lazy dogs."]

@@ -61,6 +61,7 @@ def test_mask_from_the_data_is_kept():
     np.testing.assert_allclose(found, step_in_torch(module, mean_square, rows)[0], rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("traced", ["llama", "gpt2", "cnn"], indirect=True)  # torch has no LSTM in 16 bits on every CPU
 def test_bf16_follows_autocast(traced, tmp_path):
     """Products are bfloat16, sums float32, whatever dtype the module's constants have."""

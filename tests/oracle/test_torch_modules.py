@@ -15,9 +15,14 @@ from tpuswarm.torch.interpreter import run_graph
 from tpuswarm.torch.ops import OPS, RANDOM
 
 TRAINING_STEPS = 200
+TAKE_LONG = ("t5", "bert", "vit", "convnext", "unet")
 
 
-@pytest.mark.parametrize("traced", list(MODELS), indirect=True)
+@pytest.mark.parametrize(
+    "traced",
+    [pytest.param(name, marks=pytest.mark.long) if name in TAKE_LONG else name for name in MODELS],
+    indirect=True,
+)
 def test_loss_gradients_and_buffers_are_torchs(traced):
     """Evaluation uses fewer rows than training."""
     module, loss, rows, exported = traced

@@ -12,6 +12,7 @@ from tpuswarm.fleet.decide.flags import Flag, shell_exports
 from tpuswarm.plan import flags
 from tpuswarm.plan.flags import check_flags, xla_flag_help
 
+pytestmark = pytest.mark.slow
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 PROGRAM = 'import jax; jax.config.update("jax_platforms", "cpu"); jax.jit(lambda x: x + 1)(1.0)'
 needs_libtpu = pytest.mark.skipif(not flags.importlib.util.find_spec("libtpu"), reason="the plan extra is missing")

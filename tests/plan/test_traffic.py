@@ -14,7 +14,7 @@ from tpuswarm.train.program.request import default_request
 GPT2_124M = Exchange(124_475_904, step_seconds=1.0, cycle=100, form="int8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_swarm_sends_and_receives_as_predicted(devices):
     """Four members with real programs, counted at the member; pushes at the end of the run are for shorter cycles."""
     recipe = GPT2(data="fake", layers=1, heads=1, width=64, context=16)

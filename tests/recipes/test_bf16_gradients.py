@@ -115,7 +115,7 @@ def require_same(exact, half, exact_sums):
         assert difference <= 0.005 * np.linalg.norm(expected), (path, difference)
 
 
-@pytest.mark.parametrize("build", [gpt2, make, score])
+@pytest.mark.parametrize("build", [gpt2, *(pytest.param(build, marks=pytest.mark.long) for build in (make, score))])
 def test_each_gradient_is_close_to_float32_and_no_long_sum_is_in_bfloat16(build):
     found = []
     for precision in ("f32", "bf16"):

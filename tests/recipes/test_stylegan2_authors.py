@@ -16,7 +16,7 @@ from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Clock, Options
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 FIGURES = json.loads(authors.FIGURES.read_text())
 RECIPE = StyleGAN2(**authors.SHAPE, lr=authors.LR, r1=authors.R1, average=authors.AVERAGE, adapt=False)
 

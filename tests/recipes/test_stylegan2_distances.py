@@ -14,6 +14,7 @@ from tpuswarm.recipes.stylegan2.distances import measure
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.recipe import Options
 
+pytestmark = pytest.mark.slow
 SETS = st.integers(0, 2**32 - 1).map(np.random.RandomState)
 
 
@@ -152,7 +153,7 @@ def test_users_own_features_are_used_and_their_mistakes_reported(tmp_path):
             measured(f"{tmp_path}/inception.py:{name}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_code_of_a_made_picture_is_found():
     recipe = StyleGAN2(**TINY)
     program = recipe.program(Options())

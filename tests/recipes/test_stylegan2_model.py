@@ -46,7 +46,7 @@ def test_folded_channels_fill_at_most_one_tile(channels, power, higher):
     assert Form().fold(channels, side) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_folded_networks_have_the_losses_and_gradients_of_plain_ones():
     """R1 and path lengths differentiate twice; noise strengths begin at 0, so all parameters are moved."""
     config = Config(16, latent=6, mapping=1, channels=3, most_channels=5, group=2)

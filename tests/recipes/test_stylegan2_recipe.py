@@ -112,7 +112,7 @@ def by_hand(c):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("side", "precision"), [(16, "f32"), (32, "bf16")])
+@pytest.mark.parametrize(("side", "precision"), [(16, "f32"), pytest.param(32, "bf16", marks=pytest.mark.long)])
 def test_step_has_the_flops_counted_by_hand(side, precision):
     recipe = StyleGAN2(resolution=side, data="fake")
     program = recipe.program(Options(precision, platform="tpu" if precision == "bf16" else "cpu"))

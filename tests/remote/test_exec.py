@@ -14,6 +14,8 @@ from tests.terminal import CTRL_C, PROGRAM, terminal
 from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.remote import remote_process
 
+pytestmark = pytest.mark.slow
+
 
 def test_words_are_taken_as_they_are_and_standard_input_is_empty(fleet):
     assert fleet.run("exec", "v2", "--", "echo", "$HOME", "a  b")[0] == f"{HOSTS[0]} │ $HOME a  b\n"

@@ -168,6 +168,7 @@ STATUS = "return document.querySelector('.jp-Notebook-ExecutionIndicator')?.data
 OUTPUT = "return document.querySelector('.jp-OutputArea-output')?.textContent || ''"
 
 
+@pytest.mark.long
 def test_page_runs_a_notebook_of_another_service_and_contacts_no_other_host(fleet, browser):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys

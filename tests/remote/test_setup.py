@@ -19,6 +19,7 @@ from tpuswarm.remote.setup.machine_steps import Machine, steps
 from tpuswarm.remote.setup.run import set_up
 from tpuswarm.remote.setup.table import Setup, gather_secrets
 
+pytestmark = pytest.mark.slow
 WHOLE = {
     "python": "3.12",
     "apt": ("htop", "tmux"),

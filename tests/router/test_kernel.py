@@ -9,6 +9,7 @@ import pytest
 
 from tests.router.lab import ROUTER, STRANGER, TARGETS, identify
 
+pytestmark = pytest.mark.slow
 UNIT = "/etc/systemd/system/tpuswarm-router.service"
 RULES = "/etc/tpuswarm-router.nft"
 SYSCTL = "/etc/sysctl.d/60-tpuswarm-router.conf"

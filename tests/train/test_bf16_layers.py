@@ -114,6 +114,7 @@ def test_each_gradient_is_close_to_that_in_float32_and_no_long_sum_is_in_bfloat1
     require_same(moving, found["bf16"], by_leaf(jax.jit(in_exact_sums(program.batch_gradient))(*arguments)))
 
 
+@pytest.mark.long
 def test_micro_batches_and_devices_take_the_same_step(tmp_path):
     init, apply = equinox()
 

@@ -15,6 +15,8 @@ from tpuswarm.train.program.digest import is_other_program, step_digest
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_config, read_rows
 
+pytestmark = pytest.mark.slow
+
 
 def recipe(scale=1.0, power=2, optimizer=None, schedule=None, data=None, held=None):
     def loss(params, batch, key):

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 PROGRAM = str(Path(__file__).parents[1] / "host.py")
 
 
-@pytest.mark.parametrize(("form", "shard"), [("plain", "fsdp"), ("int8", "replicate")])
+@pytest.mark.parametrize(
+    ("form", "shard"), [pytest.param("plain", "fsdp", marks=pytest.mark.long), ("int8", "replicate")]
+)
 def test_two_hosts_train_as_one_member(tmp_path, form, shard):
     """Each host also checks at its end that it holds the bits of the last version (tests/swarm/host.py)."""
     finished(start_hosts(PROGRAM, tmp_path, form=form, shard=shard, steps=host.STEPS), tmp_path)

@@ -24,6 +24,7 @@ from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.record import RECORD, Record, read_record
 
+pytestmark = pytest.mark.slow
 SMALL, LARGE = b"x" * 1000, os.urandom(9 * 2**17)
 """The larger one is sent by a resumable upload, in chunks."""
 

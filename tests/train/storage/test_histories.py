@@ -4,6 +4,7 @@ import pytest
 
 from tests.train.storage.histories import play
 
+pytestmark = pytest.mark.slow
 HISTORIES = 200
 
 

@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -250,6 +252,32 @@ def test_full_disk_loses_output_and_not_the_job(there):
     (folder / "state.json.new").mkdir()  # nothing can be written
     said = there.raw("start", "full", "2", data=b'{"line": "true"}', code=1)
     assert b"the state of the job cannot be written: [Errno 21]" in said
+
+
+def test_other_users_read_no_job_and_its_own_files_are_as_the_user_wants(there):
+    folder = there.home / ".tpuswarm/jobs"
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)  # by an older version
+    before = os.umask(0o027)
+    try:
+        there.start("train", 1, f"echo secret; touch {there.home}/model")
+    finally:
+        os.umask(before)
+    there.ended("train")
+    assert stat.S_IMODE((there.home / "model").stat().st_mode) == 0o640
+    found = [folder, *folder.rglob("*")]
+    assert len(found) > 4 and not any(path.stat().st_mode & 0o077 for path in found)
+
+
+def test_job_that_prints_much_does_not_wait_for_us(there):
+    interval_s, parts = 10.0, 20
+    text = there.program.read_text()
+    there.program.write_text(text.replace("POLL_INTERVAL_S = 0.1", f"POLL_INTERVAL_S = {interval_s}"))
+    assert there.program.read_text() != text
+    begun = time.monotonic()
+    there.start("talks", 1, f"for n in $(seq {parts}); do head -c 65537 /dev/zero; done")
+    assert there.ended("talks")["code"] == 0
+    assert time.monotonic() - begun < parts * interval_s / 2
 
 
 def test_clock_that_jumps_changes_nothing(there):

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,7 @@ Description=Restart tpuswarm jobs after a reboot
 [Service]
 Type=oneshot
 RemainAfterExit=yes
+OOMPolicy=continue
 ExecStartPre=/bin/sleep {delay}
 ExecStart=/usr/bin/env python3 {program} again
 [Install]
@@ -205,7 +207,7 @@ def supervise(folder: Path, state: "dict[str, Any]", spec: "dict[str, Any]") -> 
             signal.signal(number, on_signal)
         child = subprocess.Popen(
             ["/bin/bash", "-c", spec["line"]], stdin=subprocess.DEVNULL, stdout=writer, stderr=writer,
-            env={**os.environ, JOB_VARIABLE: str(folder)}, start_new_session=True,
+            env={**os.environ, JOB_VARIABLE: str(folder)}, start_new_session=True, umask=spec.get("umask", 0o022),
         )  # fmt: skip
         if follow(child, log, spec.get("alive_s")):
             state.update(state="ended", code=child.returncode if child.returncode >= 0 else 128 - child.returncode)
@@ -241,7 +243,7 @@ def follow(child: "subprocess.Popen[bytes]", log: "Log", alive_s: "float | None"
         elif alive_s is not None and time.monotonic() - last > alive_s:
             return False
         else:
-            time.sleep(POLL_INTERVAL_S)
+            select.select([log.pipe], [], [], POLL_INTERVAL_S)
 
 
 def end_processes(folder: Path, state: "dict[str, Any]", child: "subprocess.Popen[bytes]", log: "Log") -> None:
@@ -381,8 +383,11 @@ def show_log(name: str, lines: int, offset: int = 0, inode: int = 0) -> None:
 
 
 def main(verb: str, *words: str) -> None:
+    umask = os.umask(0o077)  # command lines and output are for this user alone
+    JOBS.mkdir(parents=True, exist_ok=True)
+    JOBS.chmod(0o700)
     if verb == "start":
-        print(json.dumps(start(words[0], int(words[1]), json.load(sys.stdin))))
+        print(json.dumps(start(words[0], int(words[1]), {**json.load(sys.stdin), "umask": umask})))
     elif verb == "end":
         print(json.dumps(end(words[0], int(words[1]))))
     elif verb == "log":

@@ -16,6 +16,7 @@ from tpuswarm.fleet.hosts import routers, setup
 from tpuswarm.fleet.hosts.setup import BootState, Preparer, PrepareResult
 from tpuswarm.fleet.keeper import job_runner
 from tpuswarm.fleet.keeper.job_runner import JobThread
+from tpuswarm.remote.setup.step import FileUnavailable
 
 FULL = "b/0: packages: no space left on device"
 
@@ -98,6 +99,7 @@ def setups(monkeypatch) -> Setup:
         ("a", "", RunFailed(FULL), 3, False),  # the network to all of them is down
         ("a", "b", RunFailed(FULL), 3, False),
         ("a", "a", InputError("A_TOKEN is not set"), 3, False),  # the keeper can set up none
+        ("a", "a", FileUnavailable("uv cannot be downloaded here either"), 3, False),  # nor this one
     ],
 )
 def test_machine_that_fails_setup_twice_is_bad_where_others_succeed(setups, others, answers, error, tries, is_bad):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.remote.setup import artifacts
 from tpuswarm.remote.setup.artifacts import build_bundle, build_wheel
 
 PIP = """#!/bin/sh
@@ -50,6 +51,21 @@ def test_uv_downloads_where_there_is_no_pip(tools, tmp_path):
     assert files["./bin/uv"].mode & stat.S_IXUSR
     (tools / "uv").unlink()
     assert build_bundle("3.12", tmp_path / "cache") == made  # made once
+
+
+def test_service_of_a_head_sends_the_uv_of_its_own_set_up(tmp_path, monkeypatch):
+    """Its environment has no pip, and its PATH is systemd's."""
+    uv = tmp_path / ".tpuswarm/bin/uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text(
+        UV.replace('case "$1" in', f'case "$1" in\n  --version) echo "uv {artifacts.UV} (abc 2026-11-01)" ;;')
+    )
+    uv.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with tarfile.open(build_bundle("3.12", tmp_path / "cache")) as tar:
+        assert tar.extractfile("./bin/uv").read() == uv.read_bytes()
 
 
 def test_error_without_pip_and_uv_names_the_way_out(tools, tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ WHOLE = {
     "data_disk": "/mnt/data",
 }
 ALL = ["timezone", "nofile", "swap", "data-disk", "apt", "python", "packages", "environment", "secrets"]
+WHEEL = "tpuswarm-0.1.0+0123456789ab-py3-none-any.whl"
 CHANGES = [
     ({"nofile": 8192, "timezone": "Europe/Berlin"}, ["timezone", "nofile"]),
     ({"swap_gb": 2}, ["swap"]),
@@ -66,7 +67,7 @@ def apply(machines):
             for machine in machines
         ]
         chosen = planned if only is None else [planned[number] for number in only]
-        plan = {machine.host: steps(wanted, machine, secrets or {"HF_TOKEN": "hf_s3cret"}) for machine in chosen}
+        plan = {machine.host: steps(wanted, machine, secrets or {"HF_TOKEN": "hf_s3cret"}, WHEEL) for machine in chosen}
 
         outcome = machines.run(
             lambda connections: set_up(connections, plan, report or (lambda *about: None), **options)
@@ -179,6 +180,33 @@ def test_apts_lock_is_waited_for_and_its_holder_is_named(machines, apply):
     assert not failed and "apt" in done["node-0/0"] and not lock.exists()
 
 
+def test_broken_repository_is_reported_and_an_interrupted_installation_is_ended(machines, apply):
+    root = machines[0].root
+    for file in ("etc/apt/broken-repository", "var/lib/dpkg/interrupted"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    done, failed, outcome = apply(Setup.model_validate({"apt": ["htop"]}), only=[0])
+    assert not failed and "apt" in done["node-0/0"]
+    assert (root / "var/lib/dpkg/installed").read_text() == "htop\n"
+    assert any("apt-get update failed: E: The repository 'https://example.org" in note for note in outcome.notes)
+
+
+def test_shell_without_a_terminal_has_the_environment_although_its_bashrc_ends_early(machines, apply):
+    home = machines[0].home
+    bashrc = home / ".bashrc"
+    bashrc.write_text("case $- in *i*) ;; *) return ;; esac\nexport MINE=1\n")
+    bashrc.chmod(0o600)
+    for greeting in ("hello", "bye"):
+        _, failed, _ = apply(Setup.model_validate({"env": {"GREETING": greeting}}), only=[0])
+        assert not failed
+        assert sh(machines, 0, '. ~/.bashrc; echo "$GREETING $(command -v python)"') == (
+            f"{greeting} {home}/.tpuswarm/venv/bin/python"
+        )
+    _, *rest = bashrc.read_text().splitlines()
+    assert rest == ["case $- in *i*) ;; *) return ;; esac", "export MINE=1"]
+    assert bashrc.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(("shift", "direction"), [("+3000", "ahead of"), ("-3000", "behind")])
 def test_clock_that_is_off_is_reported(machines, apply, tmp_path, shift, direction):
     bin_ = tmp_path / "cloud/bin/date"
@@ -280,9 +308,27 @@ def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(machines, appl
     wanted, reports = Setup.model_validate({"pip": ["numpy"]}), []
     _, failed, _ = apply(wanted, only=[0])
     assert "curl: (6) Could not resolve host" in failed["node-0/0"]
+    assert not [path for path in machines[0].home.iterdir() if not path.name.startswith(".")], "no file is left"
     done, failed, _ = apply(wanted, only=[0], send=send, report=lambda host, *about: reports.append(about))
     assert not failed and "packages" in done["node-0/0"]
     assert ("python", "uv and Python sent") in reports
+
+
+def test_tpuswarm_of_this_computer_is_sent_for_it_is_in_no_index(machines, apply, tmp_path):
+    (tmp_path / WHEEL).write_text("a wheel")
+
+    async def send(connections, host, step):
+        await upload(connections, host, tmp_path / WHEEL, f".tpuswarm/wheels/{WHEEL}")
+        return WHEEL
+
+    wanted, reports = Setup.model_validate({"pip": ["numpy==2.1.0", "tpuswarm[gcloud, tpu]"]}), []
+    done, failed, outcome = apply(wanted, send=send, report=lambda host, *about: reports.append(about))
+    assert not failed and reports.count(("packages", f"{WHEEL} sent")) == 3
+    assert outcome.versions == "numpy==2.1.0\n# Python 3.12\n", "the same on machines of other users"
+    done, failed, _ = apply(wanted, send=send)
+    assert not failed and set(map(tuple, done.values())) == {()}
+    _, failed, _ = apply(Setup.model_validate({"pip": ["tpuswarm==99"]}), send=send, only=[0])
+    assert "no version of tpuswarm==99 was found" in failed["node-0/0"]
 
 
 def test_secrets_are_in_no_log_or_command_line_and_only_their_owner_reads_them(machines, apply):

@@ -19,6 +19,14 @@ def test_command_returns_its_exit_code_and_reads_a_pipe(fleet):
     assert done.returncode == 0 and done.stdout == "from a pipe\n", done
 
 
+def test_command_has_the_environment_of_set_up(fleet):
+    fleet.run("ssh", "v2", "--", "mkdir -p ~/.tpuswarm; echo export GREETING=hello >~/.tpuswarm/environment")
+    try:
+        assert finish(fleet.start("ssh", "v2", "--", "echo $GREETING"))[0] == "hello\n"
+    finally:
+        fleet.run("ssh", "v2", "--", "rm ~/.tpuswarm/environment")
+
+
 LOG_IN = """
 import json, sys, typer
 from pathlib import Path

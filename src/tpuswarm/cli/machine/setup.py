@@ -134,7 +134,7 @@ def _print_steps(table: Setup, has_router: bool) -> None:
     found: dict[str, Step] = {}
     for is_server, server in ((True, None), (False, "SERVER")):
         machine = Machine(no_host, is_server, server, has_disk=True, settings=settings)
-        found |= {step.id: step for step in steps(table.without_files(), machine, secrets)}
+        found |= {step.id: step for step in steps(table.without_files(), machine, secrets, wheel="")}
     details = _step_details(table)
     for number, step in enumerate(found, 1):
         echo(f"{number}. {step}{': ' if details.get(step) else ''}{details.get(step, '')}", hang=3)

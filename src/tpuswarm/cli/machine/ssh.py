@@ -20,7 +20,7 @@ from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote import forward as forwarding
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host, openssh_command
-from tpuswarm.remote.paths import command_line
+from tpuswarm.remote.paths import command_line, in_environment
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.terminal import clear_temporary_line, echo
 
@@ -46,7 +46,7 @@ def ssh(
     routes = open_routes(find_fleet(fleet)[0])
     host = _find_host(routes, name)
     is_shell = not words and sys.stdin.isatty()
-    line = command_line(words) if words else SHELL if is_shell else ""
+    line = in_environment(command_line(words)) if words else SHELL if is_shell else ""
     with tempfile.TemporaryDirectory() as folder:
         connected = Path(folder) / "connected"
         pause_s = 1.0

@@ -14,7 +14,7 @@ from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.artifacts import build_wheel, installed_versions, package_sender
+from tpuswarm.remote.setup.artifacts import build_wheel, file_sender, installed_versions
 from tpuswarm.remote.setup.run import OnProgress, set_up
 from tpuswarm.remote.setup.services import ROUTER_FOLDER, router
 from tpuswarm.router.file import RouterFile, Single
@@ -83,7 +83,7 @@ async def configure_routers(
     snapshot, cache = routes.snapshot(), cache_folder("machines")
     file, ports = router_file(snapshot.document.desired, snapshot.listing.machines)
     steps = router(router_toml(file, ports), build_wheel(cache).name, installed_versions())
-    send = package_sender(ROUTER_FOLDER, cache)
+    send = file_sender(ROUTER_FOLDER, cache)
     async with Connections(routes.key) as connections:
         outcome = await set_up(connections, dict.fromkeys(hosts, steps), on_progress, send=send)
     for error in outcome.failed.values():

@@ -17,11 +17,11 @@ from tpuswarm.fleet.hosts.targets import find_targets
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.artifacts import bundle_sender
+from tpuswarm.remote.setup.artifacts import build_wheel, file_sender
 from tpuswarm.remote.setup.machine_steps import Machine, steps
-from tpuswarm.remote.setup.python import notebook
+from tpuswarm.remote.setup.python import WHEELS, names_ours, notebook
 from tpuswarm.remote.setup.run import OnProgress, Outcome, set_up
-from tpuswarm.remote.setup.step import STEP_TIMEOUT_S, Send
+from tpuswarm.remote.setup.step import STEP_TIMEOUT_S, FileUnavailable, Send
 from tpuswarm.remote.setup.table import Setup, gather_secrets
 from tpuswarm.remote.sync.send import send
 from tpuswarm.train.process.atomic import write_atomically
@@ -118,12 +118,13 @@ async def set_up_all(
     saved, table = SavedSetup(routes.fleet), table.without_files()
     secrets = gather_secrets(saved.secrets_file, table.secrets, environment)
     saved.save(table)
-    steps_by_host = {machine.host: steps(table, machine, secrets) for machine in machines}
+    wheel = build_wheel(cache_folder("machines")).name if names_ours(table) else ""
+    steps_by_host = {machine.host: steps(table, machine, secrets, wheel) for machine in machines}
     packages = next(step.stamp for step in next(iter(steps_by_host.values())) if step.decides_versions)
 
     async with Connections(routes.key) as connections:
         outcome = await set_up(
-            connections, steps_by_host, on_progress, saved.versions(packages), _bundle_sender(table), limit_s
+            connections, steps_by_host, on_progress, saved.versions(packages), _file_sender(table), limit_s
         )
     saved.save_versions(packages, outcome.versions)
     return outcome
@@ -133,11 +134,11 @@ async def install_notebook(routes: Routes, hosts: Iterable[Host], on_progress: O
     table = SavedSetup(routes.fleet).table() or Setup()
     async with Connections(routes.key) as connections:
         steps_by_host = dict.fromkeys(hosts, notebook(table.python))
-        return await set_up(connections, steps_by_host, on_progress, send=_bundle_sender(table))
+        return await set_up(connections, steps_by_host, on_progress, send=_file_sender(table))
 
 
-def _bundle_sender(table: Setup) -> Send:
-    return bundle_sender(table.python, cache_folder("machines"))
+def _file_sender(table: Setup) -> Send:
+    return file_sender(WHEELS, cache_folder("machines"), table.python)
 
 
 class PrepareResult(NamedTuple):
@@ -251,7 +252,7 @@ class Preparer:
                 if retry_at == math.inf:  # it has failed since the last update
                     self._retries[name] = (time.monotonic() + RETRY_S, error)
                     self._prepared.pop(name, None)
-                    if task.exception() is None and set(answering) - {name}:
+                    if _is_its_fault(task) and set(answering) - {name}:
                         created, failures = self._failures.get(name, (boot.created, 0))
                         self._failures[name] = (boot.created, failures + 1 if created == boot.created else 1)
                 unprepared[name] = error
@@ -264,6 +265,12 @@ class Preparer:
                     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
                     self.kept_changes[name] = f"{', '.join(paths[:3])}{more} stay as they were changed there"
         return unprepared
+
+
+def _is_its_fault(task: "asyncio.Task[PrepareResult]") -> bool:
+    """Return whether the machine failed, and not this computer."""
+    errors = () if task.exception() else task.result().failed.values()
+    return any(not isinstance(error, FileUnavailable) for error in errors)
 
 
 def _error(task: "asyncio.Task[PrepareResult]") -> str:

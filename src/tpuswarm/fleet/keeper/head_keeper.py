@@ -21,7 +21,7 @@ from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.remote.connect import Connections, run_shell
 from tpuswarm.remote.copy import upload
 from tpuswarm.remote.host import Host
-from tpuswarm.remote.setup.artifacts import build_wheel, installed_versions, package_sender
+from tpuswarm.remote.setup.artifacts import build_wheel, file_sender, installed_versions
 from tpuswarm.remote.setup.run import OnProgress, set_up
 from tpuswarm.remote.setup.services import KEEPER_FOLDER, TREE, KeeperOptions, keeper
 from tpuswarm.remote.setup.step import Step
@@ -47,7 +47,7 @@ async def install_head_keeper(routes: Routes, on_progress: OnProgress = lambda h
         constraints=installed_versions(),
     )
 
-    send_package = package_sender(KEEPER_FOLDER, cache)
+    send_package = file_sender(KEEPER_FOLDER, cache)
 
     async def send(connections: Connections, host: Host, step: Step) -> str:
         if step.id != "keeper-tree":

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import importlib.util
+import platform
 import re
 import shutil
 import subprocess
@@ -11,16 +12,17 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from contextlib import suppress
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import tpuswarm
-from tpuswarm.errors import RunFailed
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.copy import upload
 from tpuswarm.remote.host import Host
+from tpuswarm.remote.paths import STATE_FOLDER
 from tpuswarm.remote.setup.python import BUNDLE, OWN_PYTHON, UV
-from tpuswarm.remote.setup.step import Send, Step
+from tpuswarm.remote.setup.step import FileUnavailable, Send, Step
 
 WHEEL_METADATA = "Wheel-Version: 1.0\nGenerator: tpuswarm\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 UV_PLATFORM, PYTHON_PLATFORM = "manylinux_2_17_x86_64", "linux-x86_64-gnu"
@@ -72,7 +74,7 @@ def installed_versions() -> str:
 
 
 def build_bundle(python: str, cache: Path) -> Path:
-    """Build a tar file with `bin/uv` and, in `python/`, the Python that uv installs. Raise RunFailed."""
+    """Build a tar file with `bin/uv` and, in `python/`, the Python that uv installs. Raise FileUnavailable."""
     bundle = cache / f"python-{python}-uv-{UV}.tar"
     if bundle.exists():
         return bundle
@@ -81,18 +83,14 @@ def build_bundle(python: str, cache: Path) -> Path:
         folder, root = Path(name), Path(name) / "all"
         (root / "bin").mkdir(parents=True)
         uv = root / "bin" / "uv"
-        options = [f"uv=={UV}", "--no-deps", "--only-binary", ":all:", "--platform", UV_PLATFORM, "--dest", name]
-        has_pip = importlib.util.find_spec("pip") is not None  # environments created by uv have none
-        pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "tool", "run", "pip"]
-        _run([*pip, "download", "--quiet", *options], "uv cannot be downloaded here either")
-        (wheel,) = folder.glob("uv-*.whl")
-        with zipfile.ZipFile(wheel) as archive, uv.open("wb") as file:
-            (member,) = (member for member in archive.namelist() if member.endswith("/scripts/uv"))
-            shutil.copyfileobj(archive.open(member), file)
+        if own := _find_uv():
+            shutil.copy(own, uv)
+        else:
+            _download_uv(folder, uv)
         uv.chmod(0o755)
         own_uv = str(uv) if sys.platform == "linux" else "uv"
         into = ["--install-dir", str(root / "python"), "--no-bin"]
-        words = [own_uv, "python", "install", "--quiet", f"cpython-{python}-{PYTHON_PLATFORM}", *into]
+        words = [own_uv, "python", "install", f"cpython-{python}-{PYTHON_PLATFORM}", *into]
         _run(words, "Python cannot be downloaded here either")
         with tarfile.open(folder / "tar", "w") as tar:
             tar.add(root, ".")
@@ -100,34 +98,46 @@ def build_bundle(python: str, cache: Path) -> Path:
     return bundle
 
 
+def _find_uv() -> str | None:
+    """Return this computer's uv if it is the wanted version for TPU VMs; on a head set-up has installed it."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return None
+    for uv in (str(Path.home() / STATE_FOLDER / "bin" / "uv"), shutil.which("uv")):
+        with suppress(OSError):
+            if uv and subprocess.run([uv, "--version"], capture_output=True, text=True).stdout.split()[1:2] == [UV]:
+                return uv
+    return None
+
+
+def _download_uv(folder: Path, uv: Path) -> None:
+    options = [f"uv=={UV}", "--no-deps", "--only-binary", ":all:", "--platform", UV_PLATFORM, "--dest", str(folder)]
+    has_pip = importlib.util.find_spec("pip") is not None  # environments created by uv have none
+    pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "tool", "run", "pip"]
+    _run([*pip, "download", "--quiet", *options], "uv cannot be downloaded here either")
+    (wheel,) = folder.glob("uv-*.whl")
+    with zipfile.ZipFile(wheel) as archive, uv.open("wb") as file:
+        (member,) = (member for member in archive.namelist() if member.endswith("/scripts/uv"))
+        shutil.copyfileobj(archive.open(member), file)
+
+
 def _run(words: list[str], problem: str) -> None:
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise RunFailed(f"{problem}: there is no {words[0]}; install uv on this computer") from None
+        raise FileUnavailable(f"{problem}: there is no {words[0]}; install uv on this computer") from None
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise RunFailed(f"{problem}: {lines[-1]}")
+        raise FileUnavailable(f"{problem}: {lines[-1]}")
 
 
-def bundle_sender(python: str, cache: Path) -> Send:
-    """Return a function that sends uv and this version of Python to a host."""
-
-    async def send(connections: Connections, host: Host, step: Step) -> str:
-        await upload(connections, host, await asyncio.to_thread(build_bundle, python, cache), BUNDLE)
-        return "uv and Python"
-
-    return send
-
-
-def package_sender(folder: str, cache: Path) -> Send:
-    """Return a function that sends a host the missing files of the steps of `own_package`."""
-    send_bundle = bundle_sender(OWN_PYTHON, cache)
+def file_sender(folder: str, cache: Path, python: str = OWN_PYTHON) -> Send:
+    """Return a function that sends a host the file that a step lacks: uv and a Python, or our wheel into `folder`."""
 
     async def send(connections: Connections, host: Host, step: Step) -> str:
-        if step.id.endswith("-python"):
-            return await send_bundle(connections, host, step)
-        wheel = build_wheel(cache)
+        if step.id.endswith("python"):
+            await upload(connections, host, await asyncio.to_thread(build_bundle, python, cache), BUNDLE)
+            return "uv and Python"
+        wheel = await asyncio.to_thread(build_wheel, cache)
         await upload(connections, host, wheel, f"{folder}/{wheel.name}")
         return wheel.name
 

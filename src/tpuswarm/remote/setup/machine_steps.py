@@ -27,8 +27,8 @@ class Machine:
     """Kernel settings: names in /proc/sys, and values."""
 
 
-def steps(table: Setup, machine: Machine, secrets: Mapping[str, str]) -> tuple[Step, ...]:
-    """Return all steps of a machine. `secrets`: a value for each name in the table."""
+def steps(table: Setup, machine: Machine, secrets: Mapping[str, str], wheel: str) -> tuple[Step, ...]:
+    """Return all steps of a machine. `secrets`: a value for each name in the table; `wheel`: file name of ours."""
     shared: tuple[Step, ...] = ()
     if table.nfs and (machine.is_server or machine.server):
         shared = tuple(nfs(table.nfs, None if machine.is_server else machine.server, machine.clients))
@@ -37,7 +37,7 @@ def steps(table: Setup, machine: Machine, secrets: Mapping[str, str]) -> tuple[S
     return (
         *system(table, machine.has_disk),
         *([network(machine.settings)] if machine.settings else []),
-        *python(table),
+        *python(table, wheel),
         *environment(table, secrets),
         *(notebook(table.python) if table.notebook else ()),
         *shared,

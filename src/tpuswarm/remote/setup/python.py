@@ -1,5 +1,6 @@
 """Steps for Python from uv, packages, the environment of programs, Jupyter, and tpuswarm itself."""
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,9 @@ SECRETS = f"{STATE_FOLDER}/secrets"
 BUNDLE = f"{STATE_FOLDER}/python.tar"
 """uv and a Python, sent to machines that cannot download them."""
 NOTEBOOK_VENV = f"{NOTEBOOK}/venv"
+WHEELS = f"{STATE_FOLDER}/wheels"
+"""Has our wheel, for `tpuswarm` among the packages: no index has this computer's version."""
+OURS = re.compile(r"tpuswarm *(\[.*\])?")
 FIND_UV = f"""\
 uv=$(command -v uv || true)
 if [ -z "$uv" ]; then uv=~/{STATE_FOLDER}/bin/uv; fi
@@ -32,38 +36,47 @@ if [ -e {BUNDLE} ]; then
   mkdir -p ~/.local/share/uv/python {STATE_FOLDER}/bin
   tar -xf {BUNDLE} -C {STATE_FOLDER} && rm -f {BUNDLE}
   cp -R {STATE_FOLDER}/python/. ~/.local/share/uv/python && rm -rf {STATE_FOLDER}/python
-  uv=~/{STATE_FOLDER}/bin/uv
+  uv=~/{STATE_FOLDER}/bin/uv if_none=1
 elif [ ! -x "$uv" ]; then
-  curl --fail --silent --show-error --location --connect-timeout 10 https://astral.sh/uv/{UV}/install.sh >uv.sh &&
-    UV_UNMANAGED_INSTALL=~/{STATE_FOLDER}/bin sh uv.sh || exit {NEEDS_FILE}
-  rm -f uv.sh
+  installer=$(mktemp); trap 'rm -f "$installer"' EXIT
+  curl --fail --silent --show-error --location --connect-timeout 10 https://astral.sh/uv/{UV}/install.sh \
+    >"$installer" && UV_UNMANAGED_INSTALL=~/{STATE_FOLDER}/bin sh "$installer" || exit {NEEDS_FILE}
 fi
-"$uv" venv --quiet --clear --managed-python --python {python} {folder} || {{
-  grep -q "No interpreter found" {FOLDER}/{id}.log && exit {NEEDS_FILE}
-  exit 1
-}}""",
+"$uv" venv --clear --managed-python --python {python} {folder} || exit ${{if_none:-{NEEDS_FILE}}}
+{folder}/bin/python -m ensurepip --default-pip >/dev/null""",
         f"{folder}/bin/python -c 'import sys; assert sys.version.startswith(\"{python}\")'",
     )
 
 
-def python(table: Setup) -> Iterator[Step]:
-    """Yield the steps of the programs' Python and its packages."""
+def names_ours(table: Setup) -> bool:
+    """Return whether the packages have tpuswarm in any version, which means this computer's."""
+    return any(OURS.fullmatch(line.strip()) for line in table.pip)
+
+
+def python(table: Setup, wheel: str) -> Iterator[Step]:
+    """Yield the steps of the programs' Python and its packages. `wheel`: file name of ours, for `tpuswarm`."""
+    lines = [line.strip() for line in table.pip]
+    need_wheel = ""
+    if names_ours(table):
+        lines = [f"{line} @ file://${{HOME}}/{WHEELS}/{wheel}" if OURS.fullmatch(line) else line for line in lines]
+        need_wheel = f"mkdir -p {WHEELS}; [ -e {WHEELS}/{wheel} ] || exit {NEEDS_FILE}\n"
     yield venv(table.python, VENV)
     yield Step(
         "packages",
         f"""\
 # for Python {table.python}: another version lacks them
-{FIND_UV}
+{need_wheel}{FIND_UV}
 same=
 if [ -s {FOLDER}/packages.given ]; then same="--constraint {FOLDER}/packages.given"; fi
 if grep -q '[^[:space:]]' {STATE_FOLDER}/requirements; then
-  "$uv" pip install --quiet --python {VENV}/bin/python --requirement {STATE_FOLDER}/requirements $same
+  "$uv" pip install --python {VENV}/bin/python --requirement {STATE_FOLDER}/requirements $same
 fi
 "$uv" pip freeze --python {VENV}/bin/python >{VERSIONS}.part
+sed -i '/^tpuswarm @ /d' {VERSIONS}.part
 {VENV}/bin/python -c 'import platform; print("# Python", platform.python_version())' >>{VERSIONS}.part
 mv {VERSIONS}.part {VERSIONS}""",
         f"[ -e {VERSIONS} ] && [ -x {VENV}/bin/python ]",
-        {f"{STATE_FOLDER}/requirements": "\n".join(table.pip) + "\n"},
+        {f"{STATE_FOLDER}/requirements": "\n".join(lines) + "\n"},
         decides_versions=True,
     )
 
@@ -71,7 +84,8 @@ mv {VERSIONS}.part {VERSIONS}""",
 def environment(table: Setup, secrets: Mapping[str, str]) -> Iterator[Step]:
     """Yield the steps of the environment that programs and shells get."""
     lines = [
-        f'case ":$PATH:" in *":$HOME/{VENV}/bin:"*) ;; *) export PATH="$HOME/{VENV}/bin:$PATH" ;; esac',
+        f'case ":$PATH:" in *":$HOME/{VENV}/bin:"*) ;; '
+        f'*) export PATH="$HOME/{VENV}/bin:$HOME/{STATE_FOLDER}/bin:$PATH" ;; esac',
         *(f"export {name}={shlex.quote(value)}" for name, value in table.env.items()),
         f"if [ -e ~/{SECRETS} ]; then . ~/{SECRETS}; fi",
     ]
@@ -80,10 +94,19 @@ def environment(table: Setup, secrets: Mapping[str, str]) -> Iterator[Step]:
     yield Step(
         "environment",
         f"""\
-{delete_old_secrets}for file in ~/.profile ~/.bashrc; do
-  touch $file; grep -qxF '{read}' $file || echo '{read}' >>$file
+{delete_old_secrets}# The first line, since Debian's .bashrc ends at once for a shell without a terminal.
+files="$HOME/.profile $HOME/.bashrc"
+if command -v zsh >/dev/null; then files="$files $HOME/.zshenv"; fi
+for file in $files; do
+  touch "$file"
+  if [ "$(head -n 1 "$file")" != '{read}' ]; then
+    file=$(readlink -f "$file")
+    cp -p "$file" "$file.new"
+    {{ echo '{read}'; grep -vxF '{read}' "$file" || true; }} >"$file.new"
+    mv "$file.new" "$file"
+  fi
 done""",
-        f"[ -e {ENVIRONMENT} ] && grep -qxF '{read}' ~/.bashrc",
+        f"[ -e {ENVIRONMENT} ] && [ \"$(head -n 1 ~/.bashrc)\" = '{read}' ]",
         {ENVIRONMENT: "\n".join(lines) + "\n"},
     )
     if table.secrets:
@@ -100,7 +123,7 @@ def notebook(python: str) -> tuple[Step, Step]:
 # for Python {python}: another version lacks it
 {FIND_UV}
 {{ grep -E '^[A-Za-z0-9._-]+==' {VERSIONS} || true; }} >{NOTEBOOK}/versions 2>/dev/null
-"$uv" pip install --quiet --python {own_python} --constraint {NOTEBOOK}/versions jupyterlab ipykernel pip""",
+"$uv" pip install --python {own_python} --constraint {NOTEBOOK}/versions jupyterlab ipykernel pip""",
         f"{own_python} -c 'import ipykernel, jupyterlab'",
     )
     return venv(python, NOTEBOOK_VENV, "notebook-python"), install
@@ -117,7 +140,7 @@ def own_package(name: str, folder: str, wheel: str, constraints: str, extra: str
         f"""\
 {FIND_UV}
 [ -e {folder}/{wheel} ] || exit {NEEDS_FILE}
-"$uv" pip install --quiet --python {own_python} --constraint {folder}/versions "{folder}/{wheel}{extra}"
+"$uv" pip install --python {own_python} --constraint {folder}/versions "{folder}/{wheel}{extra}"
 find {folder} -maxdepth 1 -name '*.whl' ! -name '{wheel}' -delete""",
         f"{own_python} -c 'import tpuswarm'",
         {f"{folder}/versions": constraints},

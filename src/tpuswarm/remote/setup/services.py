@@ -83,7 +83,7 @@ def router(file: str, wheel: str, constraints: str) -> tuple[Step, ...]:
     """Return the steps of a router. `file`: its text for `tpuswarm router`; the rest: see `own_package`."""
     return (
         *own_package("router", ROUTER_FOLDER, wheel, constraints),
-        Step("router-nftables", f"{APT}apt update; apt install -y nftables", "[ -e /usr/sbin/nft ]"),
+        Step("router-nftables", f"{APT}apt_install nftables", "[ -e /usr/sbin/nft ]"),
         Step(
             "router",
             f"sudo ~/{ROUTER_FOLDER}/venv/bin/python -m tpuswarm router apply ~/{ROUTER_FILE} --tune --persist",

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tpuswarm.errors import RunFailed
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.paths import STATE_FOLDER
@@ -63,8 +64,12 @@ class Step:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+class FileUnavailable(RunFailed):
+    """This computer cannot get a file that a step needs; the machine is not at fault."""
+
+
 Send = Callable[[Connections, Host, Step], Awaitable[str]]
-"""Sends the file that a step needs; returns its description."""
+"""Sends the file that a step needs; returns its description. Raises FileUnavailable."""
 
 
 def survey(steps: Iterable[Step]) -> str:

@@ -18,16 +18,22 @@ note_mount() {
 }
 """
 APT = """\
+said=$(mktemp); trap 'rm -f "$said"' EXIT
 apt() {
   for try in $(seq 300); do
-    if sudo DEBIAN_FRONTEND=noninteractive apt-get -q "$@" >said 2>&1; then cat said; return 0; fi
-    if ! grep -Eq "Could not get lock|Unable to (lock|acquire)" said; then cat said; return 1; fi
-    if [ $try = 1 ]; then echo "apt is busy there, waiting: $(grep -Eo 'held by process.*' said | head -n 1)" >&3; fi
+    if sudo DEBIAN_FRONTEND=noninteractive apt-get -q "$@" >"$said" 2>&1; then cat "$said"; return 0; fi
+    if ! grep -Eq "Could not get lock|Unable to (lock|acquire)" "$said"; then cat "$said"; return 1; fi
+    if [ $try = 1 ]; then echo "apt is busy there, waiting: $(grep -Eo 'held by process.*' "$said" | head -n 1)" >&3; fi
     sleep 2
   done
-  cat said; return 1
+  cat "$said"; return 1
 }
-cd "$(mktemp -d)"
+apt_install() {
+  apt update || echo "note: apt-get update failed: $(grep -m 1 '^E:' "$said")" >&3
+  # The machine may have gone down in the middle of an installation.
+  sudo DEBIAN_FRONTEND=noninteractive dpkg --force-confdef --force-confold --configure -a || true
+  apt install -y "$@"
+}
 """
 """A machine that has just started updates itself, so wait up to ten minutes for apt's lock."""
 
@@ -47,7 +53,7 @@ def system(table: Setup, has_disk: bool) -> Iterator[Step]:
     if table.data_disk and has_disk:
         yield _disk(table.data_disk)
     if table.apt:
-        yield Step("apt", f"{APT}apt update; apt install -y {shlex.join(table.apt)}")
+        yield Step("apt", f"{APT}apt_install {shlex.join(table.apt)}")
 
 
 def _nofile(count: int) -> Step:
@@ -130,7 +136,7 @@ def nfs(table: Nfs, address: str | None, clients: Sequence[str]) -> Iterator[Ste
         yield Step(
             NFS_SERVER,
             f"""\
-{APT}apt update; apt install -y nfs-kernel-server
+{APT}apt_install nfs-kernel-server
 sudo mkdir -p {table.path} /etc/exports.d
 sudo chmod 1777 {table.path}
 sudo tee {EXPORTS} </dev/null
@@ -152,7 +158,7 @@ sudo exportfs -ra""",
     yield Step(
         "nfs",
         f"""\
-{APT}apt update; apt install -y nfs-common
+{APT}apt_install nfs-common
 {FSTAB}
 sudo umount -l {table.mount} 2>/dev/null || true
 sudo sed -i '\\| {table.mount} nfs |d' /etc/fstab 2>/dev/null || true

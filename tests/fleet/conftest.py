@@ -1,5 +1,6 @@
 """A fake cloud for each test, and commands that run on one."""
 
+import asyncio
 import os
 import shlex
 import threading
@@ -81,7 +82,8 @@ def cli(typed, signed_out, monkeypatch):
     found = CommandLine(typed, signed_out)
     monkeypatch.setattr(Fleet, "provider", lambda self: found.cloud)
     monkeypatch.setattr("tpuswarm.cli.fleet.apply.require_checks", lambda *_: None)
-    monkeypatch.setattr("tpuswarm.cli.fleet.apply.set_up_routers", lambda routes: None)  # no fake machine answers
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.wait_for_ssh", lambda routes: asyncio.sleep(0))  # no fake one answers
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.set_up_routers", lambda routes: None)
     monkeypatch.setattr("tpuswarm.fleet.store.fleets.new_fleet_id", lambda name, mark: f"{name}-abc234")
     monkeypatch.setattr(Fleet, "mark", "abc2")
     command, real_sleep = threading.get_ident(), time.sleep

@@ -10,9 +10,11 @@ import pytest
 
 from tests.remote.conftest import HOSTS, SLICE
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.hosts import setup
 from tpuswarm.remote import connect
 from tpuswarm.remote.connect import Connections, fan_out
 from tpuswarm.remote.host import HostKeyChanged, HostTimeout, HostUnreachable, KeyRefused
+from tpuswarm.remote.known_hosts import KnownHosts
 
 
 def names(routes, hosts, key=None) -> list:
@@ -133,3 +135,29 @@ def test_second_computer_makes_its_own_key_and_is_let_in(routes, fleet, tmp_path
     assert not errors()
     admitted.unlink()
     assert routes.key.read_bytes() != (fleet.folder / ".ssh/tpuswarm").read_bytes() and len(theirs) == 5
+
+
+def test_new_machines_are_waited_for_until_they_let_us_in(routes, tmp_path, monkeypatch):
+    """The cloud calls them ready before they have published their keys and started sshd."""
+    routes.known = KnownHosts(tmp_path / "known_hosts")
+    attributes, connect, asked, tried = routes._cloud.guest_attributes, Connections._connect, [], []
+
+    async def refuse_first(connections, host):
+        tried.append(host.label)
+        if len(tried) <= len(set(tried)):
+            raise HostUnreachable(host, "cannot be reached: connection refused")
+        return await connect(connections, host)
+
+    def publish_late(machine, worker, path):
+        asked.append(machine.name)
+        return attributes(machine, worker, path) if len(asked) > 8 else {}
+
+    monkeypatch.setattr(setup, "SSH_POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(routes._cloud, "guest_attributes", publish_late)
+    monkeypatch.setattr(Connections, "_connect", refuse_first)
+    asyncio.run(setup.wait_for_ssh(routes, timeout_s=0.0))
+    with pytest.raises(InputError, match="has not published its SSH host key yet"):
+        routes.hosts("all")
+    asyncio.run(setup.wait_for_ssh(routes))
+    hosts, away = routes.hosts("all")
+    assert not away and {host.label for host in hosts} == set(tried) and len(tried) > len(hosts)

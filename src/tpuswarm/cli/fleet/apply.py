@@ -1,5 +1,6 @@
 """Preview a change of a fleet, ask for confirmation, and work on it until it is done."""
 
+import asyncio
 import os
 import textwrap
 import time
@@ -26,7 +27,7 @@ from tpuswarm.fleet.decide.jobs import busy_machines
 from tpuswarm.fleet.decide.traffic import Traffic
 from tpuswarm.fleet.hosts.routers import RouterUpdater
 from tpuswarm.fleet.hosts.routes import Routes, Snapshot
-from tpuswarm.fleet.hosts.setup import SavedSetup
+from tpuswarm.fleet.hosts.setup import SavedSetup, wait_for_ssh
 from tpuswarm.fleet.keeper.head_keeper import HeadKeeper
 from tpuswarm.fleet.keeper.job_runner import JobRunner, JobThread
 from tpuswarm.fleet.keeper.keeper import MACHINE_VARIABLE, Keeper, Tick, rotate_log
@@ -105,6 +106,9 @@ def create_fleet(fleet: Fleet, confirmed: Confirmed, table: Setup | None, keep: 
     run_keeper(fleet, cloud, store, is_up)
     routes = Routes(fleet, cloud, store)
     failed: list[str] = []
+    if table is not None or desired.kept_on is not None or any(pool.routes for pool in desired.pools):
+        with waiting("waiting until the machines accept SSH"):
+            asyncio.run(wait_for_ssh(routes))
     if any(is_tf_pod(pool.spec) for pool in desired.pools):
         snapshot = routes.snapshot()
         failed = update_pods(routes, snapshot.document, snapshot.listing.machines)

@@ -37,6 +37,10 @@ METADATA_TIMEOUT_S = 60.0
 MAX_THREADS = 16
 
 
+class NoHostKey(InputError):
+    """A machine has not published its SSH host key."""
+
+
 class ReachableHosts(NamedTuple):
     hosts: list[Host]
     away: tuple[str, ...]
@@ -151,10 +155,10 @@ class Routes:
         return ReachableHosts(hosts, (*selection.away, *map(_no_host_key, without_keys)), selection.group, machines)
 
     def route_to(self, snapshot: Snapshot, targets: Sequence[Target]) -> list[Host]:
-        """Return the hosts. Raise InputError if a machine has no pool, or has not published its host keys."""
+        """Return the hosts. Raise NoHostKey, or InputError if a machine has no pool."""
         hosts, without_keys = self._route_to(snapshot, targets)
         if without_keys:
-            raise InputError(_no_host_key(without_keys[0]))
+            raise NoHostKey(_no_host_key(without_keys[0]))
         return hosts
 
     def _route_to(self, snapshot: Snapshot, targets: Sequence[Target]) -> tuple[list[Host], list[Target]]:

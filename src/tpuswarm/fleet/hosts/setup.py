@@ -12,11 +12,11 @@ from typing import NamedTuple
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.decide.names import ALL
 from tpuswarm.fleet.hosts.routers import client_settings
-from tpuswarm.fleet.hosts.routes import Routes
+from tpuswarm.fleet.hosts.routes import NoHostKey, Routes
 from tpuswarm.fleet.hosts.targets import find_targets
 from tpuswarm.fleet.store.fleets import Fleet
-from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.host import Host
+from tpuswarm.remote.connect import Connections, fan_out
+from tpuswarm.remote.host import Host, HostUnreachable
 from tpuswarm.remote.setup.artifacts import build_wheel, file_sender
 from tpuswarm.remote.setup.machine_steps import Machine, steps
 from tpuswarm.remote.setup.python import WHEELS, names_ours, notebook
@@ -27,6 +27,7 @@ from tpuswarm.remote.sync.send import send
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.platform import cache_folder
 
+SSH_TIMEOUT_S, SSH_POLL_INTERVAL_S = 300.0, 1.0
 RETRY_S = 30.0
 MAX_FAILURES = 2
 """A machine that fails so often, while others succeed, is unusable."""
@@ -101,6 +102,28 @@ def find_setup_targets(routes: Routes, table: Setup, where: str = ALL) -> SetupT
         for host, target in zip(routes.route_to(snapshot, targets), targets, strict=True)
     )
     return SetupTargets(machines, selection.away)
+
+
+async def wait_for_ssh(routes: Routes, timeout_s: float = SSH_TIMEOUT_S) -> None:
+    """Wait until machines that are new to this computer accept its connections, or until the time is over.
+
+    The cloud calls a machine ready before it has published its SSH host key, started sshd and created the user.
+    """
+    snapshot = await asyncio.to_thread(routes.snapshot)
+    targets = find_targets(ALL, snapshot.document.desired, snapshot.listing).targets
+    known = routes.known.keys()
+    new = [target for target in targets if target.alias not in known]
+    deadline = time.monotonic() + timeout_s
+    async with Connections(routes.key) as connections:
+        while new and time.monotonic() < deadline:
+            try:
+                hosts = await asyncio.to_thread(routes.route_to, snapshot, new)
+                results = await fan_out(hosts, connections.to)
+                if not any(isinstance(result, HostUnreachable) for result in results):
+                    return
+            except NoHostKey:
+                pass
+            await asyncio.sleep(SSH_POLL_INTERVAL_S)
 
 
 async def set_up_all(

@@ -264,7 +264,7 @@ def test_step_may_leave_a_program_running(machines, apply):
     done, _, _ = apply(one_step("serves", serves), only=[0])
     assert done["node-0/0"][-1] == "run-serves"
     command = Path("/proc") / (machines[0].home / "server").read_text().strip() / "cmdline"
-    assert b"sleep\x004321" in command.read_bytes()
+    assert until(lambda: b"sleep\x004321" in command.read_bytes())  # empty while it is being executed
 
 
 def test_hung_check_is_ended_and_named(machines, apply, monkeypatch):

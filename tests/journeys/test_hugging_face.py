@@ -17,7 +17,7 @@ from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.run.loaded import load_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeypatch):
@@ -49,7 +49,6 @@ def test_published_model_is_fine_tuned_and_exported(tmp_path, text_file, monkeyp
     np.testing.assert_array_equal(again["wte"][:300], run.state.params["wte"][:300])
 
 
-@pytest.mark.long
 def test_swarm_starts_from_a_published_model_keeps_its_tokenizer_and_starts_other_runs(
     watched_swarm, tmp_path, text_file
 ):

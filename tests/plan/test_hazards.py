@@ -68,7 +68,7 @@ def planted_hazards():
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("case", planted_hazards())
 def test_planted_hazard_is_found_with_its_line(found, case):
     kind, line = planted_hazards()[case]
@@ -77,7 +77,7 @@ def test_planted_hazard_is_found_with_its_line(found, case):
     assert {hazard[0] for hazard in found[case]} == {kind}, found[case]
 
 
-@pytest.mark.slow
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("case", ["clean", "scans", "repeats_little", "clean on four"])
 def test_clean_program_has_no_hazard(found, case):
     assert found[case] == []

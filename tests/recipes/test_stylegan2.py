@@ -13,7 +13,7 @@ from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TINY = {"resolution": 8, "latent": 4, "mapping": 1, "channels": 4, "most_channels": 4, "group": 2}
 BATCH = 8
 
@@ -76,7 +76,6 @@ def test_every_saved_state_continues_bit_for_bit(recipe, one, trained):
         assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(states[step])))
 
 
-@pytest.mark.long
 def test_four_devices_learn_what_one_does(recipe, fresh, trained, devices):
     """Each device has a whole group, so that minibatch deviation is taken over the same pictures."""
     states, history = train(recipe, compile_step(recipe, Request(batch=BATCH), devices[:4]), fresh, range(3))

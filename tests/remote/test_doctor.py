@@ -35,6 +35,8 @@ TOGETHER = [
     ["holder", "read-only", "unhealthy"],
 ]
 """Faults that can be planted on one machine at the same time."""
+NOT_FOUND = {"chatty-shell", "dpkg-interrupted", "repository"}
+"""Set-up and commands cope with them (test_setup.py, test_sync.py)."""
 
 
 def findings(fleet, where: str = "v2", code: int = 1) -> list[dict]:
@@ -43,7 +45,8 @@ def findings(fleet, where: str = "v2", code: int = 1) -> list[dict]:
 
 @pytest.mark.parametrize("faults", TOGETHER, ids=["without-holder", "with-holder"])
 def test_planted_faults_are_found_and_fixed_and_gone_when_repaired(fleet, faults):
-    assert {fault for faults in TOGETHER for fault in faults} == MACHINE_FAULTS.keys() | NODE_FAULTS.keys()
+    planted = {fault for faults in TOGETHER for fault in faults}
+    assert planted | NOT_FOUND == MACHINE_FAULTS.keys() | NODE_FAULTS.keys()
     with fleet.broken(ONE, *faults):
         wanted = {FINDINGS[fault][0]: FINDINGS[fault][1] for fault in faults}
         found = until(lambda: len(found := findings(fleet)) == len(faults) and found, 120)

@@ -110,6 +110,21 @@ def test_command_that_is_to_end_before_it_begins_does_not_run_on(word):
     assert done.returncode in (-signal.SIGINT, -signal.SIGKILL)
 
 
+@pytest.mark.parametrize("how", ["interrupted", "too long"])
+def test_what_sudo_started_ends_too(fleet, how):
+    """sudo drops the mark of the command, and its own environment cannot be read."""
+    line = "sudo sleep 6543 & sudo sh -c 'sleep 6543; true'"
+    if how == "too long":
+        assert (
+            f"{HOSTS[0]}: was not done within 4 s" in fleet.run("exec", "v2", "--time-out", "4", "--", line, code=1)[1]
+        )
+    else:
+        process = fleet.start("exec", "v2", "--", line)
+        until(lambda: len(fleet.pids("sleep 6543")) >= 2)
+        fleet.interrupt(process)
+    fleet.wait_until_gone("sleep 6543")
+
+
 def test_nothing_is_left_of_a_command_whose_caller_was_killed(fleet):
     process = fleet.start("exec", "all", "--", "echo up; setsid -f sleep 3456; sleep 3456")
     for _ in range(5):

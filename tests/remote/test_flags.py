@@ -144,6 +144,7 @@ def test_tensorflow_pod_has_flags_in_its_metadata_and_its_service_restarts_on_al
     fleet.run("flags", "unset", "old", PRECISION)
 
 
+@pytest.mark.long
 def test_pod_gets_what_changed_in_the_file_and_what_the_cloud_refused_before(fleet, monkeypatch):
     def refuse(*about: object) -> None:
         raise RunFailed("the cloud is not itself today")

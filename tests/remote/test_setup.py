@@ -267,6 +267,13 @@ def test_step_may_leave_a_program_running(machines, apply):
     assert until(lambda: b"sleep\x004321" in command.read_bytes())  # empty while it is being executed
 
 
+def test_shell_that_prints_as_it_starts_is_in_no_version(machines, apply):
+    for machine in machines[1:]:
+        (machine.root / "etc/chatty-shell").touch()
+    _, failed, outcome = apply(table())
+    assert not failed and outcome.versions == "nobodys-package\nnumpy==2.1.0\n# Python 3.12\n"
+
+
 def test_hung_check_is_ended_and_named(machines, apply, monkeypatch):
     once = one_step("mount", "true", check="[ ! -e hang ] || sleep 4321")
     _, failed, _ = apply(once, only=[0])

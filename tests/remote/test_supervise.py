@@ -254,6 +254,34 @@ def test_full_disk_loses_output_and_not_the_job(there):
     assert b"the state of the job cannot be written: [Errno 21]" in said
 
 
+SUDO = '#!/bin/sh\nexec env -i PATH=/usr/bin:/bin "$@"\n'
+"""Real sudo drops the environment, with it the mark of the job; then only descent tells whose a process is."""
+
+
+@pytest.mark.parametrize("line", ["sudo sleep 1234", "sudo sh -c 'setsid sleep 1234 & exit'; sleep 1234"])
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "supervisor killed"])
+def test_processes_that_sudo_started_end_with_their_job(there, line, is_killed):
+    sudo = there.home.parent / "sudo"
+    sudo.write_text(SUDO)
+    state = there.start("train", 1, line)
+    children = Path(f"/proc/{state['pid']}/task/{state['pid']}/children")
+    assert until(lambda: len(sleepers := descendants(state["pid"], "sleep")) == line.count("sleep") and sleepers)
+    started = descendants(state["pid"], "sleep")
+    if is_killed and "setsid" not in line:  # else nothing is known of the orphan any more
+        os.kill(state["pid"], signal.SIGKILL)
+        until(lambda: not children.exists())
+    there.raw("end", "train", "1")
+    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+
+
+def descendants(pid: int, name: str) -> list[int]:
+    found = []
+    with suppress(OSError):
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            found += [child] * (Path(f"/proc/{child}/comm").read_text().strip() == name) + descendants(child, name)
+    return found
+
+
 def test_other_users_read_no_job_and_its_own_files_are_as_the_user_wants(there):
     folder = there.home / ".tpuswarm/jobs"
     folder.mkdir(parents=True)

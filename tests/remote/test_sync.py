@@ -1,5 +1,6 @@
 """A folder on many machines: sent, ignored, secret and deleted files, and broken transfers."""
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.errors import InputError
+from tpuswarm.remote.connect import run_shell
+from tpuswarm.remote.supervisor import Supervisor
 from tpuswarm.remote.sync.listing import list_files
 from tpuswarm.remote.sync.send import send
 from tpuswarm.remote.sync.tree_store import TreeStore
@@ -106,6 +109,25 @@ def test_all_machines_get_the_folder_and_later_only_changes(project, sync, machi
     changes = sync(project).changed
     assert {change.send for change in changes.values()} == {("train.py",)}
     assert (machines[2].home / "project/train.py").read_text() == "print(2)"
+
+
+def test_shell_that_prints_as_it_starts_disturbs_nothing(project, sync, machines):
+    for machine in machines:
+        (machine.root / "etc/chatty-shell").touch()
+    sync(project)
+    assert all((machine.home / "project/train.py").read_text() == "print(1)" for machine in machines)
+    (host, *_), calls = machines.hosts, []
+
+    async def ask(connections) -> None:
+        calls.append(await run_shell(connections, host, "cat; exit 3", b"given\n"))
+        supervisor = Supervisor(connections, host)
+        await supervisor.start("talks", 1, {"line": "echo said"})
+        while (await supervisor.show())["talks"]["state"] == "running":
+            await asyncio.sleep(0.02)
+        calls.append((await supervisor.log("talks", 9))[1])
+
+    machines.run(ask)
+    assert calls == [(3, b"given\n", b""), b"said\n"]
 
 
 def test_deleted_file_is_deleted_there_and_files_made_there_stay(project, sync, machines):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.remote.host import Host, HostKeyChanged, HostTimeout, HostUnreachable, KeyRefused
@@ -20,6 +20,22 @@ MAX_HANDSHAKES = 64
 """Key exchanges at the same time; they use this computer's CPU."""
 KEEPALIVE_INTERVAL_S = 15.0
 """The third unanswered keepalive message ends a connection."""
+
+
+BASH = ("/bin/bash", "--norc", "-c")
+"""Debian's bash reads ~/.bashrc for each command that SSH runs, nested ones too."""
+OUTPUT_BEGINS = "tpuswarm: the output begins"
+
+
+def marked(line: str) -> str:
+    """Return a shell line that first prints a mark: a ~/.bashrc or ~/.zshenv may print before it."""
+    return f"printf '\\n%s\\n' {shlex.quote(OUTPUT_BEGINS)}; {line}"
+
+
+async def skip_login_output(reader: Any) -> None:
+    """Read until the output of a `marked` line begins, or has ended."""
+    while (line := await reader.readline()) and line.rstrip(b"\n") != OUTPUT_BEGINS.encode():
+        pass
 
 
 class Connections:
@@ -114,7 +130,7 @@ async def run_shell(connections: Connections, host: Host, line: str, data: bytes
     connection = await connections.to(host)
 
     async def run() -> tuple[int, bytes, bytes]:
-        process = await connection.create_process(shlex.join(["/bin/bash", "-c", line]), encoding=None)
+        process = await connection.create_process(marked(shlex.join([*BASH, line])), encoding=None)
         if data:
             with suppress(BrokenPipeError):  # it ended without reading; its exit code says why
                 process.stdin.write(data)
@@ -122,7 +138,8 @@ async def run_shell(connections: Connections, host: Host, line: str, data: bytes
         done = await process.wait()
         if done.exit_status is None:
             raise ConnectionError("the command had not ended yet")
-        return done.exit_status, done.stdout or b"", done.stderr or b""  # type: ignore[return-value]
+        _, _, output = bytes(done.stdout or b"").partition(f"{OUTPUT_BEGINS}\n".encode())  # type: ignore[arg-type]
+        return done.exit_status, output, done.stderr or b""  # type: ignore[return-value]
 
     return await on_host(host, run)
 

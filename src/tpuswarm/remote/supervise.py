@@ -13,6 +13,7 @@ higher than the last one starts nothing, so a repeated or late request cannot ru
 """
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -38,6 +39,8 @@ STUCK_AFTER_S = 60.0
 """Report processes that no signal ends for so long."""
 POLL_INTERVAL_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MARKED_SHELL = ("/bin/bash", "--norc", "-c", '/bin/bash --norc -c "$1"; exit $?', "job")
+"""Bash would become a single command, so that of `sudo …` no process with the job's mark would be left."""
 RESTART_DELAY_S = 120
 """After a reboot a keeper may restart jobs first, after set-up."""
 SERVICE = """\
@@ -202,11 +205,12 @@ def supervise(folder: Path, state: "dict[str, Any]", spec: "dict[str, Any]") -> 
     os.set_blocking(reader, False)
     log = Log(folder / "log", reader)
     child = None
+    adopt_orphans()
     try:
         for number in SIGNALS:
             signal.signal(number, on_signal)
         child = subprocess.Popen(
-            ["/bin/bash", "-c", spec["line"]], stdin=subprocess.DEVNULL, stdout=writer, stderr=writer,
+            [*MARKED_SHELL, spec["line"]], stdin=subprocess.DEVNULL, stdout=writer, stderr=writer,
             env={**os.environ, JOB_VARIABLE: str(folder)}, start_new_session=True, umask=spec.get("umask", 0o022),
         )  # fmt: skip
         if follow(child, log, spec.get("alive_s")):
@@ -243,6 +247,7 @@ def follow(child: "subprocess.Popen[bytes]", log: "Log", alive_s: "float | None"
         elif alive_s is not None and time.monotonic() - last > alive_s:
             return False
         else:
+            bury_orphans(child.pid)
             select.select([log.pipe], [], [], POLL_INTERVAL_S)
 
 
@@ -276,15 +281,49 @@ def end_processes(folder: Path, state: "dict[str, Any]", child: "subprocess.Pope
 
 def signal_job(name: str, number: int) -> int:
     """Send a signal (0: none) to all processes of a job but this one; return their number."""
+    processes, others = find_processes(name), []
+    for pid in processes:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            others.append(str(pid))
+    if others and number:
+        with contextlib.suppress(OSError):  # there is no sudo
+            subprocess.run(["sudo", "-n", "kill", f"-{number:d}", *others], capture_output=True, check=False)
+    return len(processes)
+
+
+def find_processes(name: str) -> "list[int]":
+    """Return the processes with the job's mark, and all that descend from them or from us: sudo drops the mark."""
     mark = f"{JOB_VARIABLE}={JOBS / name}".encode()
-    count = 0
+    parents, found = {}, {os.getpid()}
     for process in Path("/proc").glob("[1-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if int(process.name) != os.getpid() and mark in (process / "environ").read_bytes().split(b"\0"):
-                count += 1
-                if number:
-                    os.kill(int(process.name), number)
-    return count
+        with contextlib.suppress(OSError):  # it has ended, or its environment is another user's
+            state, parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                parents[int(process.name)] = int(parent)
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    found.add(int(process.name))
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {os.getpid()})
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends, so that we still find them."""
+    pr_set_child_subreaper = 36  # linux/prctl.h
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def bury_orphans(child: int) -> None:
+    """Reap adopted processes that have ended."""
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+            if pid != child:
+                os.waitpid(pid, os.WNOHANG)
 
 
 def is_preempted() -> bool:

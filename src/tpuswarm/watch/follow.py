@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tpuswarm.errors import TpuswarmError
-from tpuswarm.remote.connect import Connections, on_host
+from tpuswarm.remote.connect import Connections, marked, on_host, skip_login_output
 from tpuswarm.remote.host import Host, HostUnreachable
 from tpuswarm.remote.modules import bootstrap, pack_modules
 
@@ -71,9 +71,10 @@ class Follower:
 
         async def read_samples() -> None:
             command = shlex.join(["python3", "-c", bootstrap(MODULES[-1]), str(SAMPLE_INTERVAL_S)])
-            process = await connection.create_process(shlex.join(["/bin/bash", "-c", f"exec {command}"]), encoding=None)
+            process = await connection.create_process(marked(f"exec {command}"), encoding=None)
             try:
                 process.stdin.write(pack_modules(*MODULES))
+                await skip_login_output(process.stdout)
                 async for line in process.stdout:
                     if line.endswith(b"\n"):  # else it ended while writing
                         self.samples[host.label] = Sample(time.time(), _parse_sample(host, line))
@@ -89,6 +90,6 @@ class Follower:
 def _parse_sample(host: Host, line: bytes) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(line)
-    except ValueError as error:  # such as the output of a login script
+    except ValueError as error:
         raise HostUnreachable(host, f"sent no sample: {line.decode(errors='replace').strip()[:80]}") from error
     return found

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tpuswarm.errors import RunFailed, TpuswarmError
-from tpuswarm.remote.connect import Connections, fan_out, on_host
+from tpuswarm.remote.connect import Connections, fan_out, marked, on_host, skip_login_output
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.setup.step import (
     CHECKS_TIMEOUT_S,
@@ -190,10 +190,11 @@ async def _run_script(
     connection = await connections.to(host)
 
     async def run() -> tuple[int, str]:
-        process = await connection.create_process("exec bash", encoding=None)
+        process = await connection.create_process(marked("exec bash"), encoding=None)
         with suppress(BrokenPipeError):
             process.stdin.write(text.encode())
             process.stdin.write_eof()
+        await skip_login_output(process.stdout)
         output = []
         async for line in process.stdout:
             output.append(line.decode(errors="replace"))

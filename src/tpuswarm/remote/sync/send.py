@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tpuswarm.errors import RunFailed, TpuswarmError
-from tpuswarm.remote.connect import MAX_HANDSHAKES, Connections, fan_out, on_host
+from tpuswarm.remote.connect import MAX_HANDSHAKES, Connections, fan_out, marked, on_host, skip_login_output
 from tpuswarm.remote.host import Host, HostUnreachable
 from tpuswarm.remote.sync.tree_store import CHUNK_BYTES, Tree, TreeStore
 
@@ -118,8 +118,9 @@ class Session:
         """Return how the host differs; None if it does not. Raise RunFailed."""
 
         async def start() -> None:
-            self._process = await self._connection.create_process(COMMAND, encoding=None)
+            self._process = await self._connection.create_process(marked(COMMAND), encoding=None)
             self._process.stdin.write(RECEIVE + f"{os.fsencode(tree.name).hex()} {tree.digest}\n".encode())
+            await skip_login_output(self._process.stdout)
 
         await on_host(self._host, start)
         answer = await self._read_answer()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tpuswarm.cloud.rehearsal.machines import processes
-from tpuswarm.cloud.rehearsal.machines.root import TCMALLOC, Root
+from tpuswarm.cloud.rehearsal.machines.root import CHATTY_SHELL, TCMALLOC, Root
 
 WRONG_WORKER_ID = "TPU_WORKER_ID=7\n"
 LOCK_APT = (
@@ -104,6 +104,18 @@ def _set_metadata(**values: str) -> Callable[[FaultyMachine, bool], None]:
     return set_values
 
 
+def _set_file(name: str) -> Callable[[FaultyMachine, bool], None]:
+    def set_file(machine: FaultyMachine, is_planted: bool) -> None:
+        file = machine.root.path / name
+        if is_planted:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        else:
+            file.unlink(missing_ok=True)
+
+    return set_file
+
+
 MACHINE_FAULTS: dict[str, Fault] = {
     "lock": Fault("a libtpu lock file that cannot be opened, and no process has it", _set_lock),
     "holder": Fault("a process that holds the first chip and the lock", _set_holder),
@@ -119,6 +131,9 @@ MACHINE_FAULTS: dict[str, Fault] = {
         "its metadata announces a maintenance", _set_metadata(maintenance="MIGRATE_ON_HOST_MAINTENANCE")
     ),
     "apt": Fault("a process that holds apt's lock", _set_apt_lock),
+    "chatty-shell": Fault("each shell prints a welcome as it starts", _set_file(CHATTY_SHELL)),
+    "dpkg-interrupted": Fault("it went down while dpkg installed a package", _set_file("var/lib/dpkg/interrupted")),
+    "repository": Fault("one of its package repositories is broken", _set_file("etc/apt/broken-repository")),
 }
 NODE_FAULTS = {
     "symptom": "the cloud calls it healthy, and reports a symptom",

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
@@ -22,6 +23,16 @@ FAST_COMPILATION = "--xla_backend_optimization_level=0"
 """A program compiles in 0.6 of the time; a step takes 1.3 times as long."""
 UNITS = "run/units"
 """Has a file for each running service."""
+CHATTY_SHELL = "etc/chatty-shell"
+SKELETON = {
+    ".bashrc": f"""\
+[ ! -e "${ROOT_VARIABLE}/{CHATTY_SHELL}" ] || echo "Welcome to $HOSTNAME"
+# As on Debian, the rest is for shells with a terminal.
+case $- in *i*) ;; *) return ;; esac
+""",
+    ".profile": '[ -z "$BASH_VERSION" ] || [ ! -e ~/.bashrc ] || . ~/.bashrc\n',
+}
+"""The files of a new home."""
 FIRST_PORT, PORTS_PER_MACHINE, PORT_RANGES = 24_000, 100, 87
 """Above the ports of a fleet's router and below Linux's ephemeral ports, which begin at 32768."""
 
@@ -115,6 +126,9 @@ class Root:
             raise ValueError(f"{user!r} is no user's name")
         home = self.path / "root" if user == "root" else self.path / "home" / user
         home.mkdir(parents=True, exist_ok=True)
+        for name, text in SKELETON.items():
+            with suppress(FileExistsError), (home / name).open("x") as file:
+                file.write(text)
         return home
 
     def environment(self, user: str, storage: str) -> dict[str, str]:

@@ -123,6 +123,7 @@ async def _run(process: asyncssh.SSHServerProcess[bytes], root: Root, storage: s
     home = root.home(user)
     environment = root.environment(user, storage)
     environment |= {name: value for name, value in process.env.items() if name == "LANG" or name.startswith("LC_")}
+    environment["SSH_CLIENT"] = "127.0.0.1 22 22"  # Debian's bash then reads ~/.bashrc before a command
     words = ["/bin/bash", "-c", process.command] if process.command else ["/bin/bash", "-l"]
     try:
         if process.term_type:

@@ -258,16 +258,23 @@ SUDO = '#!/bin/sh\nexec env -i PATH=/usr/bin:/bin "$@"\n'
 """Real sudo drops the environment, with it the mark of the job; then only descent tells whose a process is."""
 
 
-@pytest.mark.parametrize("line", ["sudo sleep 1234", "sudo sh -c 'setsid sleep 1234 & exit'; sleep 1234"])
-@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "supervisor killed"])
+@pytest.mark.parametrize(
+    ("line", "is_killed"),
+    [
+        ("sudo sleep 1234", False),
+        ("sudo sleep 1234", True),
+        ("sudo sh -c 'setsid sleep 1234 & exit'; sleep 1234", False),  # nobody knows of an orphan without a supervisor
+    ],
+)
 def test_processes_that_sudo_started_end_with_their_job(there, line, is_killed):
+    """is_killed: the supervisor is, before the job is to end."""
     sudo = there.home.parent / "sudo"
     sudo.write_text(SUDO)
     state = there.start("train", 1, line)
     children = Path(f"/proc/{state['pid']}/task/{state['pid']}/children")
     assert until(lambda: len(sleepers := descendants(state["pid"], "sleep")) == line.count("sleep") and sleepers)
     started = descendants(state["pid"], "sleep")
-    if is_killed and "setsid" not in line:  # else nothing is known of the orphan any more
+    if is_killed:
         os.kill(state["pid"], signal.SIGKILL)
         until(lambda: not children.exists())
     there.raw("end", "train", "1")

@@ -40,7 +40,7 @@ STUCK_AFTER_S = 60.0
 POLL_INTERVAL_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MARKED_SHELL = ("/bin/bash", "--norc", "-c", '/bin/bash --norc -c "$1"; exit $?', "job")
-"""Bash would become a single command, so that of `sudo …` no process with the job's mark would be left."""
+"""The outer shell keeps the job's mark: bash replaces itself with a single command, and sudo drops the mark."""
 RESTART_DELAY_S = 120
 """After a reboot a keeper may restart jobs first, after set-up."""
 SERVICE = """\

@@ -49,7 +49,7 @@ fi
 
 
 def names_ours(table: Setup) -> bool:
-    """Return whether the packages have tpuswarm in any version, which means this computer's."""
+    """Return whether the packages name tpuswarm without a version, which means this computer's."""
     return any(OURS.fullmatch(line.strip()) for line in table.pip)
 
 
@@ -60,6 +60,7 @@ def python(table: Setup, wheel: str) -> Iterator[Step]:
     if names_ours(table):
         lines = [f"{line} @ file://${{HOME}}/{WHEELS}/{wheel}" if OURS.fullmatch(line) else line for line in lines]
         need_wheel = f"mkdir -p {WHEELS}; [ -e {WHEELS}/{wheel} ] || exit {NEEDS_FILE}\n"
+        need_wheel += f"find {WHEELS} -name '*.whl' ! -name '{wheel}' -delete\n"
     yield venv(table.python, VENV)
     yield Step(
         "packages",

@@ -37,7 +37,7 @@ threading.Thread(target=wait.wait, daemon=True).start()
 lower_priority()
 threading.Thread(target=wait.wait, daemon=True).start()
 group = Path("/proc/self/autogroup")
-print(threads(), group.read_text().split()[-1] if group.exists() else 10)
+print(threads(), group.read_text().split()[-1] if group.exists() else 0)
 os.setpriority(os.PRIO_PROCESS, 0, 19)
 lower_priority()
 print(os.getpriority(os.PRIO_PROCESS, 0))
@@ -58,7 +58,8 @@ def test_temporaries_of_a_step_stay_with_the_process():
     assert float(faults) < 1_000
 
 
-def test_training_on_processors_has_low_priority_in_all_threads_and_its_session():
+def test_training_on_processors_has_low_priority_in_all_threads_but_not_in_its_session():
+    """A session of low priority starves beside busy ones: a killed member of a swarm did not come back."""
     lowered, nicer = run(NICENESS)
-    assert lowered == f"{ {max(10, os.getpriority(os.PRIO_PROCESS, 0))} } 10"
+    assert lowered == f"{ {max(10, os.getpriority(os.PRIO_PROCESS, 0))} } 0"
     assert nicer == "19"

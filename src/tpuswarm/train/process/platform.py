@@ -76,11 +76,11 @@ def configure_jax(deterministic: bool = False) -> None:
 
 
 def lower_priority() -> None:
-    """Give other processes precedence if this one trains on CPUs; Linux.
+    """Let processes of the same session that start or compile run first if this one trains on CPUs; Linux.
 
-    A member that starts beside others on the same cores then takes half the time (docs/benchmarks.md). Linux keeps a
-    niceness for each thread; new threads inherit it. It may first divide CPUs between sessions (sched(7), autogroup),
-    so this session's niceness changes too, unless it has a terminal with other programs.
+    Linux keeps a niceness for each thread; new threads inherit it. Where it divides CPUs between sessions first
+    (sched(7), autogroup), this session keeps its share beside the others: with less, its coordinator and a member that
+    returns would wait for whatever else the machine does.
     """
     import jax
 
@@ -90,11 +90,6 @@ def lower_priority() -> None:
         with suppress(ProcessLookupError):  # the thread has ended
             number = int(thread.name)
             os.setpriority(os.PRIO_PROCESS, number, max(NICENESS, os.getpriority(os.PRIO_PROCESS, number)))
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:  # no terminal
-        with suppress(OSError):  # a Linux without autogroup
-            Path("/proc/self/autogroup").write_text(str(NICENESS))
 
 
 def keep_freed_memory() -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.terminal import CTRL_C, terminal
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def project(tmp_path):

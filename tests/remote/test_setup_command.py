@@ -14,6 +14,8 @@ from tpuswarm.cli.machine.setup import SetupProgress
 from tpuswarm.fleet.hosts.setup import SavedSetup, find_setup_targets, prepare_machine
 from tpuswarm.remote.setup.table import Setup
 
+pytestmark = pytest.mark.slow
+
 SETUP = """
 [setup]
 python = "3.12"

@@ -24,6 +24,8 @@ from tpuswarm.watch import top
 from tpuswarm.watch.chips import parse_gauges
 from tpuswarm.watch.follow import Follower, Sample
 
+pytestmark = pytest.mark.slow
+
 BURNS = (
     'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; '
     "TPU_LOAD_LIBRARY=1 exec python3 -c \"x = bytearray(200 << 20)\nprint('begun', flush=True)\nwhile True: pass\""

@@ -11,6 +11,8 @@ from tests.swarm.storage.test_load import swarm_of
 from tpuswarm import InputError, Trainer, supervised
 from tpuswarm.train.user_code import build_recipe
 
+pytestmark = pytest.mark.slow
+
 DATA = {"x": np.ones((16, 4), np.float32)}
 
 

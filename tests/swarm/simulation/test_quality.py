@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from benchmarks.simulated_quality import Arm, held_out_loss, simulate
 
 from tpuswarm import supervised
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.train.recipe import Clock, Options
+
+pytestmark = pytest.mark.slow
 
 SIZE, ROWS = 300, 512  # two quantization blocks
 

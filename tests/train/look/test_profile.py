@@ -20,6 +20,8 @@ from tpuswarm.swarm.views.status import write_status
 from tpuswarm.train.look import profile
 from tpuswarm.train.run.directory import EVENTS, read_rows
 
+pytestmark = pytest.mark.slow
+
 
 def steps_in(folder):
     """Return the steps that a trace holds, which has to hold XLA's work."""

@@ -18,6 +18,8 @@ from tpuswarm import InputError, Trainer
 from tpuswarm.train.look.wandb_log import WandbLog
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
+pytestmark = pytest.mark.slow
+
 BLOCK, HEADER = 32 * 1024, 7
 """Bytes in the log format that W&B shares with LevelDB: blocks of records, each with checksum, length and part."""
 

@@ -15,7 +15,7 @@ from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
 from tpuswarm.cloud.rehearsal.connect import CloudFolder
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.cloud.rehearsal.machines import ssh as served
-from tpuswarm.cloud.rehearsal.machines.machines import install_stand_ins
+from tpuswarm.cloud.rehearsal.machines.folders import install_stand_ins
 from tpuswarm.cloud.rehearsal.machines.root import SSH_PORT, Root
 from tpuswarm.cloud.rehearsal.server import reserve_block
 from tpuswarm.remote.connect import Connections

@@ -23,12 +23,12 @@ from tpuswarm.cloud.rehearsal.tpu.service import TpuService
 class Cloud:
     """Everything that the cloud decides; touches no machine and no socket."""
 
-    def __init__(self, state: Path, block: int):
-        """Load the state file; machines get addresses in 127.BLOCK.0.0/16."""
+    def __init__(self, state: Path, network: str):
+        """Load the state file. `network`: the first two numbers of the machines' addresses."""
         self.records = Records(state)
         self.timetable = Timetable(self.records)
         self.zone_faults = ZoneFaults(self.records)
-        self.hosts = Hosts(self.records, block)
+        self.hosts = Hosts(self.records, network)
         self.guests = GuestAttributes(self.records, self.hosts)
         self.projects = Projects(self.records, self.timetable, self.zone_faults)
         self.resources = Resources(self.records, self.timetable)

@@ -12,17 +12,16 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.rehearsal.machines.processes import MACHINE_VARIABLE
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.atomic import partial_path
 from tpuswarm.train.storage.connection import LOCAL_TOKEN
 
 FOLDER_VARIABLE = "TPUSWARM_REHEARSAL"
 """The environment variable that names the cloud's folder."""
-SERVER_MODULE = "tpuswarm.cloud.rehearsal.server"
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 60.0
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -70,8 +69,14 @@ class CloudFolder:
             return None
         return address if isinstance(address, dict) else None
 
-    def write_address(self, **address: Any) -> None:
-        write_atomically(self.address, json.dumps(address))
+    def write_address(self, **address: Any) -> IO[str]:
+        """Write a server's address; the file is locked until the returned one is closed."""
+        file = partial_path(self.address).open("w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(address))
+        file.flush()
+        partial_path(self.address).replace(self.address)
+        return file
 
 
 def default_folder() -> CloudFolder:
@@ -99,16 +104,12 @@ def find_running(folder: CloudFolder) -> Endpoints | None:
 
 
 def is_running(folder: CloudFolder) -> bool:
-    if not folder.lock.exists():
-        return False
-    with folder.lock.open() as lock:
+    """Return whether the server that wrote the folder's address is running."""
+    with suppress(FileNotFoundError), folder.address.open() as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            # While a server starts, the file has the address of its predecessor, which has ended.
-            address = folder.read_address() or {}
-            with suppress(OSError, KeyError):
-                return SERVER_MODULE.encode() in Path(f"/proc/{address['pid']}/cmdline").read_bytes()
+            return True
     return False
 
 
@@ -175,7 +176,7 @@ def _start(folder: CloudFolder) -> None:
     with folder.log.open("a") as log:
         log_start = log.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", SERVER_MODULE, str(folder.path)],
+            [sys.executable, "-m", "tpuswarm.cloud.rehearsal.server", str(folder.path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,6 +1,5 @@
 """Answer `tpuswarm rehearsal`: status, speed and faults on demand, under /rehearsal/."""
 
-from collections.abc import Callable
 from typing import Any
 
 from starlette.routing import Route
@@ -10,8 +9,9 @@ from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.api import Call, Rejected
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZONE_FAULTS
 from tpuswarm.cloud.rehearsal.compute.networks import list_zones
+from tpuswarm.cloud.rehearsal.connect import CloudFolder
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS, FaultyMachine
-from tpuswarm.cloud.rehearsal.machines.machines import Machines
+from tpuswarm.cloud.rehearsal.machines.root import Root
 from tpuswarm.cloud.rehearsal.projects import PROJECT_FAULTS
 from tpuswarm.cloud.rehearsal.storage import bucket_faults
 from tpuswarm.cloud.rehearsal.storage.bucket_faults import BUCKET_FAULTS, BucketFaults
@@ -26,8 +26,10 @@ from tpuswarm.config.nearest import did_you_mean, nearest_name
 class Control:
     """Answers in JSON; impossible commands get status 400 and a sentence."""
 
-    def __init__(self, cloud: Cloud, machines: Callable[[], Machines], objects: Objects, buckets: BucketFaults):
-        self._cloud, self._machines, self._objects, self._buckets = cloud, machines, objects, buckets
+    def __init__(self, cloud: Cloud, folder: CloudFolder, storage: str, objects: Objects, buckets: BucketFaults):
+        """`storage`: the URL of the cloud's buckets."""
+        self._cloud, self._folder, self._storage = cloud, folder, storage
+        self._objects, self._buckets = objects, buckets
 
     def routes(self) -> list[Route]:
         return routes(
@@ -136,8 +138,8 @@ class Control:
         host = hosts[number]
         if not host.chips:
             raise _invalid(f"{short_name} has no TPU")
-        machines = self._machines()
-        machine = FaultyMachine(host.id, machines.root(host), machines.environment(host, "root"))
+        root = Root(self._folder, host)
+        machine = FaultyMachine(host.id, root, root.environment("root", self._storage))
         MACHINE_FAULTS[fault].set(machine, is_planted)
         return {"what": MACHINE_FAULTS[fault].effect}
 
@@ -175,7 +177,7 @@ class Control:
                 "external": host.external,
                 "on": host.on,
                 "leaving": host.leaving,
-                "folder": str(self._machines().root(host).path),
+                "folder": str(Root(self._folder, host).path),
             }
             for host in self._cloud.hosts.list_workers(owner)
         ]

@@ -14,12 +14,14 @@ import sys
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.connect import CloudFolder
 from tpuswarm.cloud.rehearsal.control import Control
-from tpuswarm.cloud.rehearsal.machines.machines import Machines
+from tpuswarm.cloud.rehearsal.machines.folders import Folders
+from tpuswarm.cloud.rehearsal.machines.machines import Backend, Machines
 from tpuswarm.cloud.rehearsal.storage.bucket_faults import BucketFaults
 from tpuswarm.cloud.rehearsal.storage.objects import Objects
 from tpuswarm.cloud.rehearsal.storage.service import Storage
@@ -32,9 +34,11 @@ OWNER_VARIABLE = "TPUSWARM_REHEARSAL_OWNER"
 OWNER_CHECK_INTERVAL_S = 2.0
 BLOCK_PORT = 2220
 FIRST_BLOCK, LAST_BLOCK = 16, 250
+MakeBackend = Callable[[CloudFolder, Cloud, HttpServer, str], Backend]
+"""Gets the URL of the cloud's buckets last."""
 
 
-async def serve(folder: CloudFolder) -> None:
+async def serve(folder: CloudFolder, make_backend: MakeBackend, network: str | None) -> None:
     """Serve until SIGTERM, or until the folder or the owner is gone."""
     should_end = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -42,20 +46,22 @@ async def serve(folder: CloudFolder) -> None:
     address = folder.read_address() or {}
     block, block_listener = reserve_block(folder.path, address.get("block"))
     token = folder.token()
-    cloud = Cloud(folder.state, block)
+    cloud = Cloud(folder.state, network or f"127.{block}")
     listener = _listen(address.get("http", 0))
-    port = listener.getsockname()[1]
+    storage_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     faults = BucketFaults(cloud.records)
     objects = Objects(cloud.records, folder.objects, faults.check_write)
     storage = Storage(objects, faults)
-    control = Control(cloud, lambda: machines, objects, faults)
+    control = Control(cloud, folder, storage_url, objects, faults)
     http = HttpServer(Guard(application(cloud, storage, control.routes()), token))
-    machines = Machines(folder, cloud, http, f"http://127.0.0.1:{port}")
+    machines = Machines(cloud, make_backend(folder, cloud, http, storage_url))
     rpc_server, rpc_port = await rpc.serve(cloud, token, address.get("rpc", 0))
     await http.start(listener)
     await machines.start()
     timetable = asyncio.create_task(cloud.timetable.run())
-    folder.write_address(pid=os.getpid(), rpc=rpc_port, http=port, block=block, started=time.time())
+    address_file = folder.write_address(
+        pid=os.getpid(), rpc=rpc_port, http=listener.getsockname()[1], block=block, started=time.time()
+    )
     owner = Path("/proc", os.environ.get(OWNER_VARIABLE) or "self")
     while not should_end.is_set() and folder.address.exists() and owner.exists():
         try:
@@ -67,6 +73,7 @@ async def serve(folder: CloudFolder) -> None:
     await asyncio.gather(http.stop(), rpc_server.stop(1))
     cloud.records.close()
     block_listener.close()
+    address_file.close()
 
 
 def reserve_block(folder: Path, block: int | None) -> tuple[int, socket.socket]:
@@ -106,8 +113,11 @@ def _listen(port: int) -> socket.socket:
     raise OSError("127.0.0.1 has no free port")
 
 
-def main(folder_path: str) -> int:
-    """Serve unless another process does; write an error at the start as the log's last line."""
+def main(folder_path: str, make_backend: MakeBackend = Folders, network: str | None = None) -> int:
+    """Serve unless another process does; write an error at the start as the log's last line.
+
+    network: the first two numbers of the machines' addresses; None: some on loopback.
+    """
     folder = CloudFolder(Path(folder_path))
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     # asyncssh drops coroutines when a connection breaks.
@@ -122,7 +132,7 @@ def main(folder_path: str) -> int:
         except BlockingIOError:
             return 0
         try:
-            asyncio.run(serve(folder))
+            asyncio.run(serve(folder, make_backend, network))
         except (TpuswarmError, OSError) as error:
             sys.stderr.write(f"error: {error}\n")
             return 1

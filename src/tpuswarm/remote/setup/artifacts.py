@@ -88,10 +88,13 @@ def build_bundle(python: str, cache: Path) -> Path:
         else:
             _download_uv(folder, uv)
         uv.chmod(0o755)
-        own_uv = str(uv) if sys.platform == "linux" else "uv"
-        into = ["--install-dir", str(root / "python"), "--no-bin"]
-        words = [own_uv, "python", "install", f"cpython-{python}-{PYTHON_PLATFORM}", *into]
-        _run(words, "Python cannot be downloaded here either")
+        if installed := _find_python(python):
+            shutil.copytree(installed, root / "python" / installed.name, symlinks=True)
+        else:
+            own_uv = str(uv) if sys.platform == "linux" else "uv"
+            into = ["--install-dir", str(root / "python"), "--no-bin"]
+            words = [own_uv, "python", "install", f"cpython-{python}-{PYTHON_PLATFORM}", *into]
+            _run(words, "Python cannot be downloaded here either")
         with tarfile.open(folder / "tar", "w") as tar:
             tar.add(root, ".")
         (folder / "tar").replace(bundle)
@@ -107,6 +110,13 @@ def _find_uv() -> str | None:
             if uv and subprocess.run([uv, "--version"], capture_output=True, text=True).stdout.split()[1:2] == [UV]:
                 return uv
     return None
+
+
+def _find_python(python: str) -> Path | None:
+    """Return the folder of a Python that this computer's uv has installed for the platform of TPU VMs."""
+    names = f"cpython-{python}.*-{PYTHON_PLATFORM}"
+    found = (Path.home() / ".local/share/uv/python").glob(names)
+    return max(found, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
 
 
 def _download_uv(folder: Path, uv: Path) -> None:

@@ -50,9 +50,9 @@ class Facts(NamedTuple):
 class Hosts:
     """All hosts; every change is reported to `on_change`."""
 
-    def __init__(self, records: Records, block: int):
-        """Hosts get addresses in 127.BLOCK.0.0/16; external addresses come from its upper half."""
-        self._block = block
+    def __init__(self, records: Records, network: str):
+        """`network`: the first two numbers of all addresses; external ones come from its upper half."""
+        self._network = network
         self._table: Table[RehearsedHost] = records.table("host", _load, lambda host: to_json(asdict(host)))
         self.on_change: Callable[[str], None] = lambda host_id: None
         """Called with the id of a host that is new, changed or gone."""
@@ -123,10 +123,10 @@ class Hosts:
         # .0 and .255 are not host addresses; x.0.1 is the server's own.
         for third in range(128, 256) if is_external else range(1, 128):
             for fourth in range(1, 255):
-                address = f"127.{self._block}.{third}.{fourth}"
+                address = f"{self._network}.{third}.{fourth}"
                 if address not in used:
                     return address
-        raise OverflowError(f"all addresses of 127.{self._block}.0.0/16 are used")
+        raise OverflowError(f"all addresses of {self._network}.0.0/16 are used")
 
 
 def _load(body: bytes) -> RehearsedHost:

@@ -56,8 +56,18 @@ def _metadata(
     }
 
 
+def is_from_this_user(request: Request) -> bool:
+    assert request.client is not None
+    server, client = (_format_address(*request.scope["server"]), _format_address(*request.client))
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        local, remote, *rest = line.split()[1:]
+        if (local, remote) == (client, server):
+            return int(rest[4]) in (os.geteuid(), 0)
+    return False
+
+
 class MetadataServer:
-    """Answers for one host, to its user only: start-up scripts and tokens are secret."""
+    """Answers for one host."""
 
     def __init__(
         self,
@@ -66,9 +76,11 @@ class MetadataServer:
         token: str,
         guests: GuestAttributes,
         read_faulty: Callable[[], Mapping[str, str]],
+        allows: Callable[[Request], bool] = is_from_this_user,
     ):
+        """`allows`: start-up scripts and tokens are secret, and who may read them depends on the network."""
         self._get_host, self._get_facts, self._token = get_host, get_facts, token
-        self._guests, self._read_faulty = guests, read_faulty
+        self._guests, self._read_faulty, self._allows = guests, read_faulty, allows
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -79,7 +91,7 @@ class MetadataServer:
     async def _respond(self, request: Request) -> Response:
         if request.headers.get("metadata-flavor") != "Google" or "x-forwarded-for" in request.headers:
             return PlainTextResponse('Missing required header "Metadata-Flavor": "Google"', 403)
-        if not _is_from_this_user(request):
+        if not self._allows(request):
             return PlainTextResponse("This metadata server is another user's.", 403)
         path = request.url.path
         if path in ("/", "/computeMetadata/", "/computeMetadata"):
@@ -136,16 +148,6 @@ class MetadataServer:
 
 def _is_folder(value: Any) -> bool:
     return isinstance(value, dict) and "access_token" not in value
-
-
-def _is_from_this_user(request: Request) -> bool:
-    assert request.client is not None
-    server, client = (_format_address(*request.scope["server"]), _format_address(*request.client))
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        local, remote, *rest = line.split()[1:]
-        if (local, remote) == (client, server):
-            return int(rest[4]) in (os.geteuid(), 0)
-    return False
 
 
 def _format_address(address: str, port: int) -> str:

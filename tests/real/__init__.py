@@ -1,0 +1,1 @@
+"""Real machines: Debian with systemd in containers, in a network of their own (`make test-real`; needs root)."""

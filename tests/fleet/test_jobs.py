@@ -161,6 +161,16 @@ def test_stopped_job_ends_everywhere_and_starts_nowhere():
     assert step(RUN_1, [A], reports(FAILED, None))[1] == (EndRun("a", 1, (1,)),)
 
 
+def test_stopped_job_ends_what_a_lost_run_has_left():
+    """A killed supervisor leaves its processes, and somebody may have seen its loss before the stop."""
+    lost, _ = step(RUN_1, [A], reports(LOST, STOPPED))
+    assert lost.phase == "waiting"
+    found, actions = step(lost, [A], reports(LOST, STOPPED), stop=True)
+    assert actions == (EndRun("a", 1, (0,)),) and found.is_open
+    found, actions = step(found, [A], reports(STOPPED, STOPPED), stop=True)
+    assert actions == () and found.phase == "stopped"
+
+
 def test_assignments_follow_the_size_of_their_pool():
     fleet = desired(pool(count=3), pool("other"))
     sizes = [len(jobs.create_assignments(where, None, fleet)) for where in ("small", "all")]

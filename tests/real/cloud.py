@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.processes import PATIENCE, ROOT
+from tests.processes import PATIENCE, PROGRAM, ROOT
 from tests.real.machines import CGROUP, FILES, SERVER, TEMPLATE
 from tests.router.namespaces import Space
 from tests.waiting import until
@@ -155,13 +155,16 @@ class RealCloud(Space):
         until(lambda: is_running(self.cloud) or self.server.poll() is not None)
         assert self.server.poll() is None, self.log.read_text()
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start tpuswarm on the laptop, in its project's folder."""
+    def start_program(self, *words: str) -> subprocess.Popen[str]:
+        """Start a program on the laptop, in its project's folder."""
         return subprocess.Popen(
-            [*self.enter, f"--wd={self.project}", str(Path(sys.executable).with_name("tpuswarm")), *words],
-            env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
+            [*self.enter, f"--wd={self.project}", *words], env=self.environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start tpuswarm on the laptop."""
+        return self.start_program(PROGRAM, *words)
 
     def run(self, *words: str, rc: int = 0) -> str:
         """Run tpuswarm on the laptop; return what it prints."""

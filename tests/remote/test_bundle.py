@@ -37,6 +37,7 @@ def tools(tmp_path, monkeypatch):
         (folder / name).chmod(0o755)
     with zipfile.ZipFile(tmp_path / "wheel", "w") as packed:
         packed.writestr("uv-1.data/scripts/uv", UV)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WHEEL", str(tmp_path / "wheel"))
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -66,6 +67,18 @@ def test_service_of_a_head_sends_the_uv_of_its_own_set_up(tmp_path, monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with tarfile.open(build_bundle("3.12", tmp_path / "cache")) as tar:
         assert tar.extractfile("./bin/uv").read() == uv.read_bytes()
+
+
+def test_installed_python_is_sent_without_a_download(tools, tmp_path):
+    """Its network may be closed like the machines'."""
+    for version in ("3.12.9", "3.12.10", "3.13.1"):
+        folder = tmp_path / f".local/share/uv/python/cpython-{version}-linux-x86_64-gnu/bin"
+        folder.mkdir(parents=True)
+        (folder / "python3").write_text(version)
+    with tarfile.open(build_bundle("3.12", tmp_path / "cache")) as tar:
+        assert [entry.name for entry in tar if entry.name.endswith("python3")] == [
+            "./python/cpython-3.12.10-linux-x86_64-gnu/bin/python3"
+        ]
 
 
 def test_error_without_pip_and_uv_names_the_way_out(tools, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Copy files and folders to and from hosts over SFTP: each file arrives whole, and a broken copy resumes."""
 
+import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -7,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.remote.connect import Connections
+from tpuswarm.remote.connect import Connections, marked, skip_login_output
 from tpuswarm.remote.host import Host, HostUnreachable
 
 if TYPE_CHECKING:
     import asyncssh
 
 CHUNK_BYTES = 1 << 20
+SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+"""On Debian and Ubuntu."""
 OnBytes = Callable[[int], None]
 """Called with the bytes of each part that was copied or had arrived before."""
 
@@ -85,14 +88,30 @@ async def _with_sftp(
 
     connection = await connections.to(host)
     try:
-        async with connection.start_sftp_client() as sftp:
+        sftp = await _open_sftp(connection)
+        try:
             return await copy(sftp)
+        finally:
+            sftp.exit()
     except (asyncssh.Error, OSError) as error:
         if connection.is_closed() or isinstance(error, ConnectionError | asyncssh.ConnectionLost):
             raise HostUnreachable(host, "was lost; copied files stay, and the same command resumes") from error
         if isinstance(error, asyncssh.Error):
             raise RunFailed(f"{host.label}: {error.reason or type(error).__name__}") from error
         raise
+
+
+async def _open_sftp(connection: "asyncssh.SSHClientConnection") -> "asyncssh.SFTPClient":
+    """Start SFTP after what the login shell prints, which precedes the output of SSH's own subsystem too."""
+    from asyncssh.sftp import start_sftp_client
+
+    line = f"[ -x {SFTP_SERVER} ] && echo found && exec {SFTP_SERVER}"
+    writer, reader, _ = await connection.open_session(marked(line), encoding=None)
+    await skip_login_output(reader)
+    if await reader.readline() != b"found\n":
+        return await connection.start_sftp_client()
+    loop = asyncio.get_running_loop()
+    return await start_sftp_client(connection, loop, "strict", reader, writer, "utf-8", "strict", 3)
 
 
 async def _walk(sftp: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tuple[str, str]]:
@@ -112,7 +131,9 @@ async def _walk(sftp: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tuple
                 yield f"{folder}/{inside}{name}", f"{inside}{name}"
 
 
-async def _upload_file(sftp: "asyncssh.SFTPClient", source: Path, target: str, on_bytes: OnBytes) -> None:
+async def _upload_file(
+    sftp: "asyncssh.SFTPClient", source: Path, target: str, on_bytes: OnBytes, is_second: bool = False
+) -> None:
     import asyncssh
 
     wanted = source.stat()
@@ -135,13 +156,19 @@ async def _upload_file(sftp: "asyncssh.SFTPClient", source: Path, target: str, o
             while chunk := file.read(CHUNK_BYTES):
                 await out.write(chunk)
                 on_bytes(len(chunk))
-    copied = (await sftp.stat(part)).size or 0
-    if copied != size:
-        await sftp.remove(part)
-        raise _changed(str(source), size, copied)
-    mode = stat.S_IMODE(wanted.st_mode)
-    await sftp.setstat(part, asyncssh.SFTPAttrs(permissions=mode, atime=modified, mtime=modified))
-    await sftp.posix_rename(part, target)
+    try:
+        copied = (await sftp.stat(part)).size or 0
+        if copied != size:
+            await sftp.remove(part)
+            raise _changed(str(source), size, copied)
+        mode = stat.S_IMODE(wanted.st_mode)
+        await sftp.setstat(part, asyncssh.SFTPAttrs(permissions=mode, atime=modified, mtime=modified))
+        await sftp.posix_rename(part, target)
+    except asyncssh.SFTPNoSuchFile:  # another copy of the same file was faster
+        if not is_second:
+            await _upload_file(sftp, source, target, lambda count: None, is_second=True)
+        else:
+            raise
 
 
 async def _download_file(sftp: "asyncssh.SFTPClient", source: str, target: Path, on_bytes: OnBytes) -> None:

@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -130,6 +131,7 @@ def start(name: str, run: int, spec: "dict[str, Any]", restart: bool = False) ->
         if os.fork():
             os._exit(0)
         state["pid"] = os.getpid()
+        enter_scope(name, run)
         try:
             save(folder / STATE, state)
             os.write(report, b".")
@@ -152,6 +154,23 @@ def start(name: str, run: int, spec: "dict[str, Any]", restart: bool = False) ->
     if spec.get("again"):
         enable_restart_after_reboot()
     return read_state(folder)
+
+
+def enter_scope(name: str, run: int) -> None:
+    """Move this process from its login session into a systemd unit: logind may end a session's processes at logout."""
+    if "TPUSWARM_ROOT" in os.environ or not Path("/run/systemd/system").exists():
+        return
+    unit = f"tpuswarm-{name}-{run}.scope"
+    manager = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"]
+    words = ["StartTransientUnit", "ssa(sv)a(sa(sv))", unit, "fail", "1", "PIDs", "au", "1", str(os.getpid()), "0"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no sudo
+        done = subprocess.run(
+            ["sudo", "-n", "busctl", "call", *manager, *words],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False,
+        )  # fmt: skip
+        deadline = time.monotonic() + 10
+        while not done.returncode and unit not in Path("/proc/self/cgroup").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)  # systemd answers before it has moved us
 
 
 def end_earlier(folder: Path, run: int) -> None:
@@ -296,14 +315,20 @@ def signal_job(name: str, number: int) -> int:
 
 
 def find_processes(name: str) -> "list[int]":
-    """Return the processes with the job's mark, and all that descend from them or from us: sudo drops the mark."""
+    """Return the processes with the job's mark or in its unit, and all that descend from them or from us.
+
+    sudo drops the mark, and a machine without systemd has no units.
+    """
     mark = f"{JOB_VARIABLE}={JOBS / name}".encode()
+    unit = re.compile(rf"/tpuswarm-{re.escape(name)}-[0-9]+\.scope$".encode(), re.MULTILINE)
     parents, found = {}, {os.getpid()}
     for process in Path("/proc").glob("[1-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or its environment is another user's
             state, parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 parents[int(process.name)] = int(parent)
+                if unit.search((process / "cgroup").read_bytes()):
+                    found.add(int(process.name))
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     found.add(int(process.name))
     while more := {pid for pid, parent in parents.items() if parent in found} - found:

@@ -21,7 +21,7 @@ from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.copy import upload
 from tpuswarm.remote.host import Host
 from tpuswarm.remote.paths import STATE_FOLDER
-from tpuswarm.remote.setup.python import BUNDLE, OWN_PYTHON, UV
+from tpuswarm.remote.setup.python import OWN_PYTHON, UV, bundle_path
 from tpuswarm.remote.setup.step import FileUnavailable, Send, Step
 
 WHEEL_METADATA = "Wheel-Version: 1.0\nGenerator: tpuswarm\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -145,7 +145,7 @@ def file_sender(folder: str, cache: Path, python: str = OWN_PYTHON) -> Send:
 
     async def send(connections: Connections, host: Host, step: Step) -> str:
         if step.id.endswith("python"):
-            await upload(connections, host, await asyncio.to_thread(build_bundle, python, cache), BUNDLE)
+            await upload(connections, host, await asyncio.to_thread(build_bundle, python, cache), bundle_path(python))
             return "uv and Python"
         wheel = await asyncio.to_thread(build_wheel, cache)
         await upload(connections, host, wheel, f"{folder}/{wheel.name}")

@@ -14,8 +14,6 @@ UV = "0.13.9"
 OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """The version that runs here; our constraints fit it."""
 SECRETS = f"{STATE_FOLDER}/secrets"
-BUNDLE = f"{STATE_FOLDER}/python.tar"
-"""uv and a Python, sent to machines that cannot download them."""
 NOTEBOOK_VENV = f"{NOTEBOOK}/venv"
 WHEELS = f"{STATE_FOLDER}/wheels"
 """Has our wheel, for `tpuswarm` among the packages: no index has this computer's version."""
@@ -26,15 +24,21 @@ if [ -z "$uv" ]; then uv=~/{STATE_FOLDER}/bin/uv; fi
 """
 
 
+def bundle_path(python: str) -> str:
+    """Return where uv and this Python are sent to on a machine that cannot download them."""
+    return f"{STATE_FOLDER}/python-{python}.tar"
+
+
 def venv(python: str, folder: str, id: str = "python") -> Step:
     """Return the step that creates an empty virtual environment of this Python version in a folder of the home."""
+    bundle = bundle_path(python)
     return Step(
         id,
         f"""\
 {FIND_UV}
-if [ -e {BUNDLE} ]; then
+if [ -e {bundle} ]; then
   mkdir -p ~/.local/share/uv/python {STATE_FOLDER}/bin
-  tar -xf {BUNDLE} -C {STATE_FOLDER} && rm -f {BUNDLE}
+  tar -xf {bundle} -C {STATE_FOLDER} && rm -f {bundle}
   cp -R {STATE_FOLDER}/python/. ~/.local/share/uv/python && rm -rf {STATE_FOLDER}/python
   uv=~/{STATE_FOLDER}/bin/uv if_none=1
 elif [ ! -x "$uv" ]; then

@@ -1,0 +1,96 @@
+"""A swarm on two machines and a head, behind a firewall: machines reboot, are preempted and die."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.real.cloud import RealCloud
+from tests.remote.conftest import swarm_toml
+from tests.waiting import until
+
+pytestmark = pytest.mark.real
+FILE = (
+    swarm_toml("duo", "us-central1", "one v5e-1 us-central1-a 2")
+    + """
+[head]
+type = "n2-highmem-8"
+zone = "us-central1-f"
+network = "tpuswarm-duo"
+
+[[grant]]
+type = "v5e-1"
+zone = "us-central1-a"
+how = "spot"
+count = 8
+
+[setup]
+python = "3.11"
+pip = ["tpuswarm[gcloud]"]
+
+[train]
+recipe = "gpt2-tiny"
+options = { layers = 2, width = 64, heads = 2, context = 32 }
+data = "fake"
+batch = 8
+cycle = 8
+steps = 1000000
+"""
+)
+DELETE_HEAD = """
+from tests.local_cloud import delete_machine
+from tpuswarm.cloud.rehearsal.connect import default_folder
+delete_machine(default_folder(), "duo-head")
+"""
+"""With its disk, and with the keeper."""
+URL = "gs://rehearsal-duo/runs/duo"
+
+
+@pytest.fixture(scope="module")
+def duo(cloud: RealCloud) -> Iterator[RealCloud]:
+    """The laptop in another project's folder, whose fleet is to be created."""
+    before, cloud.project = cloud.project, cloud.home / "duo"
+    cloud.project.mkdir()
+    (cloud.project / "swarm.toml").write_text(FILE)
+    cloud.run("init", "--yes")
+    yield cloud
+    cloud.run("down", "--yes", "--detach")
+    cloud.project = before
+
+
+def wait_until(duo: RealCloud, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Wait for a status of the run that fulfils a condition, and return it."""
+
+    def check() -> dict[str, Any] | None:
+        command = duo.start("status", URL, "--json")
+        shown, _ = command.communicate()
+        status: dict[str, Any] = json.loads(shown) if command.returncode == 0 else {}
+        return status if condition(status) else None
+
+    found: dict[str, Any] = until(check, 400, lambda: duo.run("jobs") + duo.run("list") + duo.run("logs", "head"))
+    return found
+
+
+def members(status: dict[str, Any]) -> dict[str, Any]:
+    """Return the incarnations of members that train, by name."""
+    return {row["id"]: row["incarnation"] for row in status.get("members", ()) if row["state"] == "alive"}
+
+
+def test_swarm_trains_and_survives_reboots_preemptions_and_the_death_of_its_head(duo):
+    duo.run("train", "swarm.toml", "--yes", "--paid", "--detach")
+    status = wait_until(duo, lambda status: (status.get("version") or 0) >= 2 and len(members(status)) == 2)
+    first, second = sorted(members(status))
+
+    duo.run("exec", first.removeprefix("j-"), "--", "sudo reboot")
+    wait_until(duo, lambda now: members(now).get(first) not in (None, members(status)[first]))
+
+    duo.run("rehearsal", "preempt", second.removeprefix("j-"))
+    wait_until(duo, lambda now: members(now).get(second) not in (None, members(status)[second]))
+
+    before = wait_until(duo, lambda now: len(members(now)) == 2)
+    duo.start_program(sys.executable, "-c", DELETE_HEAD).communicate()
+    duo.run("up", "--yes", "--paid", "--keep")
+    after = wait_until(duo, lambda now: (now.get("version") or 0) > before["version"] + 1 and len(members(now)) == 2)
+    assert after["epoch"] > before["epoch"] and after["tokens"]["applied"] > before["tokens"]["applied"]

@@ -87,7 +87,7 @@ def test_orphan_of_sudo_ends_with_its_job_after_the_supervisor_was_killed(laptop
     command = "sudo setsid --fork sleep 1116; sleep 1117"
     laptop.run("exec", MACHINE, "--detach", "--name", "left", "--", command)
     until(lambda: is_running(laptop, "sleep 1116"))
-    lines(laptop, "pkill -KILL -f 'supervise-.*start left'")
+    lines(laptop, "pkill -KILL -f 'supervise-.*start [l]eft'")
     laptop.run("stop", "left")
     assert not is_running(laptop, "sleep 1116") and not is_running(laptop, "sleep 1117")
 
@@ -132,7 +132,7 @@ def test_set_up_continues_after_a_power_cut_within_dpkg(laptop):
     laptop.run("rehearsal", "maintenance", MACHINE)
     os.killpg(setting_up.pid, signal.SIGKILL)
     setting_up.communicate()
-    laptop.run("up", "--yes")
+    until(lambda: laptop.start("exec", MACHINE, "--", "true").wait() == 0)
     assert f"{MACHINE}/0 is set up" in laptop.run("setup")
     assert lines(laptop, "dpkg --audit") == []
 

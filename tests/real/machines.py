@@ -99,6 +99,7 @@ class RealMachines:
         variables = {
             "STORAGE_EMULATOR_HOST": self._storage,
             "TPUSWARM_REHEARSAL": str(self._folder.path),
+            "GCE_METADATA_HOST": "metadata.google.internal",
             "JAX_PLATFORMS": "cpu",
         }
         if host.devices:

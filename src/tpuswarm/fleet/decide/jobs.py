@@ -314,8 +314,8 @@ def _update_on_machine(
     name, run = assignment.machine or "", assignment.run
     current = {w: report for w, report in reports.items() if report is not None and report.run == run and run}
     running = tuple(w for w, report in current.items() if report.state == "running")
-    # A start may still be on the way to a worker that does not know the run. A host may restart a run that was lost in a
-    # reboot, and a killed supervisor leaves its processes. All need the end, too.
+    # A start may still be on the way to a worker that does not know the run. A host may restart a run that was lost in
+    # a reboot, and a killed supervisor leaves its processes. All need the end, too.
     restartable = tuple(w for w, report in current.items() if job.stop and report.state == "lost")
     unended = tuple(w for w in workers if w in reports and (w not in current or w in running or w in restartable))
     end: list[RunAction] = [EndRun(name, run, unended)] if unended and run else []

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo demo-cloud test test-slow test-all test-long test-tpu-compiler oracle oracle-quick soak lint bench bench-router
+.PHONY: setup demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint bench bench-router
 
 setup: .venv/installed
 
@@ -30,13 +30,17 @@ test-slow: setup
 
 # Both, the quick files first.
 test-all: setup
-	$(BIN)/pytest -m 'not long and not tpu_compiler' -n 2 --dist worksteal
+	$(BIN)/pytest -m 'not long and not tpu_compiler and not real' -n 2 --dist worksteal
 
 # Whole journeys, an hour: the commands of every page of docs/, a keeper on its head, one model over machines that come
 # and go and over a bucket, a swarm that is killed and stopped at random. For changes to what they show; what they are
 # made of is tested by test-all.
 test-long: setup
 	$(BIN)/pytest -m long -n 2 --dist worksteal
+
+# Every command on real machines: containers with systemd, as root, with mmdebstrap and systemd-nspawn.
+test-real: setup
+	$(BIN)/pytest -m real tests/real
 
 # The whole table of docs/plan.md, a quarter of an hour: for changes to plan/, train/ and recipes/.
 test-tpu-compiler: setup

@@ -6,8 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.processes import PATIENCE, PROGRAM, ROOT
@@ -94,7 +92,8 @@ def make_files(folder: Path, base: Path) -> Path:
         wanted = ["google-cloud-storage", "google-cloud-tpu", f"uv=={UV}", str(ROOT)]
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
         subprocess.run([*pip, "--dest", str(new / "wheels"), *wanted], check=True)
-        next((new / "wheels").glob("tpuswarm-*")).unlink()  # no index has this computer's version
+        for own in (new / "wheels").glob("tpuswarm-*"):
+            own.unlink()  # no index has this computer's version
         make_repository(new / "apt")
         python = new / "python" / f"cpython-3.11.2-{PYTHON_PLATFORM}"
         (python / "bin").mkdir(parents=True)
@@ -190,14 +189,8 @@ class RealCloud(Space):
         self.server.wait()
         super().close()
         for tree in Path("/sys/fs/cgroup").glob(f"**/{CGROUP}"):
-            (tree / "cgroup.kill").exists() and (tree / "cgroup.kill").write_text("1")
-
-
-@contextmanager
-def real_cloud(folder: Path, cache: Path) -> Iterator[RealCloud]:
-    template = make_template(cache)
-    cloud = RealCloud(folder, template, make_files(cache, template))
-    try:
-        yield cloud
-    finally:
-        cloud.close()
+            if (tree / "cgroup.kill").exists():
+                (tree / "cgroup.kill").write_text("1")
+                until(lambda tree=tree: "populated 0" in (tree / "cgroup.events").read_text())
+            for folder, _, _ in os.walk(tree, topdown=False):
+                Path(folder).rmdir()

@@ -62,7 +62,7 @@ cat >etc/uv/uv.toml <<END
 no-index = true
 find-links = ["/srv/wheels"]
 cache-dir = "/var/cache/uv"
-link-mode = "copy"
+link-mode = "symlink"
 END
 """
 

@@ -131,9 +131,16 @@ async def _walk(sftp: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tuple
                 yield f"{folder}/{inside}{name}", f"{inside}{name}"
 
 
-async def _upload_file(
-    sftp: "asyncssh.SFTPClient", source: Path, target: str, on_bytes: OnBytes, is_second: bool = False
-) -> None:
+async def _upload_file(sftp: "asyncssh.SFTPClient", source: Path, target: str, on_bytes: OnBytes) -> None:
+    import asyncssh
+
+    try:
+        await _try_upload(sftp, source, target, on_bytes)
+    except asyncssh.SFTPNoSuchFile:  # another copy of the same file was faster, and has renamed it
+        await _try_upload(sftp, source, target, lambda count: None)
+
+
+async def _try_upload(sftp: "asyncssh.SFTPClient", source: Path, target: str, on_bytes: OnBytes) -> None:
     import asyncssh
 
     wanted = source.stat()
@@ -156,19 +163,13 @@ async def _upload_file(
             while chunk := file.read(CHUNK_BYTES):
                 await out.write(chunk)
                 on_bytes(len(chunk))
-    try:
-        copied = (await sftp.stat(part)).size or 0
-        if copied != size:
-            await sftp.remove(part)
-            raise _changed(str(source), size, copied)
-        mode = stat.S_IMODE(wanted.st_mode)
-        await sftp.setstat(part, asyncssh.SFTPAttrs(permissions=mode, atime=modified, mtime=modified))
-        await sftp.posix_rename(part, target)
-    except asyncssh.SFTPNoSuchFile:  # another copy of the same file was faster
-        if not is_second:
-            await _upload_file(sftp, source, target, lambda count: None, is_second=True)
-        else:
-            raise
+    copied = (await sftp.stat(part)).size or 0
+    if copied != size:
+        await sftp.remove(part)
+        raise _changed(str(source), size, copied)
+    mode = stat.S_IMODE(wanted.st_mode)
+    await sftp.setstat(part, asyncssh.SFTPAttrs(permissions=mode, atime=modified, mtime=modified))
+    await sftp.posix_rename(part, target)
 
 
 async def _download_file(sftp: "asyncssh.SFTPClient", source: str, target: Path, on_bytes: OnBytes) -> None:

@@ -191,7 +191,7 @@ def test_overview_combines_machines_jobs_and_members(overview):
         "all-head": ("head", "the head and the keeper"),
         "j-far": ("other", "alive, on a machine outside the fleet"),
         "s-0": ("training", "training"),
-        "s-1": ("training", "training, preempted before"),
+        "s-1": ("training", "training, lost before"),
     }
     without = {row.machine: row for row in list_activities(document, listing, events, None, NOW)}
     assert (without["s-0"].kind, without["s-0"].why) == ("joining", "waiting for the head")

@@ -20,7 +20,7 @@ PACKAGES = (
     "systemd systemd-sysv dbus libpam-systemd udev openssh-server sudo python3 python3-venv ca-certificates curl "
     "iproute2 procps unattended-upgrades zsh tmux rsync"
 )
-"""What the images of TPU VMs have too."""
+"""Debian packages of a fresh machine; the images of TPU VMs have them too."""
 REPOSITORY = ("jq", "libjq1", "libonig5")
 BUILD_SLOW = r"""
 mkdir -p slow/DEBIAN
@@ -85,7 +85,7 @@ def make_template(folder: Path) -> Path:
 
 
 def make_files(folder: Path, base: Path) -> Path:
-    """Make a folder with what the network of machines would have: packages, and uv and a Python for the laptop."""
+    """Make a folder of Python and Debian packages for machines, which have no internet, and a Python for the laptop."""
     files = folder / "files"
     if not files.exists():
         new = folder / f"files.{os.getpid()}"
@@ -166,7 +166,7 @@ class RealCloud(Space):
         return self.start_program(PROGRAM, *words)
 
     def run(self, *words: str, rc: int = 0) -> str:
-        """Run tpuswarm on the laptop; return what it prints."""
+        """Run tpuswarm on the laptop, and return its output."""
         command = self.start(*words)
         try:
             shown, _ = command.communicate(timeout=PATIENCE)

@@ -23,7 +23,7 @@ SERVER = f"{NETWORK}.0.1"
 TEMPLATE, FILES = "TPUSWARM_REAL_TEMPLATE", "TPUSWARM_REAL_FILES"
 """Variables with the folder of a fresh machine's disk, and with one that machines have as /srv."""
 REBOOT = 133
-"""What systemd-nspawn exits with when its machine reboots."""
+"""The exit code of systemd-nspawn when its machine reboots."""
 CGROUP = "tpuswarm-real"
 START = f"""\
 for tree in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
@@ -31,7 +31,7 @@ for tree in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
 done
 exec "$@"
 """
-"""Without systemd on this computer a container needs a control group of its own."""
+"""Starts a container in a control group of its own, which it needs on a computer without systemd."""
 
 
 class RealMachines:
@@ -128,7 +128,7 @@ ip -n {name} link set lo up
 ip -n {name} address add {host.internal}/32 dev host0
 ip -n {name} link set host0 up
 ip -n {name} route add default via {SERVER} dev host0 onlink
-ip route add {host.internal} dev {name}
+ip route replace {host.internal} dev {name}
 nsenter --net=/run/netns/{name} sh -euc '
 echo 1 >/proc/sys/net/ipv4/conf/all/route_localnet
 nft -f -' <<END
@@ -171,7 +171,7 @@ END
                 for protocol, ports in rule.allowed:
                     if protocol != "tcp" or not sources:
                         continue
-                    wanted = {*ports, *([str(SSH_PORT)] if "22" in ports else [])}  # where the local cloud has SSH
+                    wanted = {*ports, *([str(SSH_PORT)] if "22" in ports else [])}  # the port of SSH in the local cloud
                     from_where = "" if ANYWHERE in sources else f"ip saddr {{ {', '.join(sorted(sources))} }} "
                     where = f"tcp dport {{ {', '.join(sorted(wanted))} }}" if wanted else "meta l4proto tcp"
                     admitted.append(f"{from_where}ip daddr {host.internal} {where} accept")
@@ -231,8 +231,8 @@ END
 
 
 def _interface(host: RehearsedHost) -> str:
-    third, fourth = host.internal.split(".")[2:]
-    return f"m{third}-{fourth}"
+    """Return the name of a host's network; a host may have the address of one that is being deleted."""
+    return f"m{host.id.rpartition('-')[2]}"
 
 
 async def _run(*words: str | Path, text: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What every command does on one real machine."""
+"""Commands on one real machine."""
 
 import os
 import re

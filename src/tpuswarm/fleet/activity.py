@@ -111,7 +111,7 @@ def _kind_and_reason(
     if member.state == "lost":
         return "lost", f"the swarm has lost it; {mine.why}{also}"
     what = "training" if member.state == "alive" else "evaluating"
-    return "training", f"{what}{', preempted before' * (mine.lost > 0)}{also}"
+    return "training", f"{what}{', lost before' * (mine.lost > 0)}{also}"
 
 
 def count_activities(activities: Sequence[MachineActivity]) -> str:

@@ -47,6 +47,18 @@ def test_file_sent_twice_at_once_arrives_intact(machines, tmp_path):
     assert (machines[0].home / "large").read_bytes() == source.read_bytes()
 
 
+def test_copy_ignores_what_the_shell_prints_as_it_starts(machines, over, tmp_path):
+    source = tmp_path / "file"
+    source.write_text("whole")
+    (machines[0].root / "etc/chatty-shell").touch()
+    try:
+        assert over(upload, machines[0].host, source, "chatty/") == 1
+        assert over(download, machines[0].host, "chatty/file", tmp_path / "back") == 1
+    finally:
+        (machines[0].root / "etc/chatty-shell").unlink()
+    assert (tmp_path / "back").read_text() == "whole"
+
+
 def test_host_cannot_choose_where_a_file_goes(tmp_path):
     class Bad:
         async def readdir(self, folder):

@@ -1,6 +1,5 @@
 """Copy files and folders to and from hosts over SFTP: each file arrives whole, and a broken copy resumes."""
 
-import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -101,17 +100,29 @@ async def _with_sftp(
         raise
 
 
+class _WithSession:
+    """A connection whose next session is already open."""
+
+    def __init__(self, connection: "asyncssh.SSHClientConnection", session: object):
+        self._connection, self._session = connection, session
+
+    async def open_session(self, **options: object) -> object:
+        return self._session
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+
 async def _open_sftp(connection: "asyncssh.SSHClientConnection") -> "asyncssh.SFTPClient":
     """Start SFTP after what the login shell prints, which precedes the output of SSH's own subsystem too."""
-    from asyncssh.sftp import start_sftp_client
-
     line = f"[ -x {SFTP_SERVER} ] && echo found && exec {SFTP_SERVER}"
-    writer, reader, _ = await connection.open_session(marked(line), encoding=None)
+    session = await connection.open_session(marked(line), encoding=None)
+    _, reader, _ = session
     await skip_login_output(reader)
     if await reader.readline() != b"found\n":
         return await connection.start_sftp_client()
-    loop = asyncio.get_running_loop()
-    return await start_sftp_client(connection, loop, "strict", reader, writer, "utf-8", "strict", 3)
+    with_session = cast("asyncssh.SSHClientConnection", _WithSession(connection, session))
+    return await type(connection).start_sftp_client(with_session)
 
 
 async def _walk(sftp: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tuple[str, str]]:

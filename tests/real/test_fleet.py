@@ -78,19 +78,31 @@ def members(status: dict[str, Any]) -> dict[str, Any]:
     return {row["id"]: row["incarnation"] for row in status.get("members", ()) if row["state"] == "alive"}
 
 
-def test_swarm_trains_and_survives_reboots_preemptions_and_the_death_of_its_head(duo):
+def test_swarm_trains_over_the_firewall_of_init(duo):
     duo.run("train", "swarm.toml", "--yes", "--paid", "--detach")
-    status = wait_until(duo, lambda status: (status.get("version") or 0) >= 2 and len(members(status)) == 2)
-    first, second = sorted(members(status))
+    wait_until(duo, lambda status: (status.get("version") or 0) >= 2 and len(members(status)) == 2)
 
-    duo.run("exec", first.removeprefix("j-"), "--", "sudo reboot")
-    wait_until(duo, lambda now: members(now).get(first) not in (None, members(status)[first]))
 
-    duo.run("rehearsal", "preempt", second.removeprefix("j-"))
-    wait_until(duo, lambda now: members(now).get(second) not in (None, members(status)[second]))
+def test_rebooted_machine_returns_as_the_same_member(duo):
+    before = members(wait_until(duo, lambda status: len(members(status)) == 2))
+    name = min(before)
+    duo.run("exec", name.removeprefix("j-"), "--", "sudo reboot")
+    wait_until(duo, lambda status: members(status).get(name) not in (None, before[name]))
 
-    before = wait_until(duo, lambda now: len(members(now)) == 2)
+
+def test_keeper_on_the_head_sets_up_a_new_machine_after_a_preemption(duo):
+    """The new machine and the head have no internet: the head sends its own uv, Python and wheel."""
+    before = members(wait_until(duo, lambda status: len(members(status)) == 2))
+    name = max(before)
+    duo.run("rehearsal", "preempt", name.removeprefix("j-"))
+    wait_until(duo, lambda status: members(status).get(name) not in (None, before[name]))
+
+
+def test_another_head_continues_after_the_death_of_the_first(duo):
+    before = wait_until(duo, lambda status: len(members(status)) == 2)
     duo.start_program(sys.executable, "-c", DELETE_HEAD).communicate()
     duo.run("up", "--yes", "--paid", "--keep")
-    after = wait_until(duo, lambda now: (now.get("version") or 0) > before["version"] + 1 and len(members(now)) == 2)
+    after = wait_until(
+        duo, lambda status: (status.get("version") or 0) > before["version"] + 1 and len(members(status)) == 2
+    )
     assert after["epoch"] > before["epoch"] and after["tokens"]["applied"] > before["tokens"]["applied"]

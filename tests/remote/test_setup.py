@@ -16,6 +16,7 @@ from tpuswarm.remote.copy import upload
 from tpuswarm.remote.paths import in_environment
 from tpuswarm.remote.setup import step
 from tpuswarm.remote.setup.machine_steps import Machine, steps
+from tpuswarm.remote.setup.python import bundle_path
 from tpuswarm.remote.setup.run import set_up
 from tpuswarm.remote.setup.table import Setup, gather_secrets
 
@@ -309,7 +310,7 @@ def test_uv_and_a_python_are_sent_where_nothing_can_be_downloaded(machines, appl
     subprocess.run(["tar", "-cf", "python.tar", "./bin", "./python"], check=True, cwd=tmp_path)
 
     async def send(connections, host, step):
-        await upload(connections, host, tmp_path / "python.tar", ".tpuswarm/python.tar")
+        await upload(connections, host, tmp_path / "python.tar", bundle_path("3.12"))
         return "uv and Python"
 
     wanted, reports = Setup.model_validate({"pip": ["numpy"]}), []

@@ -24,7 +24,9 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCloud]:
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing or os.getuid() != 0:
         reason = f"real machines need root and {', '.join(NEEDED)}; missing: {', '.join(missing) or 'root'}"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
     cache = Path(os.environ.get("TPUSWARM_REAL_CACHE") or tmp_path_factory.mktemp("template"))
     template = make_template(cache)
     cloud = RealCloud(tmp_path_factory.mktemp("cloud"), template, make_files(cache, template))

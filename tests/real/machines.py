@@ -165,7 +165,7 @@ END
             for rule in rules:
                 if not rule.reaches(facts.tags):
                     continue
-                sources = {f"{range}" for range in rule.ranges} | {
+                sources = set(rule.ranges) | {
                     other.internal for other, about in hosts if not set(rule.source_tags).isdisjoint(about.tags)
                 }
                 for protocol, ports in rule.allowed:

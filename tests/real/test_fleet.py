@@ -56,7 +56,7 @@ def duo(cloud: RealCloud) -> Iterator[RealCloud]:
     (cloud.project / "swarm.toml").write_text(FILE)
     cloud.run("init", "--yes")
     yield cloud
-    cloud.run("down", "--yes", "--detach")
+    cloud.run("down", "--yes")
     cloud.project = before
 
 
@@ -100,7 +100,7 @@ def test_keeper_on_the_head_sets_up_a_new_machine_after_a_preemption(duo):
 
 def test_another_head_continues_after_the_death_of_the_first(duo):
     before = wait_until(duo, lambda status: len(members(status)) == 2)
-    duo.start_program(sys.executable, "-c", DELETE_HEAD).communicate()
+    assert duo.start_program(sys.executable, "-c", DELETE_HEAD).wait() == 0
     duo.run("up", "--yes", "--paid", "--keep")
     after = wait_until(
         duo, lambda status: (status.get("version") or 0) > before["version"] + 1 and len(members(status)) == 2

@@ -327,9 +327,8 @@ def find_processes(name: str) -> "list[int]":
             state, parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 parents[int(process.name)] = int(parent)
-                if unit.search((process / "cgroup").read_bytes()):
-                    found.add(int(process.name))
-                if mark in (process / "environ").read_bytes().split(b"\0"):
+                in_unit = unit.search((process / "cgroup").read_bytes())
+                if in_unit or mark in (process / "environ").read_bytes().split(b"\0"):
                     found.add(int(process.name))
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more

@@ -316,15 +316,15 @@ def _update_on_machine(
     running = tuple(w for w, report in current.items() if report.state == "running")
     # A start may still be on the way to a worker that does not know the run. A host may restart a run that was lost in
     # a reboot, and a killed supervisor leaves its processes. All need the end, too.
-    restartable = tuple(w for w, report in current.items() if job.stop and report.state == "lost")
-    unended = tuple(w for w in workers if w in reports and (w not in current or w in running or w in restartable))
+    lost = tuple(w for w, report in current.items() if job.stop and report.state == "lost")
+    unended = tuple(w for w in workers if w in reports and (w not in current or w in running or w in lost))
     end: list[RunAction] = [EndRun(name, run, unended)] if unended and run else []
     silent = [w for w in workers if w not in reports]
     succeeded = [w for w, report in current.items() if report.state == "ended" and report.code == 0]
     if assignment.phase == "running" and len(succeeded) == len(workers):
         return replace(assignment, phase="done", code=0, why="exit 0 on every worker"), []
     if job.stop and assignment.is_open:
-        if restartable or (assignment.phase == "running" and (unended or silent)):
+        if lost or (assignment.phase == "running" and (unended or silent)):
             return replace(assignment, why="requested by `tpuswarm stop`"), end
         return replace(assignment, phase="stopped", why="requested by `tpuswarm stop`"), []
     if assignment.phase == "waiting":

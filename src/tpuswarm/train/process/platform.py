@@ -76,7 +76,7 @@ def configure_jax(deterministic: bool = False) -> None:
 
 
 def lower_priority() -> None:
-    """Let processes of the same session that start or compile run first if this one trains on CPUs; Linux.
+    """On Linux, yield to other processes of this session if this one trains on CPUs.
 
     Linux keeps a niceness for each thread; new threads inherit it. Where it divides CPUs between sessions first
     (sched(7), autogroup), this session keeps its share beside the others: with less, its coordinator and a member that

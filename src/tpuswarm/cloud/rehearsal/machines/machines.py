@@ -10,13 +10,13 @@ from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
 
 
 class Backend(Protocol):
-    """What makes hosts real."""
+    """Runs hosts."""
 
     def list_ids(self) -> set[str]:
         """Return the ids of hosts that have run."""
 
     async def run(self, host: RehearsedHost) -> None:
-        """Let a host run as the record says; idempotent."""
+        """Run a host, with its recorded addresses and boot; idempotent."""
 
     async def give_notice(self, host_id: str) -> None:
         """Tell a host's processes that it is about to be preempted."""

@@ -92,6 +92,28 @@ def test_orphan_of_sudo_ends_with_its_job_after_the_supervisor_was_killed(laptop
     assert not is_running(laptop, "sleep 1116") and not is_running(laptop, "sleep 1117")
 
 
+def test_job_that_prints_much_is_not_held_up(laptop):
+    """Its output goes through the supervisor; a file has none."""
+    lines(laptop, "printf 'time -p head -c 60000000 /dev/zero\n' >print.sh; printf 'time -p head -c 60000000 /dev/zero"
+                  " | cat >copy; rm copy\n' >write.sh")  # fmt: skip
+    laptop.run("exec", MACHINE, "--detach", "--name", "much", "--", "bash print.sh 2>took; touch done")
+    until(lambda: lines(laptop, "ls done 2>/dev/null || true"))
+    printed, written = (
+        float(re.search(r"real ([\d.]+)", "\n".join(lines(laptop, command)))[1])
+        for command in ("cat took", "bash write.sh 2>&1")
+    )
+    assert printed < 20 * (written + 0.1)
+
+
+def test_set_up_says_why_another_python_cannot_be_had(laptop):
+    """The machine has no internet, and this computer has neither that Python nor internet."""
+    laptop.change_file('python = "3.11"', 'python = "3.12"')
+    shown = laptop.run("setup", rc=1)
+    assert "sending a file" in shown and re.search(r"Python cannot be downloaded here either: .*(error|failed)", shown)
+    laptop.change_file('python = "3.12"', 'python = "3.11"')
+    assert "is set up" in laptop.run("setup")
+
+
 def test_job_survives_the_end_of_its_session(laptop):
     """logind may end all processes of a user who has logged out."""
     lines(laptop, "sudo mkdir -p /etc/systemd/logind.conf.d; printf '[Login]\\nKillUserProcesses=yes\\n' | "

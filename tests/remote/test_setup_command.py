@@ -57,6 +57,7 @@ def test_terminal_shows_set_up_of_all_hosts_and_later_ones_do_what_changed(fleet
     assert out.splitlines()[-1] == "all 5 hosts are set up, as before"
     home = fleet.user_home("v5e-usc1a-0-2")
     assert "export GREETING=hello" in (home / ".tpuswarm/environment").read_text()
+    assert "simplejson" in fleet.run("exec", ONE, "--", "pip install simplejson && python -m pip freeze")[0]
     fleet.environment.pop("A_TOKEN")  # this computer remembers it
     file.write_text(file.read_text().replace("hello", "bye"))
     out, _ = fleet.run("setup", "--on", "slice")

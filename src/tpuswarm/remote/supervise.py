@@ -162,12 +162,17 @@ def enter_scope(name: str, run: int) -> None:
         return
     unit = f"tpuswarm-{name}-{run}.scope"
     manager = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"]
-    words = ["StartTransientUnit", "ssa(sv)a(sa(sv))", unit, "fail", "1", "PIDs", "au", "1", str(os.getpid()), "0"]
+    pids = ["PIDs", "au", "1", str(os.getpid())]
+    survive = ["OOMPolicy", "s", "continue"]  # systemd 253 and later end all of a scope when one process lacks memory
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no sudo
-        done = subprocess.run(
-            ["sudo", "-n", "busctl", "call", *manager, *words],
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False,
-        )  # fmt: skip
+        for properties in (["2", *pids, *survive], ["1", *pids]):
+            words = ["StartTransientUnit", "ssa(sv)a(sa(sv))", unit, "fail", *properties, "0"]
+            done = subprocess.run(
+                ["sudo", "-n", "busctl", "call", *manager, *words],
+                stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False,
+            )  # fmt: skip
+            if done.returncode == 0:
+                break
         deadline = time.monotonic() + 10
         while not done.returncode and unit not in Path("/proc/self/cgroup").read_text() and time.monotonic() < deadline:
             time.sleep(0.01)  # systemd answers before it has moved us

@@ -1,10 +1,12 @@
 """Machines are folders and processes: SSH, start-up scripts, metadata, stand-ins, kills."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,8 @@ from google.cloud import tpu_v2
 
 from tests.cloud.rehearsal.conftest import PROJECT, TPU, metadata, storage_client
 from tests.local_cloud import slow_clock, until
+from tpuswarm.cloud.rehearsal.cloud import Cloud
+from tpuswarm.cloud.rehearsal.common.timetable import Event
 from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.cloud.rehearsal.machines import processes
 from tpuswarm.errors import InputError
@@ -183,6 +187,26 @@ def test_preemption_is_announced_then_kills_the_processes_of_the_machine_only(tp
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_host_accepts_connections_some_time_after_it_was_started(tmp_path):
+    cloud = Cloud(tmp_path / "state", "127.9")
+    changed = []
+    cloud.hosts.on_change = changed.append
+    cloud.timetable.speed = 0.01
+    cloud.hosts.add("projects/p/locations/z/nodes/n", 0, has_external=True)
+    (host,) = cloud.hosts.all()
+    cloud.timetable.run_due()
+    cloud.records.commit()
+    assert host.on and not host.has_booted
+    (event,) = cloud.records.table("event", lambda body: Event(*json.loads(body))).values()
+    assert 20 <= (event.due - time.time()) * 0.01 <= 40
+    cloud.hosts.turn_off(host.owner)
+    cloud.hosts.boot(host.owner)  # the first boot never ends
+    cloud.timetable.speed = 1e9
+    changed.clear()
+    until(lambda: cloud.timetable.run_due() or host.has_booted)
+    assert changed == [host.id]
 
 
 def test_deleted_machine_leaves_nothing(tpu, place, ready):

@@ -106,9 +106,8 @@ def create_fleet(fleet: Fleet, confirmed: Confirmed, table: Setup | None, keep: 
     run_keeper(fleet, cloud, store, is_up)
     routes = Routes(fleet, cloud, store)
     failed: list[str] = []
-    if table is not None or desired.kept_on is not None or any(pool.routes for pool in desired.pools):
-        with waiting("waiting until the machines accept SSH"):
-            asyncio.run(wait_for_ssh(routes))
+    with waiting("waiting until the machines accept SSH"):
+        asyncio.run(wait_for_ssh(routes))
     if any(is_tf_pod(pool.spec) for pool in desired.pools):
         snapshot = routes.snapshot()
         failed = update_pods(routes, snapshot.document, snapshot.listing.machines)

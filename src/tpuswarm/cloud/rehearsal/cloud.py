@@ -28,7 +28,7 @@ class Cloud:
         self.records = Records(state)
         self.timetable = Timetable(self.records)
         self.zone_faults = ZoneFaults(self.records)
-        self.hosts = Hosts(self.records, network)
+        self.hosts = Hosts(self.records, self.timetable, network)
         self.guests = GuestAttributes(self.records, self.hosts)
         self.projects = Projects(self.records, self.timetable, self.zone_faults)
         self.resources = Resources(self.records, self.timetable)

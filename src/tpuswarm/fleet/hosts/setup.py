@@ -123,6 +123,8 @@ async def wait_for_ssh(routes: Routes, timeout_s: float = SSH_TIMEOUT_S) -> None
                     return
             except NoHostKey:
                 pass
+            except InputError:
+                return  # no way leads there from this computer, which the next command says
             await asyncio.sleep(SSH_POLL_INTERVAL_S)
 
 

@@ -1,6 +1,7 @@
 """The cloud's record of its hosts: addresses, boots, power. The package `machines` runs their processes."""
 
 import json
+import random
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -8,6 +9,10 @@ from typing import NamedTuple
 
 from tpuswarm.catalog import Accelerator
 from tpuswarm.cloud.rehearsal.common.records import Records, Table, to_json
+from tpuswarm.cloud.rehearsal.common.timetable import Timetable
+
+SHORTEST_BOOT_S, LONGEST_BOOT_S = 20, 40
+"""From the cloud's READY to the host key and SSH."""
 
 
 @dataclass
@@ -32,6 +37,8 @@ class RehearsedHost:
     boot: int = 1
     """How many times it has started."""
     on: bool = True
+    has_booted: bool = True
+    """Whether it has published its host key and accepts SSH connections."""
     leaving: bool = False
     """Whether it is being preempted."""
 
@@ -50,9 +57,11 @@ class Facts(NamedTuple):
 class Hosts:
     """All hosts; every change is reported to `on_change`."""
 
-    def __init__(self, records: Records, network: str):
+    def __init__(self, records: Records, timetable: Timetable, network: str):
         """`network`: the first two numbers of all addresses; external ones come from its upper half."""
+        self._timetable = timetable
         self._network = network
+        timetable.register("host-booted", self._finish_boot)
         self._table: Table[RehearsedHost] = records.table("host", _load, lambda host: to_json(asdict(host)))
         self.on_change: Callable[[str], None] = lambda host_id: None
         """Called with the id of a host that is new, changed or gone."""
@@ -81,7 +90,19 @@ class Hosts:
         if tpu is not None:
             host.chips, host.devices = tpu.chips_per_host, tpu.devices // tpu.hosts
             host.vfio, host.type = tpu.generation.name not in ("v2", "v3", "v4"), tpu.api_name or tpu.name
+        self._start_boot(host)
+
+    def _start_boot(self, host: RehearsedHost) -> None:
+        host.has_booted = False
+        duration_s = random.uniform(SHORTEST_BOOT_S, LONGEST_BOOT_S)
+        self._timetable.schedule(duration_s, "host-booted", host.id, host.boot)
         self._put(host)
+
+    def _finish_boot(self, host_id: str, boot: int) -> None:
+        host = self._table.get(host_id)
+        if host is not None and host.on and host.boot == boot:
+            host.has_booted = True
+            self._put(host)
 
     def _put(self, host: RehearsedHost) -> None:
         self._table.put(host.id, host)
@@ -105,7 +126,7 @@ class Hosts:
             host.on, host.leaving = True, False
             if has_new_external and host.external:
                 host.external = self._new_address(is_external=True)
-            self._put(host)
+            self._start_boot(host)
 
     def set_external(self, owner: str, has_external: bool) -> None:
         for host in self.list_workers(owner):

@@ -103,8 +103,7 @@ class Folders:
             await self._start_script(host, root)
 
     async def _serve(self, host: RehearsedHost, root: Root) -> None:
-        """Start a host's servers, and its SSH server also at new addresses."""
-        key = ssh.host_key(root)
+        """Start a host's servers; once it has booted, publish its host key and start SSH at its addresses."""
         if host.id not in self._servers:
             get_host = partial(self._cloud.hosts.get, host.id)
             token = f"{self._folder.token()}~{host.id}"
@@ -116,10 +115,14 @@ class Folders:
             if first_port is not None and host.devices:
                 libtpu = await metrics.serve(get_host, metrics_port(first_port), self._usage)
             self._servers[host.id] = Servers(metadata, {}, listener, libtpu)
+        if not host.has_booted:
+            return
+        key = ssh.host_key(root)
+        acceptors = self._servers[host.id].ssh
+        if not acceptors:
             kind, value = key.export_public_key().decode().split()[:2]
             self._cloud.guests.write(host.id, f"hostkeys/{kind}", value)
             self._cloud.records.commit()
-        acceptors = self._servers[host.id].ssh
         addresses = {address for address in (host.internal, host.external) if address}
         for address in acceptors.keys() - addresses:
             acceptors.pop(address).close()

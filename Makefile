@@ -40,7 +40,7 @@ test-long: setup
 
 # Every command on real machines: containers with systemd, as root, with mmdebstrap and systemd-nspawn.
 test-real: setup
-	$(BIN)/pytest -m real tests/real
+	$(BIN)/pytest -m real tests/real -n 2 --dist loadfile
 
 # The whole table of docs/plan.md, a quarter of an hour: for changes to plan/, train/ and recipes/.
 test-tpu-compiler: setup

@@ -51,6 +51,7 @@ cd "$1"
 rm -f etc/ssh/ssh_host_* etc/machine-id
 touch etc/machine-id
 rm -f etc/apt/sources.list.d/*
+sed -i 's/^hosts:.*/hosts: files/' etc/nsswitch.conf
 echo 'deb [trusted=yes] file:/srv/apt ./' >etc/apt/sources.list
 printf 'Port 22\nPort 2222\nPasswordAuthentication no\n' >etc/ssh/sshd_config.d/ports.conf
 chroot . groupadd --system google-sudoers
@@ -139,11 +140,13 @@ class RealCloud(Space):
         managed.mkdir(parents=True)
         self.project.mkdir()
         (managed / "python").symlink_to(files / "python")
+        self.cgroup = f"tpuswarm-real-{os.getpid()}"
         self.environment = {
-            **os.environ, TEMPLATE: str(template), FILES: str(files), "HOME": str(self.home), "LOGNAME": "maria",
-            "TPUSWARM_REHEARSAL": str(self.cloud.path), "XDG_STATE_HOME": str(folder / "state"),
+            **os.environ, TEMPLATE: str(template), FILES: str(files), CGROUP: self.cgroup,
+            "HOME": str(self.home), "LOGNAME": "maria", "TPUSWARM_REHEARSAL": str(self.cloud.path),
+            "XDG_STATE_HOME": str(folder / "state"),
             "TPUSWARM_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT),
-            "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(files / "wheels"),
+            "PIP_NO_INDEX": "1", "UV_HTTP_RETRIES": "0", "PIP_FIND_LINKS": str(files / "wheels"),
         }  # fmt: skip
         self.log = folder / "server.log"
         with self.log.open("wb") as log:
@@ -188,7 +191,7 @@ class RealCloud(Space):
         self.server.terminate()
         self.server.wait()
         super().close()
-        for tree in Path("/sys/fs/cgroup").glob(f"**/{CGROUP}"):
+        for tree in Path("/sys/fs/cgroup").glob(f"**/{self.cgroup}"):
             if (tree / "cgroup.kill").exists():
                 (tree / "cgroup.kill").write_text("1")
                 until(lambda tree=tree: "populated 0" in (tree / "cgroup.events").read_text())

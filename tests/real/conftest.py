@@ -1,5 +1,6 @@
 """One network with a local cloud and a machine that is set up, for all tests."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,9 +28,15 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCloud]:
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-    cache = Path(os.environ.get("TPUSWARM_REAL_CACHE") or tmp_path_factory.mktemp("template"))
-    template = make_template(cache)
-    cloud = RealCloud(tmp_path_factory.mktemp("cloud"), template, make_files(cache, template))
+    base = tmp_path_factory.getbasetemp()
+    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    cache = Path(os.environ.get("TPUSWARM_REAL_CACHE") or common / "real")
+    cache.mkdir(exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        template = make_template(cache)
+        files = make_files(cache, template)
+    cloud = RealCloud(tmp_path_factory.mktemp("cloud"), template, files)
     try:
         cloud.run("rehearsal", "start", "--speed", "60")
         yield cloud

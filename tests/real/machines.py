@@ -22,12 +22,16 @@ SERVER = f"{NETWORK}.0.1"
 """Leads machines to the server's loopback."""
 TEMPLATE, FILES = "TPUSWARM_REAL_TEMPLATE", "TPUSWARM_REAL_FILES"
 """Variables with the folder of a fresh machine's disk, and with one that machines have as /srv."""
+UV_CACHE = "/var/cache/uv"
+PYTHON_CACHE = f"{UV_CACHE}/compiled"
+"""All machines have the same packages at the same paths: one of them compiles a module."""
 REBOOT = 133
 """The exit code of systemd-nspawn when its machine reboots."""
-CGROUP = "tpuswarm-real"
+CGROUP = "TPUSWARM_REAL_CGROUP"
+"""Names the control group of this cloud's machines."""
 START = f"""\
 for tree in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
-  if [ -e $tree/cgroup.procs ] && mkdir -p $tree/{CGROUP}/$0; then echo $$ >$tree/{CGROUP}/$0/cgroup.procs; fi
+  if [ -e $tree/cgroup.procs ] && mkdir -p $tree/${CGROUP}/$0; then echo $$ >$tree/${CGROUP}/$0/cgroup.procs; fi
 done
 exec "$@"
 """
@@ -101,6 +105,8 @@ class RealMachines:
             "TPUSWARM_REHEARSAL": str(self._folder.path),
             "GCE_METADATA_HOST": "metadata.google.internal",
             "JAX_PLATFORMS": "cpu",
+            "PYTHONPYCACHEPREFIX": PYTHON_CACHE,
+            "UV_HTTP_RETRIES": "0",
         }
         if host.devices:
             variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={host.devices}"
@@ -194,7 +200,7 @@ END
             # Without a time namespace, a container with CAP_SYS_TIME sets this computer's clock.
             *("--capability=all", "--drop-capability=CAP_SYS_TIME", "--system-call-filter=@swap @reboot keyctl @mount"),
             *(f"--bind={self._folder.path}", f"--bind={os.environ[FILES]}:/srv"),
-            *(f"--bind={os.environ[FILES]}/uv-cache:/var/cache/uv", "--console=pipe"),
+            *(f"--bind={os.environ[FILES]}/uv-cache:{UV_CACHE}", "--console=pipe"),
         ]  # fmt: skip
         with (disk / "console").open("ab") as console:
             return await asyncio.create_subprocess_exec(
@@ -217,7 +223,7 @@ END
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            for tree in Path("/sys/fs/cgroup").glob(f"**/{CGROUP}/{host_id}"):
+            for tree in Path("/sys/fs/cgroup").glob(f"**/{os.environ[CGROUP]}/{host_id}"):
                 with suppress(OSError):
                     (tree / "cgroup.kill").write_text("1")
 

@@ -99,7 +99,7 @@ def test_ledger_is_recomputed_where_payloads_are_left_and_damage_exits_1(call, c
     assert f"commits 0 to {COMMITS}: hash chain intact" in out and out.splitlines()[-1] == "a is sound"
     changed = [r.version for r in chain.records if any(d.fate == "applied" for d in r.decisions)]
     ranges = re.search(r"bit-identical: (.*)", out)[1].split(", ")
-    ends = [[int(number) for number in range.split(" to ")] for range in ranges]
+    ends = [[int(number) for number in shown.split(" to ")] for shown in ranges]
     assert [version for item in ends for version in range(item[0], item[-1] + 1)] == changed
     found = json.loads(call("ledger verify runs/a --json")[1])
     assert found["sound"] and found["newest"] == COMMITS and found["recomputed"] == changed

@@ -107,10 +107,11 @@ def bucket(name: str, folder: Path) -> Iterator[Bucket]:
             objects.make_bucket("project", {"name": name})
             served = Starlette(routes=Storage(objects).routes(), exception_handlers={Rejected: reject})
         app = BaseHTTPMiddleware(served, made.answer)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        # From Python 3.12, a server waits for all its connections, also for requests that a fault never answers.
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
 
         def stop():
-            server.should_exit = server.force_exit = True  # without waiting for requests that a fault never answers
+            server.should_exit = server.force_exit = True
 
         stops.append(stop)
         ready.set()

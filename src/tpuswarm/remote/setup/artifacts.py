@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -132,7 +133,8 @@ def _download_uv(folder: Path, uv: Path) -> None:
 
 def _run(words: list[str], problem: str) -> None:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        whole_lines = {**os.environ, "UV_NO_WRAP": "1"}
+        done = subprocess.run(words, capture_output=True, text=True, env=whole_lines, check=False)
     except FileNotFoundError:
         raise FileUnavailable(f"{problem}: there is no {words[0]}; install uv on this computer") from None
     if done.returncode != 0:

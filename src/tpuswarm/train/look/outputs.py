@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from tpuswarm.train.run.directory import SAMPLE_EVENT, Run
 from tpuswarm.train.user_code import blame, require_call
 
 
-@runtime_checkable
 class Logger(Protocol):
     """Receives the rows of a run: `Trainer(loggers=[…])`."""
 
@@ -36,7 +35,7 @@ class Logger(Protocol):
 def require_loggers(loggers: Iterable[Any]) -> None:
     """Raise InputError unless all are loggers."""
     for logger in loggers:
-        if not isinstance(logger, Logger):
+        if not all(callable(getattr(logger, name, None)) for name in ("write", "close")):
             raise InputError(f"a logger needs write(row) and close(); got a {type(logger).__name__}")
 
 

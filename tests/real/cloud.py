@@ -6,9 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from tests.processes import PATIENCE, PROGRAM, ROOT
+from tests.processes import PROGRAM, ROOT
 from tests.real.machines import CGROUP, FILES, SERVER, TEMPLATE
 from tests.router.namespaces import Space
 from tests.waiting import until
@@ -22,6 +23,7 @@ PACKAGES = (
 )
 """Debian packages of a fresh machine; the images of TPU VMs have them too."""
 REPOSITORY = ("jq", "libjq1", "libonig5")
+TIMEOUT_S = 600
 BUILD_SLOW = r"""
 mkdir -p slow/DEBIAN
 cat >slow/DEBIAN/control <<END
@@ -172,7 +174,7 @@ class RealCloud(Space):
         """Run tpuswarm on the laptop, and return its output."""
         command = self.start(*words)
         try:
-            shown, _ = command.communicate(timeout=PATIENCE)
+            shown, _ = command.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(command.pid, signal.SIGKILL)
             shown, _ = command.communicate()
@@ -190,6 +192,11 @@ class RealCloud(Space):
     def close(self) -> None:
         self.server.terminate()
         self.server.wait()
+        network = Path(f"/proc/{self.pid}/ns/net").readlink()
+        for process in Path("/proc").glob("[1-9]*"):  # such as a keeper in the background
+            with suppress(OSError):
+                if (process / "ns/net").readlink() == network and int(process.name) != self.pid:
+                    os.kill(int(process.name), signal.SIGKILL)
         super().close()
         for tree in Path("/sys/fs/cgroup").glob(f"**/{self.cgroup}"):
             if (tree / "cgroup.kill").exists():

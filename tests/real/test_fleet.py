@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.real.cloud import RealCloud
+from tests.real.cloud import TIMEOUT_S, RealCloud
 from tests.remote.conftest import swarm_toml
 from tests.waiting import until
 
@@ -69,7 +69,7 @@ def wait_until(duo: RealCloud, condition: Callable[[dict[str, Any]], object]) ->
         status: dict[str, Any] = json.loads(shown) if command.returncode == 0 else {}
         return status if condition(status) else None
 
-    found: dict[str, Any] = until(check, 400, lambda: duo.run("jobs") + duo.run("list") + duo.run("logs", "head"))
+    found: dict[str, Any] = until(check, TIMEOUT_S, lambda: duo.run("jobs") + duo.run("list") + duo.run("logs", "head"))
     return found
 
 

@@ -1,5 +1,7 @@
 """Next-token cross-entropy in chunks, so that the float32 logits never exist at once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -18,8 +20,7 @@ def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
     logits_BxTxV = jnp.einsum("btd,vd->btv", x_BxTxD, wte_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
     if wte_VxD.shape[0] == vocab:
         return logits_BxTxV
-    real_V = jnp.arange(wte_VxD.shape[0]) < vocab
-    return jnp.where(real_V[None, None], logits_BxTxV, jnp.float32(-1e30))
+    return jnp.where(_tokens_like(logits_BxTxV) < vocab, logits_BxTxV, jnp.float32(-1e30))
 
 
 def mean_loss(
@@ -27,29 +28,76 @@ def mean_loss(
 ) -> jax.Array:
     """Return the mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
 
-    The backward pass computes a chunk's logits again. Chunks of tokens keep the products larger than chunks of the
-    vocabulary would.
+    Chunks of tokens keep the products larger than chunks of the vocabulary would.
     """
     B, T, D = x_BxTxD.shape
-    wte_VxD = gathered_as(wte_VxD, x_BxTxD.dtype)  # cast in each chunk, so that their gradients add up in float32
+    wte_VxD = gathered_as(wte_VxD, x_BxTxD.dtype)
     devices = max(1, jax.sharding.get_abstract_mesh().size)
     count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], chunk_bytes)
+    x_NxBxCxD = x_BxTxD.reshape(B, count, T // count, D).swapaxes(0, 1)
+    targets_NxBxC = targets_BxT.reshape(B, count, T // count).swapaxes(0, 1)
+    return _mean_loss(x_NxBxCxD, wte_VxD, targets_NxBxC, config.vocab)
 
-    def chunk_sum(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> jax.Array:
-        logits_BxCxV = logits(x_BxCxD, wte_VxD, config.vocab)
-        gold_BxC = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)[..., 0]
-        return jnp.sum(jax.nn.logsumexp(logits_BxCxV, axis=-1) - gold_BxC)
 
-    if count == 1:
-        total = chunk_sum(x_BxTxD, targets_BxT)
-    else:
-        x_NxBxCxD = x_BxTxD.reshape(B, count, T // count, D).swapaxes(0, 1)
-        targets_NxBxC = targets_BxT.reshape(B, count, T // count).swapaxes(0, 1)
-        recomputed = jax.checkpoint(chunk_sum)
-        total, _ = jax.lax.scan(
-            lambda total, chunk: (total + recomputed(*chunk), None), jnp.float32(0), (x_NxBxCxD, targets_NxBxC)
-        )
-    return total / jnp.float32(B * T)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mean_loss(x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int) -> jax.Array:
+    """Return the mean of the cross-entropies. Its gradient is computed together with it, from the same logits."""
+
+    def add_chunk(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        loss, _ = _chunk_loss(chunk[0], wte_VxD, chunk[1], vocab)
+        return total + loss, None
+
+    return jax.lax.scan(add_chunk, jnp.float32(0), (x_NxBxCxD, targets_NxBxC))[0] / jnp.float32(targets_NxBxC.size)
+
+
+def _mean_loss_forward(
+    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    dtype, count = x_NxBxCxD.dtype, jnp.float32(targets_NxBxC.size)
+
+    def add_chunk(
+        sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        (total, dwte_VxD), (x_BxCxD, targets_BxC) = sums, chunk
+        loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, vocab)
+        # Divided here: a factor after the loop would keep XLA from adding the embedding's gradient before it reduces
+        # both over the devices.
+        dlogits_BxCxV = (dlogits_BxCxV / count).astype(dtype)
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        dx_BxCxD = product("bcv,vd->bcd", dlogits_BxCxV, wte_VxD.astype(dtype)).astype(dtype)
+        dwte_VxD += product("bcv,bcd->vd", dlogits_BxCxV, x_BxCxD)
+        return (total + loss, dwte_VxD), dx_BxCxD
+
+    start = jnp.float32(0), jnp.zeros(wte_VxD.shape, jnp.float32)
+    (total, dwte_VxD), dx_NxBxCxD = jax.lax.scan(add_chunk, start, (x_NxBxCxD, targets_NxBxC))
+    return total / count, (dx_NxBxCxD, dwte_VxD)
+
+
+def _mean_loss_backward(
+    vocab: int, gradients: tuple[jax.Array, jax.Array], dloss: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    dx_NxBxCxD, dwte_VxD = gradients
+    return (dx_NxBxCxD.astype(jnp.float32) * dloss).astype(dx_NxBxCxD.dtype), dwte_VxD * dloss, None
+
+
+_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
+
+
+def _chunk_loss(
+    x_BxCxD: jax.Array, wte_VxD: jax.Array, targets_BxC: jax.Array, vocab: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of a chunk's cross-entropies, and its gradient by the logits."""
+    logits_BxCxV = logits(x_BxCxD, wte_VxD, vocab)
+    is_target_BxCxV = _tokens_like(logits_BxCxV) == targets_BxC[..., None]
+    normalizer_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    target_BxC = jnp.sum(jnp.where(is_target_BxCxV, logits_BxCxV, 0), axis=-1)
+    probabilities_BxCxV = jnp.exp(logits_BxCxV - normalizer_BxC[..., None])
+    return jnp.sum(normalizer_BxC - target_BxC), probabilities_BxCxV - is_target_BxCxV.astype(jnp.float32)
+
+
+def _tokens_like(logits_BxTxV: jax.Array) -> jax.Array:
+    """Return the token of each logit; a kernel that reads logits computes it."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits_BxTxV.shape, 2)
 
 
 def chunk_count(rows: int, T: int, V: int, max_bytes: int | None = None) -> int:

@@ -10,6 +10,7 @@ import pytest
 from tpuswarm.errors import InputError
 from tpuswarm.remote.connect import run_shell
 from tpuswarm.remote.supervisor import Supervisor
+from tpuswarm.remote.sync import tree_store
 from tpuswarm.remote.sync.listing import list_files
 from tpuswarm.remote.sync.send import send
 from tpuswarm.remote.sync.tree_store import TreeStore
@@ -91,6 +92,15 @@ def test_secrets_are_refused_with_the_ways_out(project, tmp_path, name, text):
         take()
     (project / ".gitignore").write_text(f"data/\n{name}\n")
     assert name not in take()
+
+
+def test_file_replaced_with_its_size_and_time_is_stored_again(project, tmp_path, monkeypatch):
+    monkeypatch.setattr(tree_store, "UNSURE_S", 0)
+    store, before = TreeStore(tmp_path / "kept"), (project / "train.py").stat()
+    first = store.take(project, lambda total, new: None)
+    (project / "train.py").write_text("print(2)")
+    os.utime(project / "train.py", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert store.take(project, lambda total, new: None).digest != first.digest
 
 
 def test_all_machines_get_the_folder_and_later_only_changes(project, sync, machines):

@@ -1,5 +1,6 @@
 """A run in a bucket can be resumed, read and controlled from any computer."""
 
+import os
 import signal
 import threading
 from functools import partial
@@ -60,6 +61,17 @@ def test_rows_cut_on_resume_are_replaced_in_the_bucket(use_disk, last):
     use_disk("two")
     rows = list(read_rows(download_run(URL) / ROWS))
     assert [row["step"] for row in rows] == list(range(1, last + 1)) and rows[-1]["loss"] == 0.125 + last
+
+
+def test_file_replaced_with_its_size_and_time_is_uploaded(use_disk):
+    run = start_run()
+    for text in ("one", "two"):
+        (run.folder / "notes.txt").write_text(text)
+        os.utime(run.folder / "notes.txt", (1e9, 1e9))
+        run._sync.upload()
+    run.close()
+    use_disk("two")
+    assert (download_run(URL) / "notes.txt").read_text() == "two"
 
 
 def test_many_pieces_are_merged(use_disk, monkeypatch):

@@ -125,8 +125,8 @@ def read_index(index: str) -> tuple[str, dict[str, Row]]:
         with open(index, "rb") as file:
             digest, *rows = os.fsdecode(file.read()).split("\0")
         for row in rows:
-            content_digest, kind, size, modified, inode, mode, path = row.split(" ", 6)
-            files[path] = [content_digest, kind, int(size), int(modified), int(inode), int(mode)]
+            content_digest, kind, size, changed, inode, mode, path = row.split(" ", 6)
+            files[path] = [content_digest, kind, int(size), int(changed), int(inode), int(mode)]
     except (OSError, ValueError):  # missing or damaged
         return "", {}
     return digest, files
@@ -163,7 +163,7 @@ def verify(root: str, received: dict[str, Row]) -> tuple[dict[str, Row], list[st
 
 def read_stat(full: str) -> list[int]:
     about = os.lstat(full)
-    return [about.st_size, about.st_mtime_ns, about.st_ino, about.st_mode]
+    return [about.st_size, about.st_ctime_ns, about.st_ino, about.st_mode]
 
 
 def read_row(full: str) -> Row:

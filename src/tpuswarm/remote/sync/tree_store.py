@@ -19,7 +19,7 @@ from tpuswarm.train.process.atomic import write_atomically
 
 CHUNK_BYTES = 1 << 18
 UNSURE_S = 2.0
-"""A file modified so shortly before it was read may change again with the same modification time."""
+"""A file changed so shortly before it was read may change again within the same tick of its disk's clock."""
 
 
 class File(NamedTuple):
@@ -56,7 +56,8 @@ class Stat(NamedTuple):
     """Identifies an unchanged file without reading it."""
 
     size: int
-    modified_ns: int
+    changed_ns: int
+    """Also `cp -p` and chmod set it."""
     inode: int
 
 
@@ -91,7 +92,7 @@ class TreeStore:
         files = {name: unchanged.get(name) or self._add(root / name, stats[name]) for name in names}
         if len(unchanged) < len(files) or rows.keys() != files.keys():
             sure_before_ns = start_ns - int(UNSURE_S * 1e9)
-            is_sure = {name: about.st_mtime_ns < sure_before_ns for name, about in stats.items()}
+            is_sure = {name: about.st_ctime_ns < sure_before_ns for name, about in stats.items()}
             new = {name: (file, _stat(stats[name]) if is_sure[name] else None) for name, file in files.items()}
             write_atomically(self._index, json.dumps({"name": root.name, "files": new}))
             self._delete_others({file.digest for file in files.values()})
@@ -146,4 +147,4 @@ class TreeStore:
 
 
 def _stat(about: os.stat_result) -> Stat:
-    return Stat(about.st_size, about.st_mtime_ns, about.st_ino)
+    return Stat(about.st_size, about.st_ctime_ns, about.st_ino)

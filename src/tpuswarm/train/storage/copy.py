@@ -339,7 +339,7 @@ class RunCopy:
     def _upload(self, path: Path, owned: OwnedRecord) -> Synced | None:
         """Upload a changed file, or its new end; return None for an unchanged one. Raises FileNotFoundError."""
         name, about = self._name(path), path.stat()
-        synced, now = self._index.files.get(name), (about.st_size, about.st_mtime_ns)
+        synced, now = self._index.files.get(name), (about.st_size, about.st_ctime_ns)
         if synced and synced.stamp == now:
             return None
         parts = synced.file.parts if synced else ()

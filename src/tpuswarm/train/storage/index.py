@@ -58,4 +58,4 @@ def write_index(folder: Path, index: Index) -> None:
 def stamp(path: Path) -> tuple[int, int]:
     """Return size and time of change (ns) of a file."""
     found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_ctime_ns

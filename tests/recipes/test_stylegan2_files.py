@@ -1,6 +1,7 @@
 """Pictures of the user's own: folders, zips, tars, odd sizes, damaged ones, buckets."""
 
 import io
+import os
 import shutil
 import tarfile
 import zipfile
@@ -86,6 +87,17 @@ def test_pictures_are_prepared_once_from_folders_and_archives(folder, tmp_path, 
     again = prepare_pictures(str(place), SIDE, "refuse")
     assert again.array.filename == found.array.filename and file.stat().st_mtime_ns == before
     assert isinstance(again.array, np.memmap)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pictures.zip"])
+def test_pictures_replaced_with_their_size_and_time_are_read_again(tmp_path, kind):
+    place = tmp_path / kind
+    for number in (1, 2):
+        file = place / "one.bmp" if kind == "folder" else place
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(picture(number, kind="BMP")) if kind == "folder" else pack(place, {"one.bmp": picture(number)})
+        os.utime(file, (1e9, 1e9))
+        assert reds(prepare_pictures(str(place), SIDE, "refuse").array) == [10 * number]
 
 
 def test_archives_in_a_bucket_are_read(tmp_path, monkeypatch):

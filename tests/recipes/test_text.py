@@ -4,17 +4,17 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import threading
+from collections import Counter
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.swarm.bucket import bucket
+from tests.web import serve_folder
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2 import text as texts
 from tpuswarm.recipes.gpt2.recipe import GPT2
@@ -88,13 +88,8 @@ def test_folder_is_its_files_in_order_without_hidden_ones(tmp_path):
 
 
 def test_url_is_read(play):
-    handler = partial(SimpleHTTPRequestHandler, directory=str(play.parent))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-    try:
-        tokens = prepare_tokens(f"http://127.0.0.1:{server.server_port}/play.txt", "bytes")
-    finally:
-        server.shutdown()
+    with serve_folder(play.parent) as url:
+        tokens = prepare_tokens(f"{url}/play.txt", "bytes")
     assert bytes(tokens.array.astype(np.uint8)).decode() == PLAY
 
 
@@ -107,6 +102,47 @@ def test_changed_data_is_read_again(play):
     first = prepare_tokens(str(play), "bytes")
     play.write_text(PLAY.upper())
     assert prepare_tokens(str(play), "bytes").digest != first.digest
+
+
+def test_file_replaced_with_its_size_and_time_is_read_again(play, tmp_path):
+    first = prepare_tokens(str(play), "bytes")
+    (tmp_path / "other").write_text(PLAY.swapcase())
+    shutil.copystat(play, tmp_path / "other")
+    subprocess.run(["cp", "-p", tmp_path / "other", play], check=True)  # the inode stays, too
+    assert prepare_tokens(str(play), "bytes").digest != first.digest
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_cached"),
+    [
+        (None, None, False),  # Last-Modified of this second
+        ({"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}, {"Last-Modified": "Mon, 01 Jan 2024 00:00:01 GMT"}, True),
+        ({"Last-Modified": "yesterday"}, {"Last-Modified": "yesterday"}, False),
+        ({"ETag": '"1"'}, {"ETag": '"2"'}, True),
+        ({"ETag": 'W/"1"'}, {"ETag": 'W/"1"'}, False),
+        ({"Content-MD5": "one"}, {"Content-MD5": "two"}, True),
+        ({"Digest": "sha-256=one"}, {"Digest": "sha-256=two"}, True),
+        ({}, {}, False),
+    ],
+)
+def test_url_is_cached_only_while_its_server_says_that_it_is_unchanged(play, cache, before, after, is_cached):
+    counts = Counter()
+    with serve_folder(play.parent, headers := before and dict(before), counts) as url:
+        first = prepare_tokens(f"{url}/play.txt", "bytes")
+        requests = counts["GET"]
+        assert prepare_tokens(f"{url}/play.txt", "bytes").folder == first.folder
+        assert is_cached == (counts["GET"] < 2 * requests) and len(list(cache.iterdir())) == 1
+        play.write_text(PLAY.swapcase())
+        if headers is not None:
+            headers |= after
+        assert prepare_tokens(f"{url}/play.txt", "bytes").digest != first.digest
+
+
+def test_store_without_versions_is_read_again():
+    for text in (PLAY, PLAY.swapcase()):
+        fsspec.filesystem("memory").pipe("/play.txt", text.encode())
+        tokens = prepare_tokens("memory://play.txt", "bytes")
+        assert bytes(tokens.array.astype(np.uint8)).decode() == text
 
 
 PREPARE = "import sys;from tpuswarm.recipes.gpt2.tokens import *;print(prepare_tokens(sys.argv[1],'characters').digest)"
@@ -222,6 +258,9 @@ def test_slow_place_is_named_while_it_is_waited_for(monkeypatch):
 
     class Far:
         protocol = "far"
+
+        def invalidate_cache(self):
+            pass
 
         def isdir(self, path):
             assert waited_for == ["waiting for far://text"]

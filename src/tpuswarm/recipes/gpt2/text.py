@@ -3,16 +3,23 @@
 import codecs
 import hashlib
 import json
+import re
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.archive import AbstractArchiveFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.data.contents import file_identity
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.storage.stored_files import StoredFiles
 
@@ -21,6 +28,17 @@ PIECE_BYTES = 2**22
 NO_FIELD = "none"
 """Instead of a field's name: read JSON lines as plain text."""
 JSON_LINES = ".jsonl"
+CONTENT_VALIDATORS = {
+    *("etag", "generation", "md5", "md5hash", "md5checksum", "contentmd5", "digest", "contenthash", "crc32c"),
+    *("sha", "sha256", "blobid", "hex"),
+}
+"""Names under which fsspec's file systems tell the version of a file, without case and signs."""
+TIME_VALIDATORS = {
+    *("mtime", "lastmodified", "modified", "modifiedtime", "modificationtime", "servermodified", "updated"),
+}
+"""Names of the time of the last change."""
+SETTLED_S = 60.0
+"""A time of change counts once it is this old: it may be rounded to seconds, and clocks differ (RFC 7232, 2.2.2)."""
 
 Advance = Callable[[int], None]
 """Called with the bytes read since the last call."""
@@ -30,15 +48,16 @@ Advance = Callable[[int], None]
 class Text:
     """Files of one file system, in reading order.
 
-    key: a digest of path, size and time or version of each file, and of `field`. field: the field with the text in JSON
-    lines; None reads them as plain text.
+    key: a digest of the path, size and version of each file, and of `field`; None if some file has no version, so that
+    only reading it tells whether it has changed. field: the field with the text in JSON lines; None reads them as plain
+    text.
     """
 
     name: str
     files: tuple[str, ...]
     sizes: tuple[int, ...]
     system: Any
-    key: str
+    key: str | None
     field: str | None = None
 
     @property
@@ -156,6 +175,7 @@ def open_text(place: str | None, field: str | None = None, *, empty: bool = Fals
             root, paths = f"{system.root}/", system.names
         else:
             system, path = fsspec.core.url_to_fs(str(Path(place).expanduser()) if "://" not in place else place)
+            system.invalidate_cache()  # an earlier listing of this process
             root = path.rstrip("/") + "/"
             paths = system.find(path) if system.isdir(path) else [path]
         infos = [system.info(file) for file in sorted(paths) if not _hidden(file.removeprefix(root))]
@@ -194,12 +214,40 @@ def _text(name: str, system: Any, infos: list[dict[str, Any]], field: str | None
     infos = [info for info in infos if empty or info["size"] != 0]  # a server may leave the size out
     if not infos:
         raise InputError(f"{name} is empty; give --data something to train on")
-    identity: list[Any] = [[info["name"], info["size"], str(_version(info))] for info in infos]
-    text = Text(name, tuple(i["name"] for i in infos), tuple(i["size"] or 0 for i in infos), system, "", field)
+    text = Text(name, tuple(i["name"] for i in infos), tuple(i["size"] or 0 for i in infos), system, None, field)
+    versions = [_version(system, info) for info in infos]
+    if None in versions:
+        return text
+    identity: list[Any] = [[info["name"], info["size"], version] for info, version in zip(infos, versions, strict=True)]
     identity += [field] * text.has_lines
     return replace(text, key=hashlib.sha256(repr(identity).encode()).hexdigest())
 
 
-def _version(info: dict[str, Any]) -> Any:
-    names = ("mtime", "etag", "ETag", "generation", "md5Hash", "updated", "LastModified")
-    return [info[name] for name in names if name in info]
+def _version(system: Any, info: dict[str, Any]) -> Any:
+    """Return values that change with the content of a file; None if nothing tells that."""
+    if isinstance(system, LocalFileSystem):
+        return file_identity(Path(info["name"]))
+    if isinstance(system, AbstractArchiveFileSystem):  # its times are those of the files that were packed
+        return None
+    found = {re.sub("[^a-z0-9]", "", name.lower()): value for name, value in info.items() if value}
+    versions = {name: found[name] for name in sorted(found.keys() & (CONTENT_VALIDATORS | TIME_VALIDATORS))}
+    is_known = any(
+        not str(value).startswith("W/") if name in CONTENT_VALIDATORS else _age_s(value) > SETTLED_S
+        for name, value in versions.items()
+    )  # a weak ETag may stand for several contents
+    return versions if is_known else None
+
+
+def _age_s(changed: Any) -> float:
+    """Return how long ago a time was; 0 if it has an unknown form."""
+    if isinstance(changed, str):
+        try:
+            changed = parsedate_to_datetime(changed)
+        except ValueError:
+            try:
+                changed = datetime.fromisoformat(changed)
+            except ValueError:
+                return 0.0
+    if isinstance(changed, datetime):
+        changed = changed.timestamp()
+    return time.time() - changed if isinstance(changed, int | float) else 0.0

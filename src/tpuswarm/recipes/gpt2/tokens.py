@@ -29,13 +29,21 @@ from tpuswarm.recipes.gpt2.tokenizer import (
     train_bpe,
     whole_words,
 )
-from tpuswarm.recipes.prepared import DESCRIPTION, copy_files, is_complete, read_description, write_once
+from tpuswarm.recipes.prepared import (
+    DESCRIPTION,
+    cached_folder,
+    copy_files,
+    is_complete,
+    read_description,
+    write_once,
+)
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.data.source import shuffled_epochs
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.platform import cache_folder
 
 TOKENS_FILE = "tokens.bin"
+CACHE = "tokens"
+"""Name of the folder in the user's cache."""
 DEFAULT_HELD_OUT_SHARE = 0.1
 """Share of the tokens that is held out, as in nanoGPT."""
 
@@ -81,11 +89,13 @@ def prepare_tokens(
         folder = Path(place)
     else:
         text = open_text(place, reading.field)
-        folder = _folder(text, kind, vocab, None, reading)
-        if given and not (is_complete(folder) and read_description(folder)["key"] == given.key):
-            folder = _folder(text, kind, vocab, given.key, reading)
-        if not is_complete(folder):
-            write_once(folder, lambda partial: _write(partial, text, kind, given, vocab, reading))
+        cached = _folder(text, kind, vocab, None, reading)
+        if given and not (cached and is_complete(cached) and read_description(cached)["key"] == given.key):
+            cached = _folder(text, kind, vocab, given.key, reading)
+        if cached and is_complete(cached):
+            folder = cached
+        else:
+            folder = write_once(cached, CACHE, lambda partial: _write(partial, text, kind, given, vocab, reading))
     tokens = _open(folder)
     if key is not None and tokens.tokenizer.key != key:
         raise InputError(
@@ -117,10 +127,12 @@ def _open(folder: Path) -> Tokens:
     return Tokens(array, facts["digest"], tokenizer, folder)
 
 
-def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading) -> Path:
+def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading) -> Path | None:
+    if text.key is None:
+        return None
     ends = [reading.ends] * (kind == "bpe" and text.has_documents)
     identity = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends]
-    return cache_folder("tokens") / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    return cached_folder(CACHE, json.dumps(identity))
 
 
 def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int, reading: Reading) -> None:

@@ -23,16 +23,24 @@ from rich.progress import Progress
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.text import Advance, Text, input_errors, open_text
-from tpuswarm.recipes.prepared import DESCRIPTION, copy_files, is_complete, read_description, write_once
+from tpuswarm.recipes.prepared import (
+    DESCRIPTION,
+    cached_folder,
+    copy_files,
+    is_complete,
+    read_description,
+    write_once,
+)
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.platform import cache_folder
 
 Odd = Literal["crop", "refuse"]
 """For a picture that is not a square of the resolution or more: use its middle square, or raise InputError."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 PICTURES_FILE = "pictures.bin"
+CACHE = "pictures"
+"""Name of the folder in the user's cache."""
 MAX_NAMED = 5
 """Damaged pictures that are named."""
 DECODE_CHUNK_SIZE = 64
@@ -114,11 +122,10 @@ def _prepared_folder(place: str, side: int, odd: Odd) -> Path:
     if "://" not in place and (Path(place) / PICTURES_FILE).is_file() and is_complete(Path(place)):
         return Path(place)
     text = open_text(place, empty=True)
-    identity = json.dumps([text.key, side, odd])
-    folder = cache_folder("pictures") / hashlib.sha256(identity.encode()).hexdigest()[:32]
-    if not is_complete(folder):
-        write_once(folder, lambda partial: _write(partial, text, side, odd))
-    return folder
+    cached = cached_folder(CACHE, json.dumps([text.key, side, odd])) if text.key else None
+    if cached and is_complete(cached):
+        return cached
+    return write_once(cached, CACHE, lambda partial: _write(partial, text, side, odd))
 
 
 def read_picture(path: Path, side: int) -> np.ndarray:

@@ -36,7 +36,7 @@ class StoredFiles:
     def info(self, name: str) -> dict[str, Any]:
         """Return name, size and version of a file."""
         found = self._objects[name]
-        return {"name": name, "size": found.size, "generation": found.generation}
+        return {"name": name, "size": found.size, "generation": found.generation, "crc32c": found.crc32c}
 
     def open(self, name: str, mode: str) -> BinaryIO:
         """Open a file for reading; others may be open meanwhile."""

@@ -2,12 +2,16 @@
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from tests.recipes.hub import COMMIT, serving
+from tests.web import serve_folder
 from tpuswarm import catalog
 from tpuswarm.errors import InputError
 from tpuswarm.plan.compile import pool
@@ -75,6 +79,7 @@ def test_result_is_valid_until_a_file_changes(folder):
     for name, text in (("recipe.py", RECIPE + "\n"), ("beside.py", "WIDTH = 256\n"), ("rows.txt", "1\n" * 24)):
         before, text_before = (folder / name).stat(), (folder / name).read_text()
         (folder / name).write_text(text)
+        os.utime(folder / name, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert cached() is None, f"{name} changed"
         (folder / name).write_text(text_before)
         os.utime(folder / name, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -138,7 +143,64 @@ def test_key_depends_on_the_contents_of_named_files(folder):
     for name in ("rows.txt", "texts/a.txt", "texts/b.txt"):
         (folder / name).write_text(f"another text of {name}")
         keys.add(cache_key(named, {}))
-    assert len(keys) == 4
+    before = (folder / "rows.txt").stat()
+    (folder / "rows.txt").write_text("other" + (folder / "rows.txt").read_text()[5:])
+    os.utime(folder / "rows.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert len({*keys, cache_key(named, {})}) == 5
+
+
+def test_key_depends_on_the_versions_of_named_urls_and_models(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a")
+    headers = {"ETag": '"1"'}
+    with serve_folder(tmp_path, headers) as url:
+        asked = request(data=f"{url}/a.txt")
+        key = cache_key(asked, {})
+        assert key == cache_key(asked, {}) is not None
+        headers["ETag"] = '"2"'
+        assert cache_key(asked, {}) != key
+        headers.clear()
+        assert cache_key(asked, {}) is None, "nothing tells whether it has changed"
+    asked = request(tokenizer=f"hf:{tmp_path}")
+    key = cache_key(asked, {})
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert cache_key(asked, {}) != key is not None
+    (tmp_path / "hub" / "org" / "model").mkdir(parents=True)
+    (tmp_path / "hub" / "org" / "model" / "config.json").write_text("{}")
+    with serving(tmp_path / "hub") as hub:
+        for name, value in (
+            ("ENDPOINT", hub.url),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HUB_CACHE", str(tmp_path / "hub-cache")),
+        ):
+            monkeypatch.setattr(constants, name, value)
+        assert COMMIT in cache_key(request(tokenizer="hf:org/model"), {})
+
+
+FILES_OPENED = """
+import sys
+from pathlib import Path
+from tpuswarm.plan.compile.cache import DependencyTracker
+tracker = DependencyTracker()
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.tokenizer import read_gpt2_files
+from tpuswarm.torch.graph import read
+for call in (lambda: read(Path("line.safetensors")), lambda: read_gpt2_files(Path("vocab.json"), Path("merges.txt"))):
+    try:
+        call()
+    except InputError:
+        pass
+print(*tracker.stamps(Path("cache"))["files"])
+"""
+
+
+def test_files_that_libraries_open_themselves_are_tracked(tmp_path):
+    names = ("line.safetensors", "vocab.json", "merges.txt")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    done = subprocess.run(
+        [sys.executable, "-c", FILES_OPENED], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert {str(tmp_path / name) for name in names} <= set(done.stdout.split())
 
 
 def test_cached_result_is_valid_for_the_same_packages_and_only_whole(tmp_path):

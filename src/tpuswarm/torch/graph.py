@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.data.contents import report_open
 
 FORMAT = "tpuswarm torch 2"
 Group = Literal["params", "buffers", "constants"]
@@ -169,6 +170,7 @@ def read(path: Path) -> ExportedModule:
     from safetensors import SafetensorError, safe_open
 
     arrays: dict[Group, dict[str, np.ndarray]] = {group: {} for group in GROUPS}
+    report_open(path)
     try:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {}).get("tpuswarm", "{}"))

@@ -1,7 +1,8 @@
 """Cache the compiler's results on disk.
 
 A result is valid while every file and package it depends on is unchanged; the compiling process tracked its imports and
-opened files. So a look-up imports neither JAX nor the recipe.
+opened files. So a look-up imports neither JAX nor the recipe. Where nothing tells that data elsewhere is unchanged, the
+result is not cached.
 """
 
 import hashlib
@@ -16,7 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tpuswarm.errors import TpuswarmError
 from tpuswarm.plan.compile.request import CompileRequest, CompileResult
+from tpuswarm.train.data.contents import contents_digest, file_identity
 from tpuswarm.train.process.atomic import write_atomically
 
 BASE_PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm")
@@ -59,18 +62,17 @@ class DependencyTracker:
                 and not any(path.is_relative_to(folder) for folder in excluded)
                 and path.is_file()
             ):
-                is_unchanged = path.stat().st_mtime_ns < self._start
+                is_unchanged = path.stat().st_ctime_ns < self._start
                 files[str(path)] = _stamp(path) if is_unchanged else "written meanwhile"
         return {"files": files, "packages": _versions(packages | set(BASE_PACKAGES))}
 
 
 def _stamp(path: str | Path) -> str:
-    """Return size and modification time of a file; empty if there is none."""
+    """Return the digest of a file; empty if there is none."""
     try:
-        status = Path(path).stat()
+        return contents_digest(Path(path))
     except OSError:
         return ""
-    return f"{status.st_size}:{status.st_mtime_ns}"
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
@@ -84,18 +86,21 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def cache_key(request: CompileRequest, settings: Mapping[str, str]) -> str:
+def cache_key(request: CompileRequest, settings: Mapping[str, str]) -> str | None:
     """Return everything known before compiling; settings: the environment of the compiling process.
 
-    It includes stamps of files that options name, because a recipe may read them through its own cache. A user's
-    recipe also depends on the working folder.
+    It includes the versions of files, folders, URLs and published models that options name, because a recipe may read
+    them through its own cache; None if one has no version. A user's recipe also depends on the working folder.
     """
     options = request.options
-    words = [options.target.rpartition(":")[0], *map(str, options.options.values())]
+    versions = [_version(str(word)) for word in options.options.values()]
+    if None in versions:
+        return None
     return json.dumps(
         {
             "request": asdict(request),
-            "files": [_stamps_under(Path(word).resolve()) for word in words if word and _exists(word)],
+            "recipe": _stamp(options.target.rpartition(":")[0]),
+            "versions": versions,
             "folder": "" if options.target.startswith("tpuswarm.") else str(Path.cwd()),
             "python": platform.python_version(),
             "settings": {name: value for name, value in settings.items() if name.startswith(SETTING_PREFIXES)},
@@ -110,8 +115,10 @@ class PlanCache:
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def get(self, key: str) -> CompileResult | None:
+    def get(self, key: str | None) -> CompileResult | None:
         """Return a result if everything it depends on is unchanged."""
+        if key is None:
+            return None
         try:
             entry = json.loads(self._path(key).read_text(encoding="utf-8"))
             files, packages = entry["dependencies"]["files"], entry["dependencies"]["packages"]
@@ -121,8 +128,10 @@ class PlanCache:
         except (OSError, ValueError, KeyError, TypeError):  # missing, damaged, or of another version: compile again
             return None
 
-    def put(self, key: str, result: CompileResult, dependencies: Mapping[str, Any]) -> None:
+    def put(self, key: str | None, result: CompileResult, dependencies: Mapping[str, Any]) -> None:
         """Store a result; raise OSError if the disk is full."""
+        if key is None:
+            return
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -135,9 +144,26 @@ class PlanCache:
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _stamps_under(path: Path) -> dict[str, str]:
+def _version(word: str) -> Any:
+    """Return what changes with the content that an option names; empty if it names none, None if nothing tells."""
+    try:
+        if word.startswith("hf:"):
+            from tpuswarm.recipes.gpt2.hub import open_published
+
+            published = open_published(word)
+            return _identities_under(published.folder) if published.folder else published.commit
+        if "://" in word:
+            from tpuswarm.recipes.gpt2.text import open_text
+
+            return open_text(word, empty=True).key
+        return _identities_under(Path(word).resolve()) if word and _exists(word) else ""
+    except (TpuswarmError, OSError):  # the recipe reports it, if it needs the place
+        return None
+
+
+def _identities_under(path: Path) -> dict[str, list[int]]:
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file): _stamp(file) for file in [path, *files]}
+    return {str(file): file_identity(file) for file in [path, *files]}
 
 
 def _exists(word: str) -> bool:

@@ -71,7 +71,7 @@ class CompilePool:
                 process.kill()
             pool.shutdown(cancel_futures=True)
 
-    def _compile(self, request: CompileRequest, key: str) -> CompileResult:
+    def _compile(self, request: CompileRequest, key: str | None) -> CompileResult:
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tpuswarm.plan.compile.process"],  # -P: import nothing from this folder

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Library
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.config import Kind
+from tpuswarm.train.data.contents import report_open
 
 CODE_POINT_COUNT = 0x110000
 TOKENIZER_FILE = "tokenizer.json"
@@ -193,6 +194,8 @@ def read_bpe(path: Path) -> Bpe:
 
 def read_gpt2_files(vocab: Path, merges: Path) -> Bpe:
     """Read a vocab.json and a merges.txt, as GPT-2 was released."""
+    report_open(vocab)
+    report_open(merges)
     try:
         library = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # the library raises Exception itself

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -51,3 +52,8 @@ def contents_digest(path: Path) -> str:
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(cached, json.dumps({"path": str(path), "state": identity, "digest": digest}))
     return digest
+
+
+def report_open(path: Path) -> None:
+    """Raise Python's audit event for a file that a library opens without Python; a plan tracks what it depends on."""
+    sys.audit("open", str(path), "r", os.O_RDONLY)

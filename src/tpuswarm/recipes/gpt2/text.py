@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2.formats import decompressed
 from tpuswarm.train.data.contents import file_identity
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.storage.stored_files import StoredFiles
@@ -27,7 +28,7 @@ PIECE_BYTES = 2**22
 """Bytes read at a time."""
 NO_FIELD = "none"
 """Instead of a field's name: read JSON lines as plain text."""
-JSON_LINES = ".jsonl"
+JSON_LINES = re.compile(r"\.jsonl(\.(gz|bz2|xz|zst))?$")
 CONTENT_VALIDATORS = {
     *("etag", "generation", "md5", "md5hash", "md5checksum", "contentmd5", "digest", "contenthash", "crc32c"),
     *("sha", "sha256", "blobid", "hex"),
@@ -89,18 +90,22 @@ class Text:
             yield from (piece.encode() for piece in self.pieces(advance))
             return
         for path in self.files:
-            with input_errors(path), self.system.open(path, "rb") as file:
+            with self.open(path, advance) as file:
                 while raw := file.read(PIECE_BYTES):
-                    if advance:
-                        advance(len(raw))
                     yield raw
 
+    @contextmanager
+    def open(self, path: str, advance: Advance | None = None) -> Iterator[BinaryIO]:
+        """Open a file for reading, decompressed. Raise InputError if it cannot be read."""
+        with input_errors(path), self.system.open(path, "rb") as file:
+            yield decompressed(file, path, advance, PIECE_BYTES)
+
     def _is_json_lines(self, path: str) -> bool:
-        return self.field is not None and path.endswith(JSON_LINES)
+        return self.field is not None and JSON_LINES.search(path) is not None
 
     def _read_plain(self, path: str, advance: Advance | None) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        with input_errors(path), self.system.open(path, "rb") as file:
+        with self.open(path, advance) as file:
             while True:
                 raw = file.read(PIECE_BYTES)
                 if b"\0" in raw:
@@ -111,8 +116,6 @@ class Text:
                     raise InputError(
                         f"{path} is not UTF-8 text ({error.reason}); use --tokenizer bytes or other --data"
                     ) from error
-                if advance:
-                    advance(len(raw))
                 if piece:
                     yield piece
                 if not raw:
@@ -122,10 +125,8 @@ class Text:
         """Yield many documents in one piece, because a tokenizer is slow on short ones."""
         assert self.field is not None
         documents, size, is_first = list[str](), 0, True
-        with input_errors(path), self.system.open(path, "rb") as file:
+        with self.open(path, advance) as file:
             for number, line in enumerate(file, 1):
-                if advance:
-                    advance(len(line))
                 document = _document(line, self.field, f"{path}:{number}") if line.strip() else ""
                 if document:
                     documents.append(document if is_first else separator + document)
@@ -191,6 +192,8 @@ def input_errors(place: str) -> Iterator[None]:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(f"there is no file or folder {place}; --data takes a path or URL") from error
+    except EOFError as error:
+        raise InputError(f"{place} is cut off; copy it again") from error
     except Exception as error:  # each library behind fsspec has its own types
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise InputError(f"{place} cannot be read: {reason}") from error

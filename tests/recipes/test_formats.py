@@ -1,0 +1,93 @@
+"""Data in other forms than plain text: compressed, and what is refused with the way out."""
+
+import bz2
+import gzip
+import lzma
+import pickle
+import tarfile
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from tests.web import serve_folder
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.gpt2 import text as texts
+from tpuswarm.recipes.gpt2.text import open_text
+from tpuswarm.recipes.gpt2.tokens import prepare_tokens
+
+if find_spec("compression"):
+    from compression import zstd
+else:
+    from backports import zstd
+
+PLAY = "To be, or not to be: that is the question – ob's edler im Gemüt.\n" * 30
+COMPRESS = {"gz": gzip.compress, "zst": zstd.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", COMPRESS)
+@pytest.mark.parametrize("tokenizer", ["bytes", "characters"])
+def test_compressed_text_is_the_text(tmp_path, name, tokenizer, monkeypatch):
+    monkeypatch.setattr(texts, "PIECE_BYTES", 600)
+    (tmp_path / "play.txt").write_text(PLAY)
+    half, compress = PLAY.encode(), COMPRESS[name]
+    (tmp_path / f"play.txt.{name}").write_bytes(compress(half[:500]) + compress(half[500:]))
+    (tmp_path / "no-ending").write_bytes(compress(half))
+    digest = prepare_tokens(str(tmp_path / "play.txt"), tokenizer).digest
+    assert prepare_tokens(str(tmp_path / f"play.txt.{name}"), tokenizer).digest == digest
+    with serve_folder(tmp_path) as url:
+        assert prepare_tokens(f"{url}/no-ending", tokenizer).digest == digest
+
+
+def test_compressed_json_lines_are_documents(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    assert "".join(open_text(str(tmp_path), "text").pieces(end="|")) == "one|two"
+
+
+def test_compressed_file_that_is_cut_off_is_named(tmp_path):
+    for name, compress in COMPRESS.items():
+        (tmp_path / name).write_bytes(compress(PLAY.encode())[:-9])
+        with pytest.raises(InputError, match=rf"{name} is cut off; copy it again"):
+            prepare_tokens(str(tmp_path / name), "bytes")
+
+
+UNREADABLE = {
+    "parquet": (b"PAR1\x15\x04\x15", "data is a table, not text; write its text as JSON lines"),
+    "zip": (b"PK\x03\x04\x14\0", "data is an archive; unpack it, and give the folder"),
+    "7z": (b"7z\xbc\xaf\x27\x1c\0", "data is an archive; unpack it"),
+    "lz4": (b"\x04\x22\x4d\x18\x64", "data is compressed in a form that is not read; decompress it"),
+    "twice": (gzip.compress(zstd.compress(b"text")), "data is compressed twice; decompress it"),
+    "pickle": (pickle.dumps({"itos": {0: "a"}}), "data is a Python pickle, not text; give the folder that nanoGPT"),
+    "llm.c": (
+        np.array([20240520, 1, 9], "<i4").tobytes(),
+        r"llm\.c's tokens; `tail -c \+1025 FILE > train\.bin` makes",
+    ),
+}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "characters"])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_other_formats_are_refused_with_the_way_out(tmp_path, tokenizer, kind):
+    content, words = UNREADABLE[kind]
+    (tmp_path / "data").write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        prepare_tokens(str(tmp_path / "data"), tokenizer)
+
+
+def test_tar_of_text_is_refused_also_compressed(tmp_path):
+    (tmp_path / "a.txt").write_text(PLAY)
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "a.txt", "a.txt")
+    with pytest.raises(InputError, match=r"a\.tar\.gz is an archive; unpack it, and give the folder"):
+        prepare_tokens(str(tmp_path / "a.tar.gz"), "bytes")
+
+
+@pytest.mark.parametrize("text", ["ORCHARDS and PAR1S.", "BZh9 is a name.", "PK, Obj and %PDF"])
+def test_text_that_begins_like_another_format_is_read(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    assert "".join(open_text(str(tmp_path / "a.txt")).pieces()) == text

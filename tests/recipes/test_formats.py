@@ -1,4 +1,4 @@
-"""Data in other forms than plain text: compressed, and what is refused with the way out."""
+"""Data in other forms than plain text: compressed, nanoGPT's tokens, and what is refused with the way out."""
 
 import bz2
 import gzip
@@ -6,6 +6,7 @@ import lzma
 import pickle
 import tarfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from tests.web import serve_folder
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2 import text as texts
+from tpuswarm.recipes.gpt2.hub import open_published
+from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.gpt2.text import open_text
 from tpuswarm.recipes.gpt2.tokens import prepare_tokens
 
@@ -23,6 +27,7 @@ else:
 
 PLAY = "To be, or not to be: that is the question – ob's edler im Gemüt.\n" * 30
 COMPRESS = {"gz": gzip.compress, "zst": zstd.compress, "bz2": bz2.compress, "xz": lzma.compress}
+ALPHABET = "".join(sorted(set(PLAY)))
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +96,75 @@ def test_tar_of_text_is_refused_also_compressed(tmp_path):
 def test_text_that_begins_like_another_format_is_read(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     assert "".join(open_text(str(tmp_path / "a.txt")).pieces()) == text
+
+
+@pytest.fixture
+def nanogpt(tmp_path):
+    """A folder as nanoGPT's data/shakespeare_char/prepare.py leaves it."""
+    folder = tmp_path / "nanogpt"
+    folder.mkdir()
+    numbers = np.array([ALPHABET.index(character) for character in PLAY], np.uint16)
+    numbers[:1700].tofile(folder / "train.bin")
+    numbers[1700:].tofile(folder / "val.bin")
+    stoi = {character: number for number, character in enumerate(ALPHABET)}
+    meta = {"vocab_size": len(ALPHABET), "itos": dict(enumerate(ALPHABET)), "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    (folder / "prepare.py").write_text("import pickle")
+    (folder / "input.txt").write_text(PLAY)
+    return folder
+
+
+def test_nanogpts_folder_is_trained_on_its_tokens_and_held_out_ones(nanogpt):
+    recipe = GPT2(data=str(nanogpt), context=32)
+    assert recipe.config.vocab == len(ALPHABET)
+    train, held_out = recipe.data("train"), recipe.data("validation")
+    assert recipe.tokenizer.decode(train._array.tolist()) == PLAY[:1700]
+    assert recipe.tokenizer.decode(held_out._array.tolist()) == PLAY[1700:]
+    again = GPT2(**recipe.options())
+    assert again.data("train").digest == train.digest
+    numbers = np.concatenate([train._array, held_out._array])
+    numbers[:1600].tofile(nanogpt / "train.bin")
+    numbers[1600:].tofile(nanogpt / "val.bin")
+    assert GPT2(**recipe.options()).data("train").digest != train.digest, "the same tokens, held out differently"
+    assert len(GPT2(data=str(nanogpt), held_out=0.5).data("train")._array) == len(PLAY) - len(PLAY) // 2
+
+
+def test_nanogpts_tokens_need_the_tokenizer_that_made_them(nanogpt):
+    for tokenizer in ("bytes", "bpe"):
+        with pytest.raises(InputError, match=r"tokens of characters \(by meta\.pkl\), not of .*--tokenizer characters"):
+            GPT2(data=str(nanogpt), tokenizer=tokenizer).data("train")
+    with pytest.raises(InputError, match=r"an alphabet of \d+ characters, another one than this model's of 3"):
+        GPT2(data=str(nanogpt), alphabet="abc").data("train")
+    for tokenizer in ("bytes", "characters", "bpe"):
+        with pytest.raises(InputError, match=rf"without meta\.pkl, so not of {tokenizer}; .* --tokenizer gpt2"):
+            GPT2(data=str(nanogpt / "train.bin"), tokenizer=tokenizer).data("train")
+
+
+def test_nanogpts_tokens_of_a_published_model_are_read(tmp_path):
+    place = f"hf:{Path(__file__).with_name('golden') / 'model'}"
+    tokenizer = read_tokenizer(open_published(place))
+    tokenizer.encode(PLAY).astype(np.uint16).tofile(tmp_path / "train.bin")
+    recipe = GPT2(data=str(tmp_path), tokenizer=place)
+    assert recipe.tokenizer.decode(recipe.data("all")._array.tolist()) == PLAY
+    assert len(recipe.data("validation")._array) == len(tokenizer.encode(PLAY)) // 10, "nothing else is held out"
+
+
+class Harmful:
+    def __reduce__(self):
+        return print, ("this code was run",)
+
+
+def test_damaged_files_of_nanogpt_are_named_and_run_no_code(nanogpt, capfd):
+    whole = (nanogpt / "meta.pkl").read_bytes()
+    for content in (whole[:40], pickle.dumps(Harmful()), pickle.dumps({"itos": {0: "ab"}}), b"", pickle.dumps([])):
+        (nanogpt / "meta.pkl").write_bytes(content)
+        with pytest.raises(InputError, match=r"meta\.pkl (has no list of characters|is empty)|without meta\.pkl"):
+            GPT2(data=str(nanogpt)).data("train")
+    assert "this code was run" not in capfd.readouterr().out
+    (nanogpt / "meta.pkl").write_bytes(whole)
+    (nanogpt / "val.bin").write_bytes(b"odd")
+    with pytest.raises(InputError, match=r"val\.bin is cut off: it has an odd number of bytes"):
+        GPT2(data=str(nanogpt)).data("train")
+    np.array([999], np.uint16).tofile(nanogpt / "val.bin")
+    with pytest.raises(InputError, match=r"val\.bin has the token 999, but this tokenizer \(characters\) has"):
+        GPT2(data=str(nanogpt)).data("train")

@@ -292,13 +292,18 @@ class GPT2(Recipe):
             return FakeTokens(self.config.vocab, context, self._seed, split == "validation")
         text = self._data or "the Python standard library"
         name = text if split == "all" else f"the {split} part of {text}"
-        held_out = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
-        if split == "validation" and not held_out:
+        if split == "validation" and self._held_out == 0:
             raise NoSuchSplit(f"nothing of {text} is held out (held-out is 0)")
-        array = split_tokens(self._tokens.array, split, held_out)
+        tokens = self._tokens
+        if self._held_out is None and tokens.held_out is not None:
+            held_out, digest = tokens.held_out, f"{tokens.digest}-{tokens.held_out}"
+        else:
+            share = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
+            held_out, digest = int(len(tokens.array) * share), tokens.digest
+        array = split_tokens(tokens.array, split, held_out)
         if split == "validation" and self._held_out is None and len(array) <= context:  # held_out is the default
             raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
-        return TokenSource(array, context, self._seed, self._tokens.digest, name)
+        return TokenSource(array, context, self._seed, digest, name)
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """Return a continuation of `prompt`; an empty prompt starts from a line break."""

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.config import Kind
+from tpuswarm.recipes.gpt2.nanogpt import TRAIN_FILE, VALIDATION_FILE, TokenFiles, find_token_files
 from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
 from tpuswarm.recipes.gpt2.tokenizer import (
     END_OF_TEXT,
@@ -50,12 +51,16 @@ DEFAULT_HELD_OUT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised text: `array` is memory-mapped, `digest` is the SHA-256 of its numbers."""
+    """A tokenised text: `array` is memory-mapped, `digest` is the SHA-256 of its numbers.
+
+    held_out: the last tokens that the data itself holds out; None if it does not.
+    """
 
     array: np.ndarray
     digest: str
     tokenizer: Tokenizer
     folder: Path
+    held_out: int | None = None
 
 
 class Reading(NamedTuple):
@@ -89,13 +94,17 @@ def prepare_tokens(
         folder = Path(place)
     else:
         text = open_text(place, reading.field)
+        if token_files := find_token_files(text):
+            given = token_files.tokenizer(kind, given)
         cached = _folder(text, kind, vocab, None, reading)
         if given and not (cached and is_complete(cached) and read_description(cached)["key"] == given.key):
             cached = _folder(text, kind, vocab, given.key, reading)
         if cached and is_complete(cached):
             folder = cached
         else:
-            folder = write_once(cached, CACHE, lambda partial: _write(partial, text, kind, given, vocab, reading))
+            folder = write_once(
+                cached, CACHE, lambda partial: _write(partial, text, token_files, kind, given, vocab, reading)
+            )
     tokens = _open(folder)
     if key is not None and tokens.tokenizer.key != key:
         raise InputError(
@@ -124,7 +133,7 @@ def _open(folder: Path) -> Tokens:
         tokenizer = read_bpe(folder / TOKENIZER_FILE)
     else:
         tokenizer = Bytes() if facts["kind"] == "bytes" else Characters(facts["key"])
-    return Tokens(array, facts["digest"], tokenizer, folder)
+    return Tokens(array, facts["digest"], tokenizer, folder, facts.get("held_out"))
 
 
 def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading) -> Path | None:
@@ -135,7 +144,10 @@ def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Readin
     return cached_folder(CACHE, json.dumps(identity))
 
 
-def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab: int, reading: Reading) -> None:
+def _write(
+    folder: Path, text: Text, token_files: TokenFiles | None, kind: Kind, given: Tokenizer | None, vocab: int,
+    reading: Reading,
+) -> None:  # fmt: skip
     passes = 1 + (kind != "bytes" and given is None)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
         bar = bars.add_task(f"tokenising {text.name}", total=sum(text.sizes) * passes)
@@ -145,19 +157,26 @@ def _write(folder: Path, text: Text, kind: Kind, given: Tokenizer | None, vocab:
 
         tokenizer = given or _tokenizer_of(text, kind, vocab, advance)
         dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
-        digest, count = hashlib.sha256(), 0
+        if token_files:
+            parts = [token_files.numbers(name, tokenizer, advance) for name in (TRAIN_FILE, VALIDATION_FILE)]
+        else:
+            parts = [_numbers(text, tokenizer, _separator(text, tokenizer, reading), advance)]
+        digest, counts = hashlib.sha256(), list[int]()
         with (folder / TOKENS_FILE).open("wb") as file:
-            for numbers in _numbers(text, tokenizer, _separator(text, tokenizer, reading), advance):
-                data = numbers.astype(dtype).tobytes()
-                digest.update(data)
-                file.write(data)
-                count += len(numbers)
+            for part in parts:
+                counts.append(0)
+                for numbers in part:
+                    data = numbers.astype(dtype).tobytes()
+                    digest.update(data)
+                    file.write(data)
+                    counts[-1] += len(numbers)
             file.flush()
             os.fsync(file.fileno())
     if isinstance(tokenizer, Bpe):
         write_atomically(folder / TOKENIZER_FILE, tokenizer.text)
     facts = {
-        "kind": kind, "key": tokenizer.key, "dtype": dtype.name, "count": count, "digest": digest.hexdigest()
+        "kind": kind, "key": tokenizer.key, "dtype": dtype.name, "count": sum(counts), "digest": digest.hexdigest(),
+        "held_out": counts[-1] if token_files and all(counts) else None,
     }  # fmt: skip
     write_atomically(folder / DESCRIPTION, json.dumps(facts))
 
@@ -244,8 +263,8 @@ class FakeTokens:
         return {"tokens": np.stack(rows)}
 
 
-def split_tokens(array: np.ndarray, split: str, held_out: float = DEFAULT_HELD_OUT_SHARE) -> np.ndarray:
-    """Return the part `train`, `validation` (the last share `held_out`) or `all`."""
-    cut = len(array) - int(len(array) * held_out)
+def split_tokens(array: np.ndarray, split: str, held_out: int) -> np.ndarray:
+    """Return the part `train`, `validation` (the last `held_out` tokens) or `all`."""
+    cut = len(array) - held_out
     parts = {"train": array[:cut], "validation": array[cut:], "all": array}
     return parts[split]

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.train import toy
 from tpuswarm import Trainer
-from tpuswarm.train.run import best, checkpoint, directory
+from tpuswarm.train.run import best, checkpoint_writer, directory
 
 
 def die() -> None:
@@ -39,7 +39,7 @@ def die_in_removal() -> None:
             die()
         real(path, *args, **kwargs)
 
-    checkpoint.shutil.rmtree = remove_one_file
+    checkpoint_writer.shutil.rmtree = remove_one_file
 
 
 def die_in_a_line_of_metrics() -> None:
@@ -56,7 +56,7 @@ def die_in_a_line_of_metrics() -> None:
 
 
 def die_in_digest_of_step_14() -> None:
-    real = checkpoint._digest
+    real = checkpoint_writer.file_digest
 
     def digest(path):
         if "00000014" in path.parts:
@@ -64,16 +64,16 @@ def die_in_digest_of_step_14() -> None:
             die()
         return real(path)
 
-    checkpoint._digest = digest
+    checkpoint_writer.file_digest = digest
 
 
 POINTS = {
-    "before the first checkpoint": lambda: die_before(checkpoint.Checkpoints, "save", 1),
-    "before a save": lambda: die_before(checkpoint.Checkpoints, "save", 3),
-    "files written, no digests": lambda: die_before(checkpoint, "_digest", 1),
-    "digests, no manifest": lambda: die_before(checkpoint, "fsync_path", 20),
+    "before the first checkpoint": lambda: die_before(checkpoint_writer.Checkpoints, "save", 1),
+    "before a save": lambda: die_before(checkpoint_writer.Checkpoints, "save", 3),
+    "files written, no digests": lambda: die_before(checkpoint_writer, "file_digest", 1),
+    "digests, no manifest": lambda: die_before(checkpoint_writer, "fsync_path", 20),
     "manifest not renamed yet": lambda: die_before(Path, "replace", 4),  # after the configuration and two manifests
-    "manifest there, old ones not removed": lambda: die_before(checkpoint.Checkpoints, "_prune", 3),
+    "manifest there, old ones not removed": lambda: die_before(checkpoint_writer.Checkpoints, "_prune", 3),
     "half of the old one removed": die_in_removal,
     "half a line of metrics written": die_in_a_line_of_metrics,
     "finished, event not written": lambda: die_before(directory.Run, "write_event", 2),

@@ -1,14 +1,17 @@
 """Which arrays may be deleted, and that no other is."""
 
+import errno
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.swarm.chains import SIZES, Run, memory_store, object_names, problems_of
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.storage.ledger import header_name
 from tpuswarm.swarm.storage.objects import object_name, payload_name
@@ -94,6 +97,24 @@ def test_young_objects_stay(records, version, age, goes):
     """The next commit may name them: an old state can come back bit for bit."""
     name = object_name("unnamed" if version is None else records[version].state[0])
     assert deletable(holdings(records), {name: age}, bool) == ([name] if goes else [])
+
+
+def test_file_that_cannot_be_deleted_keeps_no_other(tmp_path, monkeypatch):
+    run = Run(Store(tmp_path), random.Random(0), rule="nesterov").grow(30)
+    for file in tmp_path.rglob("*"):
+        os.utime(file, (1, 1))
+    first, *others = deletable(holdings(run.records), run.store.ages(""), run.store.exists)
+    unlink = Path.unlink
+
+    def fail_if_busy(path, missing_ok=False):
+        if path == tmp_path / first:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(RunFailed, match=f"{first} in .* could not be deleted"):
+        patch.setattr(Path, "unlink", fail_if_busy)
+        clean(run.store, holdings(run.records))
+    assert others and (tmp_path / first).exists() and not any((tmp_path / name).exists() for name in others)
 
 
 def test_cleaned_run_goes_on(tmp_path):

@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.program.mesh import make_mesh
-from tpuswarm.train.run import checkpoint
-from tpuswarm.train.run.checkpoint import MANIFEST, Checkpoints, newest_intact, restore, set_aside
+from tpuswarm.train.run import checkpoint_writer
+from tpuswarm.train.run.checkpoint import MANIFEST, newest_intact, restore
+from tpuswarm.train.run.checkpoint_writer import Checkpoints, set_aside
 
 
 def state(value=1.0, count=8):
@@ -58,7 +59,7 @@ def folder(saved_steps, tmp_path):
     return shutil.copytree(saved_steps, tmp_path / "checkpoints")
 
 
-@pytest.mark.parametrize(("smallest", "cut"), [(checkpoint.MIN_SLICE_BYTES, 0), (32, 8)])
+@pytest.mark.parametrize(("smallest", "cut"), [(checkpoint_writer.MIN_SLICE_BYTES, 0), (32, 8)])
 def test_only_large_arrays_are_saved_in_slices(tmp_path, monkeypatch, smallest, cut):
     """Each slice needs its own program; a first save on TPUs would compile for minutes."""
     compiled = []
@@ -66,7 +67,7 @@ def test_only_large_arrays_are_saved_in_slices(tmp_path, monkeypatch, smallest, 
     def listen(event, seconds, **facts):
         compiled.extend([facts["fun_name"]] if event.endswith("backend_compile_duration") else [])
 
-    monkeypatch.setattr(checkpoint, "MIN_SLICE_BYTES", smallest)
+    monkeypatch.setattr(checkpoint_writer, "MIN_SLICE_BYTES", smallest)
     checkpoints, expected = Checkpoints(tmp_path, 1), state()
     jax.monitoring.register_event_duration_secs_listener(listen)
     checkpoints.save(1, expected, {})
@@ -108,7 +109,7 @@ def test_last_ones_stay_and_unfinished_ones_go(tmp_path):
 
 
 def test_best_one_goes_only_once_the_next_best_is_whole(tmp_path, monkeypatch):
-    go, digest, pinned = threading.Event(), checkpoint._digest, []
+    go, digest, pinned = threading.Event(), checkpoint_writer.file_digest, []
     checkpoints = Checkpoints(tmp_path, keep=1)
 
     def slow_digest(path):
@@ -118,7 +119,7 @@ def test_best_one_goes_only_once_the_next_best_is_whole(tmp_path, monkeypatch):
     def pin(step):
         checkpoints.pin(step, lambda: pinned.append((step, steps_in(tmp_path))))
 
-    monkeypatch.setattr(checkpoint, "_digest", slow_digest)
+    monkeypatch.setattr(checkpoint_writer, "file_digest", slow_digest)
     checkpoints.save(1, state(1), {})
     checkpoints.wait()
     pin(1)
@@ -130,7 +131,7 @@ def test_best_one_goes_only_once_the_next_best_is_whole(tmp_path, monkeypatch):
     go.set()
     checkpoints.close()
     assert pinned == [(1, [1]), (3, [1, 3])] and steps_in(tmp_path) == [3]
-    monkeypatch.setattr(checkpoint, "_digest", lambda path: path.with_name("gone").read_bytes())
+    monkeypatch.setattr(checkpoint_writer, "file_digest", lambda path: path.with_name("gone").read_bytes())
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(4, state(4), {})
     with pytest.raises(RunFailed, match="could not be written"):
@@ -203,7 +204,7 @@ def test_save_without_room_fails_and_leaves_the_one_before(tmp_path, monkeypatch
     """Replicas on several devices need room once."""
     copies = {"w": jax.device_put(jnp.ones(1000), NamedSharding(make_mesh(jax.devices()), PartitionSpec()))}
     free = iter((SimpleNamespace(free=4000), SimpleNamespace(free=3999)))
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: next(free))
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: next(free))
     checkpoints = Checkpoints(tmp_path, keep=3)
     checkpoints.save(1, copies, {})
     checkpoints.wait()
@@ -211,3 +212,49 @@ def test_save_without_room_fails_and_leaves_the_one_before(tmp_path, monkeypatch
         checkpoints.save(2, copies, {})
     checkpoints.close()
     assert newest_intact(tmp_path)[0].step == 1 and [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+BUSY = """
+import subprocess, sys
+from pathlib import Path
+from tests.train import toy
+from tests.train.run.test_checkpoint import MANIFEST
+from tests.waiting import until
+from tpuswarm import Every, Trainer
+from tpuswarm.train.run.directory import read_rows
+run = Path(sys.argv[1]) / "run"
+old = run / "checkpoints/00000010"
+
+def mount(step):
+    if step.row["step"] == 12:
+        until((old / MANIFEST).exists)
+        subprocess.run(["mount", "--bind", old / "state", old / "state"], check=True)
+    if step.row["step"] == 32:
+        subprocess.run(["umount", old / "state"], check=True)
+
+Trainer(devices=1, save_every=5, keep=1, hooks=[Every(1, mount)]).fit(toy.recipe(), steps=40, batch=8, run=run)
+notes = (row["message"] for row in read_rows(run / "events.jsonl") if row["event"] == "note")
+print(*(note for note in notes if "could not be removed" in note), sep="\\n")
+print(*(path.name for path in (run / "checkpoints").iterdir()))
+"""
+
+
+def test_old_checkpoint_that_cannot_be_removed_ends_nothing(on_small_disk):
+    note, left = on_small_disk(BUSY, 64)
+    assert note.endswith(
+        "00000010 could not be removed: Device or resource busy; training continues, and each save tries again"
+    )
+    assert left == "00000040", "as soon as it can be"
+
+
+def test_link_to_a_checkpoint_is_left_alone(tmp_path):
+    """A user has moved it to another disk."""
+    save_steps(tmp_path / "checkpoints", (1, 2), keep=2)
+    (tmp_path / "checkpoints" / "00000001").rename(tmp_path / "other disk")
+    (tmp_path / "checkpoints" / "00000001").symlink_to(tmp_path / "other disk")
+    checkpoints, warnings = Checkpoints(tmp_path / "checkpoints", keep=1), []
+    checkpoints.warn = warnings.append
+    checkpoints.save(3, state(3), {})
+    checkpoints.close()
+    assert len(warnings) == 1 and "00000001 could not be removed: it is a link" in warnings[0]
+    assert steps_in(tmp_path / "checkpoints") == [1, 3] and (tmp_path / "other disk" / MANIFEST).exists()

@@ -21,7 +21,8 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.look.profile import request_trace, take_request, trace_folders
 from tpuswarm.train.run.best import Best, best_checkpoint, write_best
-from tpuswarm.train.run.checkpoint import Checkpoints, newest_intact, restore
+from tpuswarm.train.run.checkpoint import newest_intact, restore
+from tpuswarm.train.run.checkpoint_writer import Checkpoints
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import read_status
@@ -116,6 +117,25 @@ def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
     again.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
     again.close()
     assert {name.split("/")[1] for name in files() if name.startswith("checkpoints/")} == {"00000001", "00000003"}
+
+
+def test_pruned_checkpoint_stays_until_a_newer_one_is_downloaded(use_disk):
+    """Another process may be reading it while `status` and pages refresh the copy."""
+    run = start_run()
+    checkpoints = Checkpoints(run.checkpoints, keep=1)
+
+    def steps_elsewhere(step, whole):
+        use_disk("one")
+        save(checkpoints, step)
+        checkpoints.wait()
+        run._sync.upload()
+        use_disk("two")
+        saved, damaged = newest_intact(download_run(URL, whole) / "checkpoints")
+        return saved.step, damaged, len(list((copy_folder(URL) / "checkpoints").glob("*/manifest.json")))
+
+    assert [steps_elsewhere(step, whole=step != 2) for step in (1, 2, 3)] == [(1, [], 1), (1, [], 1), (3, [], 1)]
+    checkpoints.close()
+    run.close()
 
 
 def test_best_checkpoint_is_named_only_once_it_is_uploaded(use_disk, monkeypatch):

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL, LedgerView
 from tpuswarm.swarm.core.values import Form, Record, Rule
@@ -131,13 +132,23 @@ def deletable(holdings: Holdings, ages: Mapping[str, float], accepted: Callable[
 
 
 def clean(store: Store, holdings: Holdings) -> list[str]:
-    """Delete unneeded arrays; return their names. Commits may be made meanwhile."""
+    """Delete unneeded arrays; return their names. Raise RunFailed at the end if some could not be deleted.
+
+    Commits may be made meanwhile.
+    """
     names = deletable(holdings, {**store.ages("objects/"), **store.ages("payloads/")}, store.exists)
+    deleted, failed = [], None
     for name in names:
-        store.delete(name)
-    holdings.named.difference_update(names)
+        try:
+            store.delete(name)
+            deleted.append(name)
+        except RunFailed as error:
+            failed = failed or error
+    holdings.named.difference_update(deleted)
+    if failed:
+        raise failed
     store.sweep(UNNAMED_RETENTION_S)
-    return names
+    return deleted
 
 
 def _object_names(digests: Iterable[str]) -> set[str]:

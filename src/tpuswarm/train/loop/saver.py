@@ -1,6 +1,7 @@
 """Save the state of a run, and refuse states with NaN or infinity."""
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,7 @@ from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.best import best_step
-from tpuswarm.train.run.checkpoint import Checkpoints
+from tpuswarm.train.run.checkpoint_writer import Checkpoints
 
 if TYPE_CHECKING:
     from tpuswarm.train.loop.progress import Progress
@@ -28,6 +29,7 @@ class Saver:
         self._interval = parse_every(session.settings["save_every"], "save_every")
         keep, writes = session.settings["keep"], session.run.writes
         self.checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_s, writes)
+        self.checkpoints.warn = partial(progress.note_once, "old checkpoint")
         self.checkpoints.pinned = best_step(session.run.folder)
         self._saved_step = session.first_step or None  # a new run has no checkpoint yet
         self._save_time = time.monotonic()

@@ -31,6 +31,7 @@ from tpuswarm.train.program.digest import is_other_program, is_same_program, ste
 from tpuswarm.train.program.request import DEFAULT_BATCH
 from tpuswarm.train.recipe import Clock, Recipe, Source, State
 from tpuswarm.train.run import checkpoint
+from tpuswarm.train.run.checkpoint_writer import set_aside
 from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event
 from tpuswarm.train.run.loaded import initial_parameters
@@ -253,7 +254,7 @@ def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None
         fields = agreement.broadcast("choosing the checkpoint", dict[str, Any]())
         return (checkpoint.Saved(**fields | {"folder": run.checkpoints / fields["folder"]}) if fields else None), []
     saved, damaged = checkpoint.newest_intact(run.checkpoints)
-    checkpoint.set_aside(run.checkpoints, saved)
+    set_aside(run.checkpoints, saved)
     agreement.broadcast("choosing the checkpoint", {**vars(saved), "folder": saved.folder.name} if saved else {})
     return saved, damaged
 

@@ -12,6 +12,7 @@ from tpuswarm.train.run.directory import writing
 from tpuswarm.train.storage.folders import BEST, MANIFEST, best_of, shown
 
 BEST_EVENT = "best"
+ADVICE = "train with keep_best, --keep-best eval_loss"
 MAX_SUFFIX = ":max"
 
 
@@ -72,8 +73,10 @@ def best_step(run: Path) -> int | None:
 
 def best_checkpoint(run: Path) -> checkpoint.Saved:
     """Return the checkpoint of the best evaluation; InputError without one."""
-    step = best_of(run)
-    found = checkpoint.inspect(run / "checkpoints" / step) if step else "train with keep_best, --keep-best eval_loss"
-    if isinstance(found, checkpoint.Saved):
-        return found
-    raise InputError(f"{shown(run)} has no checkpoint of its best evaluation: {found}")
+    while True:
+        step = best_of(run)
+        found = checkpoint.inspect(run / "checkpoints" / step) if step else ADVICE
+        if isinstance(found, checkpoint.Saved):
+            return found
+        if best_of(run) == step:  # no better one since
+            raise InputError(f"{shown(run)} has no checkpoint of its best evaluation: {found}")

@@ -1,22 +1,18 @@
-"""Save checkpoints in the background, verify them by digests, and skip damaged ones.
+"""Find the checkpoints of a run, verify them by digests, skip damaged ones, and restore them.
 
 A checkpoint is a folder named by its step: `state/` by Orbax, and `manifest.json`, written last, with the SHA-256 of
 every file. Orbax alone would load most files with a flipped bit without an error. It is imported where it is needed:
 that takes half a second, and members of a swarm have no checkpoints.
 """
 
-import errno
+import fcntl
 import hashlib
 import json
-import logging
-import shutil
-import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +22,14 @@ from typing_extensions import TypedDict
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.paths import by_path, describe_mismatch
-from tpuswarm.train.process.atomic import fsync_path, write_atomically
-from tpuswarm.train.run.directory import writing
+from tpuswarm.train.run.directory import holder_pid
 
 MANIFEST = "manifest.json"
 POSITION = "position.json"
 """Position of the data after the saved step."""
-MIN_SLICE_BYTES = 64 * 2**20
-"""Orbax saves a replicated array in slices, one from each device. Each slice needs a program (0.06 s to compile for
-TPUs), so small arrays are not sliced."""
-ADVICE = "make room and start the same command again"
+UNFINISHED = "no manifest: its save did not finish"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,18 @@ class Saved:
         file = self.folder / POSITION
         return json.loads(file.read_bytes()) if file.exists() else None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not been pruned since it was found."""
+        try:
+            return hashlib.sha256((self.folder / MANIFEST).read_bytes()).hexdigest() == self.digest
+        except OSError:
+            return False
+
+
+Find = Callable[[], tuple[Saved, list[str]]]
+"""Returns a checkpoint, and a sentence for each damaged one that was skipped."""
+
 
 class _Manifest(TypedDict):
     step: int
@@ -68,181 +74,85 @@ class _Manifest(TypedDict):
 _MANIFEST = TypeAdapter(_Manifest)
 
 
-class Checkpoints:
-    """The checkpoints of a run; saves one at a time. Several hosts save their shards together, at the same steps."""
-
-    def __init__(self, folder: Path, keep: int, last_save_s: float | None = None, is_leader: bool = True):
-        """keep: number of checkpoints. is_leader: True on one of several hosts, which makes and verifies folders."""
-        import orbax.checkpoint as ocp
-        from orbax.checkpoint._src.metadata.array_metadata_store import Store
-
-        self._folder, self._keep, self._is_leader = folder, keep, is_leader
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise
-        array_handler = ocp.type_handlers.ArrayHandler(
-            min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES, array_metadata_store=Store()
-        )
-        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler))
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=handlers))
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self.pinned: int | None = None
-        """The step of a checkpoint that is never pruned."""
-        self._next_pin: tuple[int, Callable[[], None]] | None = None
-        self.last_save_s = last_save_s
-
-    def save(self, step: int, state: Any, about: dict[str, float], position: Any = None) -> None:
-        """Begin to save; return once the state is copied off the devices. Raises the error of the previous save.
-
-        position: of the data, as JSON values; None without one.
-        """
-        import orbax.checkpoint as ocp
-
-        self.wait()
-        start = time.monotonic()
-        folder = self._folder / f"{step:08d}"
-        try:
-            if self._is_leader:
-                shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
-                folder.mkdir(parents=True)
-                _require_room(folder, state)
-                if position is not None:
-                    (folder / POSITION).write_text(json.dumps(position))
-            self._orbax.save((folder / "state").absolute(), args=ocp.args.PyTreeSave(state))
-        except RunFailed:
-            shutil.rmtree(folder)
-            raise
-        except Exception as error:  # Orbax raises many types
-            raise _save_failed(folder, error) from error
-        self._thread = threading.Thread(target=self._finish, args=(step, folder, about, start), name="checkpoint")
-        self._thread.start()
-
-    def pin(self, step: int, on_complete: Callable[[], None]) -> None:
-        """Never prune the newest checkpoint, and unpin the previous one.
-
-        Takes effect when the save is complete: now, or in a later `check`, `wait` or `close`. Calls `on_complete` on
-        the leading host before it unpins, so that a killed process leaves both.
-        """
-        self._next_pin = step, on_complete
-        self.check()
-
-    @property
-    def is_saving(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def check(self) -> None:
-        """Raise the error of a finished save."""
-        if not self.is_saving:
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for the current save; RunFailed if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error, self._next_pin = self._error, None, None
-            raise error
-        if self._next_pin is not None:
-            (step, on_complete), self._next_pin = self._next_pin, None
-            if self._is_leader:
-                on_complete()
-                self.pinned = step
-                with writing(self._folder):
-                    self._prune()
-
-    def close(self) -> None:
-        """Wait without raising, and stop Orbax's threads."""
-        with suppress(RunFailed):
-            self.wait()
-        self._orbax.close()
-
-    def _finish(self, step: int, folder: Path, about: dict[str, float], start: float) -> None:
-        try:
-            self._orbax.wait_until_finished()  # on all hosts
-            if not self._is_leader:
-                return
-            files = sorted(path for path in folder.rglob("*") if path.is_file())
-            digests = {str(path.relative_to(folder)): _digest(path) for path in files}
-            for path in files:
-                fsync_path(path)
-            self.last_save_s = time.monotonic() - start
-            manifest = {"step": step, "about": about, "seconds": self.last_save_s, "files": digests}
-            write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
-            self._prune()
-        except Exception as error:  # noqa: BLE001  # the training thread raises it
-            self._error = _save_failed(folder, error)
-
-    def _prune(self) -> None:
-        folders = checkpoint_folders(self._folder)
-        complete = [folder for folder in folders if (folder / MANIFEST).exists()]
-        unfinished = [folder for folder in folders if folder not in complete]
-        for folder in unfinished + complete[self._keep :]:
-            if int(folder.name) != self.pinned or folder in unfinished:
-                shutil.rmtree(folder)
-
-
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return all folders named by a step, complete or not, newest first."""
     entries = folder.iterdir() if folder.is_dir() else ()  # glob would hide that it cannot be read
     return sorted((path for path in entries if path.name.isdigit()), key=lambda path: -int(path.name))
 
 
-def newest_intact(folder: Path) -> tuple[Saved | None, list[str]]:
-    """Return the newest intact checkpoint of a `checkpoints/`, and a sentence for each damaged one that it skips."""
-    notes: list[str] = []
-    for candidate in checkpoint_folders(folder):
-        found = inspect(candidate)
-        if isinstance(found, Saved):
-            return found, notes
-        notes.append(f"checkpoint {candidate.name} is damaged ({found}); skipping it")
-    return None, notes
+def newest_intact(folder: Path, is_live: bool = False) -> tuple[Saved | None, list[str]]:
+    """Return the newest intact checkpoint of a `checkpoints/`, and a sentence for each damaged one that it skips.
+
+    is_live: another process is saving and pruning, so a folder without a manifest is not damaged.
+    """
+    while True:
+        damaged: dict[Path, str] = {}
+        for candidate in checkpoint_folders(folder):
+            found = inspect(candidate)
+            if isinstance(found, Saved):
+                break
+            if not (is_live and found == UNFINISHED):
+                damaged[candidate] = f"checkpoint {candidate.name} is damaged ({found}); skipping it"
+        else:
+            found = None
+            whole = [path for path in checkpoint_folders(folder) if (path / MANIFEST).exists()]
+            if is_live and not damaged.keys() >= {*whole}:  # one was finished meanwhile
+                continue
+        return found, [*damaged.values()]
 
 
 def require_intact(folder: Path) -> tuple[Saved, list[str]]:
     """Return the newest intact checkpoint of a run's folder, and notes; InputError without one."""
-    saved, notes = newest_intact(folder / "checkpoints")
+    is_live = holder_pid(folder) is not None
+    saved, notes = newest_intact(folder / "checkpoints", is_live)
     if saved is None:
-        raise InputError(f"{folder} has no intact checkpoint" + "".join(f"; {note}" for note in notes))
+        yet = " yet" if is_live and not notes else ""
+        raise InputError(f"{folder} has no intact checkpoint{yet}" + "".join(f"; {note}" for note in notes))
     return saved, notes
 
 
-def set_aside(folder: Path, restored: Saved | None) -> None:
-    """Rename damaged checkpoints that are newer than the restored one to STEP.damaged, and remove unfinished ones.
+def read_unpruned(find: Find, read: Callable[[Saved], T]) -> tuple[Saved, T, list[str]]:
+    """Find and read a checkpoint, and again if the process that trains has pruned it meanwhile.
 
-    Without a restored one keep an unfinished first checkpoint, which shows that the run has begun. Raises RunFailed if
-    nothing could be restored although a checkpoint was once complete: the user decides whether to start over.
+    Return the checkpoint, its content, and the notes. Where the file system has locks, a checkpoint is not pruned while
+    it is being read.
     """
-    skipped = [path for path in checkpoint_folders(folder) if restored is None or int(path.name) > restored.step]
-    damaged = [path for path in skipped if (path / MANIFEST).exists()]
-    if restored is None and (damaged or any(int(path.name) > 0 for path in skipped)):
-        raise RunFailed(
-            f"every checkpoint in {folder} is damaged ({', '.join(path.name for path in skipped)}); restore a copy, "
-            "or use another --run to start over"
-        )
-    for path in skipped if restored else ():
-        if path in damaged:
-            shutil.rmtree(path.with_suffix(".damaged"), ignore_errors=True)
-            path.rename(path.with_suffix(".damaged"))
-        else:
-            shutil.rmtree(path)
+    while True:
+        saved, notes = find()
+        with ExitStack() as stack:
+            with suppress(OSError):  # pruned, or no locks
+                file = stack.enter_context((saved.folder / MANIFEST).open("rb"))
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                found = read(saved)
+            except Exception:  # Orbax raises many types
+                if saved.is_there:
+                    raise
+                continue
+            if saved.is_there:
+                return saved, found, notes
 
 
 def inspect(folder: Path) -> Saved | str:
     """Return the checkpoint in a folder, or why it is damaged."""
+    found = _inspect(folder)
+    is_pruned = isinstance(found, str) and not (folder / MANIFEST).exists()
+    return UNFINISHED if is_pruned else found
+
+
+def _inspect(folder: Path) -> Saved | str:
     try:
         written = (folder / MANIFEST).read_bytes()
         manifest = _MANIFEST.validate_json(written)
         for name, digest in manifest["files"].items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
-            if _digest(folder / name) != digest:
+            if file_digest(folder / name) != digest:
                 return f"{name} does not match its digest"
         if manifest["step"] != int(folder.name):
             return f"its manifest is that of step {manifest['step']}"
         digest = hashlib.sha256(written).hexdigest()
         return Saved(manifest["step"], folder, manifest["about"], manifest["seconds"], digest)
-    except FileNotFoundError:
-        return "no manifest: its save did not finish"
     except ValueError:
         return "its manifest cannot be read"
     except OSError as error:
@@ -293,22 +203,6 @@ def _stored_type(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}"
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _require_room(folder: Path, state: Any) -> None:
-    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RunFailed(
-            f"checkpoint {folder} could not be written: it needs {needed / 2**20:.1f} MiB, only "
-            f"{free / 2**20:.1f} MiB free; {ADVICE}"
-        )
-
-
-def _save_failed(folder: Path, error: BaseException) -> RunFailed:
-    full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-    reason = "the disk is full" if full else " ".join(str(error).split())[:300]
-    return RunFailed(f"checkpoint {folder} could not be written: {reason}; {ADVICE}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,19 @@ def load_run(
             f"{folder} was trained by a Python program; to use it here, put its recipe into a file and train "
             "file.py:Recipe"
         )
-    saved, notes = (best_checkpoint(folder), list[str]()) if best else checkpoint.require_intact(folder)
-    agree(lambda: _digest_fact(folder, saved.digest))
     if recipe is None:
         recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
     placed = place_program(recipe, Request(**{name: train.get(name) for name in names}), devices)
-    state = checkpoint.restore(saved, placed.state, config.get("numerics", {}))
+
+    def find() -> tuple[checkpoint.Saved, list[str]]:
+        saved, notes = (best_checkpoint(folder), list[str]()) if best else checkpoint.require_intact(folder)
+        agree(lambda: _digest_fact(folder, saved.digest))
+        return saved, notes
+
+    restore = partial(checkpoint.restore, abstract=placed.state, recorded=config.get("numerics", {}))
+    saved, state, notes = checkpoint.read_unpruned(find, restore)
     return LoadedRun(folder, config, recipe, placed, state, saved.step, notes)
 
 
@@ -139,8 +145,7 @@ def _published_digest(recipe: Recipe, parent: str) -> str:
 def _read_shared_by_path(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
     """Read a run whose recipe was built in a program, and find its shared arrays by their paths in our state."""
     _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
-    saved, _ = checkpoint.require_intact(folder)
-    arrays = checkpoint.read_arrays(saved)
+    saved, arrays, _ = checkpoint.read_unpruned(lambda: checkpoint.require_intact(folder), checkpoint.read_arrays)
     agree(lambda: _digest_fact(folder, saved.digest))
     shared = onto.program.exchange().get(onto.state)
     names = {id(leaf): name for name, leaf in by_path(onto.state).items()}

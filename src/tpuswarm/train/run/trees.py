@@ -82,7 +82,7 @@ def load(place: str | Path, like: Any = None, best: bool = False) -> Any:
         configure_jax()  # reading checkpoints starts JAX
         name = str(place)
         folder = download_run(name, whole=True) if is_url(name) else find_run(name)
-        arrays = checkpoint.read_arrays(best_checkpoint(folder)) if best else _of_run(folder)
+        arrays = _read_arrays(lambda: (best_checkpoint(folder), [])) if best else _of_run(folder)
         if isinstance(like, Mapping):
             arrays = {path: array for path, array in arrays.items() if path.partition("/")[0] in like}
     if like is not None:
@@ -105,13 +105,17 @@ def _of_run(folder: Path) -> dict[str, np.ndarray]:
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} is no run: it has no {CONFIG}")
     if "swarm" not in read_config(folder):
-        return checkpoint.read_arrays(checkpoint.require_intact(folder)[0])
+        return _read_arrays(lambda: checkpoint.require_intact(folder))
     shared, average, _ = swarm_arrays(folder)
     if {path.partition("/")[0] for path in shared} == {"params", "extra"}:  # the recipe has mutable state
         ema = {path.removeprefix("params/"): array for path, array in average.items() if path.startswith("params/")}
     else:
         shared, ema = {f"params/{path}": array for path, array in shared.items()}, average
     return shared | {f"ema/{path}": array for path, array in ema.items()}
+
+
+def _read_arrays(find: checkpoint.Find) -> dict[str, np.ndarray]:
+    return checkpoint.read_unpruned(find, checkpoint.read_arrays)[1]
 
 
 def _leaf_and_branch(paths: Iterable[str]) -> str | None:

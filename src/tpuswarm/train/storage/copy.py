@@ -211,6 +211,8 @@ class RunCopy:
                 self._for_each(names, lambda name: self._pull_file(name, wanted[name], is_ahead))
             if not is_ahead:
                 for name in [name for name in self._index.files if name not in record.files]:
+                    if name.startswith(f"{CHECKPOINTS}/") and not whole:
+                        continue  # another process may be reading the checkpoint, and gets no newer one here
                     (self.folder / name).unlink(missing_ok=True)
                     del self._index.files[name]
         finally:

@@ -10,7 +10,8 @@ import pytest
 from tests.swarm.views.test_status import status_of
 from tpuswarm.doctor.run import WHY, check_run
 from tpuswarm.swarm.views.status import MemberStatus, write_status
-from tpuswarm.train.run.directory import Run, append_event
+from tpuswarm.train.look.report import write_report
+from tpuswarm.train.run.directory import METRICS, Run, append_event
 
 NOW = 1_800_000_000.0
 
@@ -103,3 +104,18 @@ def test_document_lists_every_check():
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
     for name, why in WHY.items():
         assert f"\n| {name} | " in page and f"| {why} |" in page
+
+
+@pytest.mark.parametrize(
+    ("lost", "steps"), [(range(25, 31), "25 to 30"), (range(60, 61), "60"), ([3, 5, 6], "3, 5 to 6")]
+)
+def test_rows_that_a_power_cut_lost_are_named(typed, tmp_path, finished_run, lost, steps):
+    run = shutil.copytree(finished_run.run, tmp_path / "run")
+    rows = (run / METRICS).read_bytes().splitlines(keepends=True)
+    kept = [row for row in rows if b'"loss"' not in row or json.loads(row)["step"] not in lost]
+    (run / METRICS).write_bytes(b"".join(kept))
+    sentence = f"metrics.jsonl has no rows of steps {steps}: lost in a power cut, or damaged"
+    assert sentence in " ".join(typed("status", str(run))[1].split())
+    assert json.loads(typed("status", str(run), "--json")[1])["missing_rows"] == sentence
+    assert ("rows", sentence) in [(finding.check, finding.problem) for finding in check_run(run, "runs/a")]
+    assert sentence in write_report(run).read_text()

@@ -1,7 +1,10 @@
 """Checkpoints are restored bit by bit on any devices; damaged ones are skipped."""
 
+import json
+import os
 import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,11 +13,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.train import toy
+from tpuswarm import Trainer
 from tpuswarm.errors import RunFailed
+from tpuswarm.train.process.atomic import partial_path
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.run import checkpoint_writer
 from tpuswarm.train.run.checkpoint import MANIFEST, newest_intact, restore
 from tpuswarm.train.run.checkpoint_writer import Checkpoints, set_aside
+from tpuswarm.train.run.schema import METRICS
 
 
 def state(value=1.0, count=8):
@@ -198,6 +205,25 @@ def test_nothing_starts_over_when_all_are_damaged(folder, tmp_path):
     with pytest.raises(RunFailed, match=r"every checkpoint in .* is damaged \(00000003, 00000002, 00000001\).*--run"):
         set_aside(folder, saved)
     assert len(list(folder.iterdir())) == 3
+
+
+def test_rows_are_on_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+    """A power cut leaves only what is synchronized."""
+    fsync, on_disk, found = os.fsync, b"", []
+
+    def synchronize(handle):
+        nonlocal on_disk
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        fsync(handle)
+        if path.name == METRICS:
+            on_disk = path.read_bytes()
+        if path.name == partial_path(Path(MANIFEST)).name:
+            steps = [json.loads(line)["step"] for line in on_disk.splitlines()]
+            found.append((int(path.parent.name), steps[: int(path.parent.name)]))
+
+    monkeypatch.setattr(os, "fsync", synchronize)
+    Trainer(devices=1, save_every=5).fit(toy.recipe(), steps=20, batch=8, run=tmp_path / "run")
+    assert found[-1][0] == 20 and all(steps == [*range(1, step + 1)] for step, steps in found)
 
 
 def test_save_without_room_fails_and_leaves_the_one_before(tmp_path, monkeypatch):

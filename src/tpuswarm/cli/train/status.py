@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
-from tpuswarm.train.run.listing import Status, find_run, folder_from_name, last_used_at, list_runs
+from tpuswarm.train.run.listing import Status, find_run, folder_from_name, last_used_at, list_runs, missing_rows
 from tpuswarm.train.run.listing import read_status as plain_status
 from tpuswarm.watch.state import State
 
@@ -73,6 +74,8 @@ def _read_runs(run: str | None) -> list[Any]:
     for folder in [Path(find_run(run))] if run else list_runs():
         try:
             found.append(read_run(folder) if "swarm" in read_config(folder) else plain_status(folder))
+            if run and isinstance(found[0], Status):
+                found = [replace(found[0], missing_rows=missing_rows(folder))]
         except InputError as error:
             if run:
                 raise
@@ -107,6 +110,8 @@ def _draw(found: list[Any], run: str | None, width: int, height: int | None = No
     state = f"running, pid {one.pid}" if one.pid else f"{one.state} {_age_of(one)} ago"
     lines = [Text(f"{state}{': ' if one.message else ''}{one.message}", STATE_COLORS.get(one.state, ""))]
     if not isinstance(one, RunView):
+        if one.missing_rows:
+            lines.append(Text(one.missing_rows, "yellow"))
         return Group(_draw_plain(one, width, height), *lines)
     silent_s = time.time() - one.status.time
     if one.pid and silent_s > SILENT_S:

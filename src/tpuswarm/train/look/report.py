@@ -20,6 +20,7 @@ from tpuswarm.config.formatting import format_figure, token_unit
 from tpuswarm.train.diagnose.phases import summary_rows
 from tpuswarm.train.look.pictures import read_pictures
 from tpuswarm.train.run.directory import EVENTS, METRICS, SAMPLE_EVENT, read_config, read_rows
+from tpuswarm.train.run.listing import missing_rows
 
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
@@ -45,8 +46,9 @@ def write_report(folder: Path) -> Path:
     config, events = read_config(folder), list(read_rows(folder / EVENTS))
     picture = draw_loss_picture(updates, evaluations, token_unit(config["chosen"]["tokens_per_row"]))
     (folder / "loss.png").write_bytes(picture)
+    gaps = [("missing", missing)] if (missing := missing_rows(folder)) else []
     sections = [
-        ("", facts_table(history_facts(events) + _facts(config, updates, evaluations))),
+        ("", facts_table([*history_facts(events), *_facts(config, updates, evaluations), *gaps])),
         ("Loss", html_image("loss against tokens", picture)),
         *pictures_section(folder),
         *samples_section(events),

@@ -21,6 +21,7 @@ from tpuswarm.train.process.atomic import fsync_path, write_atomically
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.checkpoint import MANIFEST, POSITION, Saved, checkpoint_folders, file_digest
 from tpuswarm.train.run.directory import writing
+from tpuswarm.train.run.schema import EVENTS, METRICS
 
 MIN_SLICE_BYTES = 64 * 2**20
 """Orbax saves a replicated array in slices, one from each device. Each slice needs a program (0.06 s to compile for
@@ -130,7 +131,10 @@ class Checkpoints:
                 return
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             digests = {str(path.relative_to(folder)): file_digest(path) for path in files}
-            for path in files:
+            for path in [*files, *(self._folder.parent / name for name in (METRICS, EVENTS))]:
+                with suppress(FileNotFoundError):  # a run's first checkpoint comes before any row
+                    fsync_path(path)
+            for path in [*(path for path in folder.rglob("*") if path.is_dir()), self._folder, self._folder.parent]:
                 fsync_path(path)
             self.last_save_s = time.monotonic() - start
             manifest = {"step": step, "about": about, "seconds": self.last_save_s, "files": digests}

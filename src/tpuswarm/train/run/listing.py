@@ -17,12 +17,13 @@ from tpuswarm.train.run.directory import (
     has_begun,
     holder_pid,
     read_config,
+    read_rows,
     read_rows_back,
     reading,
 )
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.storage.copy import download_run
-from tpuswarm.train.storage.folders import copy_folder, is_url, shown
+from tpuswarm.train.storage.folders import CHECKPOINTS, MANIFEST, copy_folder, is_url, shown
 
 MAX_RECENT_UPDATES = 300
 """Rows at the end of the metrics from which the remaining time is computed."""
@@ -95,6 +96,8 @@ class Status:
     """Estimated seconds to the last step; None unless it is running."""
     message: str
     """Why it stopped or failed; else empty."""
+    missing_rows: str = ""
+    """Of `missing_rows`, where it was called."""
 
 
 def read_status(folder: Path) -> Status:
@@ -127,6 +130,27 @@ def read_status(folder: Path) -> Status:
         left=left,
         message=life.message,
     )
+
+
+def missing_rows(folder: Path) -> str:
+    """Name the steps of a plain run that have no row, although a later row or checkpoint exists; empty without any."""
+    folders = [path.parent.name for path in (folder / CHECKPOINTS).glob(f"*/{MANIFEST}")]
+    saved = [int(name) for name in folders if name.isdigit()]
+    newest = [row["step"] for row in read_newest_updates(folder)[-1:]]
+    last = max([*saved, *newest], default=0)
+    path = folder / METRICS
+    with reading(path):
+        if not path.exists() or "swarm" in read_config(folder):
+            return ""
+        with path.open("rb") as file:
+            if sum(b'"loss"' in line for line in file) == last:  # parsing all rows takes a second for each 300,000
+                return ""
+    gaps, before = [], 0
+    for step in [*(row["step"] for row in read_rows(path) if "loss" in row), last + 1]:
+        if step > before + 1:
+            gaps.append(f"{before + 1:,}" if step == before + 2 else f"{before + 1:,} to {step - 1:,}")
+        before = step
+    return f"{METRICS} has no rows of steps {', '.join(gaps)}: lost in a power cut, or damaged" if gaps else ""
 
 
 def read_newest_updates(folder: Path) -> list[dict[str, Any]]:

@@ -240,6 +240,39 @@ def test_save_without_room_fails_and_leaves_the_one_before(tmp_path, monkeypatch
     assert newest_intact(tmp_path)[0].step == 1 and [path.name for path in tmp_path.iterdir()] == ["00000001"]
 
 
+FULL_DISK = """
+import gc, os, shutil, sys
+from pathlib import Path
+import jax
+from tests.train.run.test_checkpoint import Checkpoints, RunFailed
+disk, state = Path(sys.argv[1]), {f"{key}": jax.random.normal(jax.random.key(key), 300) for key in range(200)}
+for pages in range(10, 30):  # the arrays fit, their files do not
+    with (disk / "rest").open("wb") as rest:
+        free = os.statvfs(disk)
+        room = 200 * 300 * 4 + pages * free.f_bsize
+        os.posix_fallocate(rest.fileno(), 0, free.f_bavail * free.f_bsize - room)
+    checkpoints = Checkpoints(disk / "checkpoints", keep=1)
+    try:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        print("saved")
+    except RunFailed as error:
+        print(error)
+    checkpoints.close()
+    gc.collect()  # asyncio reports errors that nobody has read
+    (disk / "rest").unlink()
+    shutil.rmtree(disk / "checkpoints")
+"""
+
+
+@pytest.mark.slow
+def test_disk_that_fills_during_a_save_is_reported_in_one_sentence(on_small_disk):
+    """Other writes of the save are still under way then."""
+    ends = on_small_disk(FULL_DISK, 64)
+    full = [end for end in ends if "could not be written: the disk is full; make room and start the same" in end]
+    assert len(full) > 5 and {*ends} <= {*full, "saved"}
+
+
 BUSY = """
 import subprocess, sys
 from pathlib import Path

@@ -6,11 +6,13 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
+from asyncio import BaseEventLoop
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ class Checkpoints:
         from orbax.checkpoint._src.metadata.array_metadata_store import Store
 
         self._folder, self._keep, self._is_leader = folder, keep, is_leader
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we raise
+        _silence_orbax()
         array_handler = ocp.type_handlers.ArrayHandler(
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES, array_metadata_store=Store()
         )
@@ -178,6 +180,24 @@ def set_aside(folder: Path, restored: Saved | None) -> None:
                 _move_aside(path)
         else:
             _remove(path)
+
+
+@cache
+def _silence_orbax() -> None:
+    """Print nothing about the other writes of a failed save, whose error we raise, for the rest of the process.
+
+    TensorStore reports them to an event loop that Orbax has closed by then.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+    report_other = sys.unraisablehook
+
+    def report(error: Any) -> None:
+        trace = error.exc_traceback
+        if trace is None or trace.tb_frame.f_code is not BaseEventLoop.call_soon_threadsafe.__code__:
+            report_other(error)
+
+    sys.unraisablehook = report
 
 
 def _is_being_read(folder: Path) -> bool:

@@ -2,15 +2,19 @@
 
 import json
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.crash import die_at
+from tests.processes import ONE_DEVICE, Forked
 from tests.watch.fake_run import FakeRun
 from tests.watch.fleets import fleet_state
 from tpuswarm.swarm.views.status import read_run
+from tpuswarm.train.run.directory import METRICS
+from tpuswarm.train.run.life import last_start
 from tpuswarm.train.run.listing import read_status
 from tpuswarm.watch.page.metrics import metrics_text
 from tpuswarm.watch.page.view import changed_sections, make_sections
@@ -56,6 +60,26 @@ def test_unknown_values_are_left_out(finished_run):
     assert found["tpuswarm_steps_total",] == 60 and ("tpuswarm_remaining_seconds",) not in found
     bare = samples(State("gs://b/r", None, None, 1.0))
     assert bare["tpuswarm_run_state", ("state", "not begun")] == 1 and ("tpuswarm_loss",) not in bare
+
+
+@pytest.mark.slow
+def test_counters_never_fall_and_gauges_show_where_the_run_is(tmp_path, monkeypatch):
+    """A run is killed after the row of step 16, and resumes; no scrape sees the counters reset."""
+    folder, seen = tmp_path / "run", []
+    for name, value in ONE_DEVICE.items():
+        monkeypatch.setenv(name, value)
+    for point in ("half a line of metrics written", "nowhere"):
+        process = Forked([die_at.__file__, point, str(folder)])
+        while process.poll() is None:
+            if (folder / METRICS).exists():
+                seen.append(samples(State("r", read_status(folder), None, 1.0)))
+        seen.append(samples(State("r", read_status(folder), None, 1.0)))
+    done = 16 + 20 - last_start(folder)["step"]
+    for name, scale in (("tpuswarm_steps_total", 1), ("tpuswarm_tokens_total", 8)):
+        values = [found[name,] for found in seen if (name,) in found]
+        assert values == sorted(values) and values[-1] == done * scale > 20, name
+    assert seen[-1]["tpuswarm_run_step",] == 20 and seen[-1]["tpuswarm_run_tokens",] == 160
+    assert any(found["tpuswarm_run_step",] < before["tpuswarm_run_step",] for before, found in pairwise(seen))
 
 
 def test_names_follow_prometheus_conventions(run):

@@ -204,6 +204,15 @@ class RunView:
         return self.status.tokens.applied
 
     @property
+    def steps_done(self) -> int | None:
+        """None while the first process resumes and does not know it yet."""
+        return None if self.status.version is None else self.step
+
+    @property
+    def tokens_done(self) -> int | None:
+        return None if self.status.version is None else self.tokens
+
+    @property
     def tokens_per_s(self) -> float:
         return self.status.tokens_per_s
 

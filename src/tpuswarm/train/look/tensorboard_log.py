@@ -49,9 +49,9 @@ class TensorBoardLog:
             folder.mkdir(parents=True, exist_ok=True)
             # a process that resumes within the second in tensorboardX's file name would replace the file
             self._events = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.time_ns()}")
-            if first_step:  # TensorBoard then drops what a previous process wrote after its last checkpoint
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
+            # TensorBoard then drops what a previous process wrote after its last checkpoint, or before its first one
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
             self._events.flush()
         self._flushed_at = time.monotonic()
 

@@ -1,6 +1,7 @@
 """Run the steps of a run in one process, alone or as one of several hosts."""
 
 import math
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from signal import Signals
@@ -147,7 +148,8 @@ class Loop:
                 seconds=self._diagnostics.stopwatch.seconds(*phases.PHASES),
             )
         )
-        self._outputs.write_event(step, "started", f"from step {step}", command=command_line())
+        facts = {"command": command_line(), "pid": os.getpid(), "done": session.updates_done}
+        self._outputs.write_event(step, "started", f"from step {step}", **facts)
         for note in session.notes:
             self._progress.event("note", note)
         self._outputs.announce_findings(step, self._diagnostics.at_start(compiled, session.settings["batch"]))

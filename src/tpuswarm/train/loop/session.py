@@ -33,7 +33,7 @@ from tpuswarm.train.recipe import Clock, Recipe, Source, State
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.checkpoint_writer import set_aside
 from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
-from tpuswarm.train.run.life import last_event
+from tpuswarm.train.run.life import last_event, last_start, updates_done
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.settings import check_batch, refuse_differences
 from tpuswarm.train.storage.folders import shown
@@ -64,6 +64,8 @@ class Session:
     """Seconds of training before this process."""
     lr_scale: float = 1.0
     """Product of the learning-rate factors of hooks."""
+    updates_done: int = 0
+    """By all processes before this one, with those that it repeats."""
     save_s: float | None = None
     """How long the restored checkpoint took to save."""
 
@@ -272,6 +274,7 @@ def _how_finished(run: Run, saved: checkpoint.Saved, settings: Mapping[str, Any]
 def _make_state(session: Session, init_key: jax.Array, shared: Any) -> None:
     """Make a first state, from `shared` parameters if they are given."""
     settings, compiled = session.settings, session.compiled
+    session.updates_done = _updates_done(session.run, 0)
     if cut := session.run.cut_metrics(0):
         session.notes.append(f"starting over: no checkpoint was finished; {cut} rows of metrics cut")
     if shared is not None:
@@ -281,6 +284,11 @@ def _make_state(session: Session, init_key: jax.Array, shared: Any) -> None:
         session.state = compiled.init(init_key, shared)
     parameters = compiled.program.exchange().get(session.state)
     require_finite(parameters, settings["init_from"] or f"init of {session.recipe.name}")
+
+
+def _updates_done(run: Run, step: int) -> int:
+    """Return how many updates were done before the rows after `step` are cut."""
+    return updates_done(last_start(run.folder), max(step, last_row(run.folder).get("step", 0)))
 
 
 def _restore(session: Session, saved: checkpoint.Saved) -> None:
@@ -298,6 +306,7 @@ def _restore(session: Session, saved: checkpoint.Saved) -> None:
             f"the stream has no position: {step * session.settings['batch']:,} rows are read again, and the next ones "
             "are new only if all come in the same order as before"
         )
+    session.updates_done = _updates_done(run, step)
     cut = run.cut_metrics(step)
     removed = f"; {cut} later rows of metrics removed" if cut else ""
     session.notes.append(f"resumed from the checkpoint of step {step}{removed}")

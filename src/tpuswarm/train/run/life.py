@@ -1,5 +1,6 @@
 """Tell whether a run is running, and how it ended."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,21 @@ def stopped_sentence(folder: Path, message: str, in_program: bool = False) -> st
 
 def removed_sentence(folder: Path) -> str:
     return f"{shown(folder)} was removed: it stopped before there was anything to keep"
+
+
+def last_start(folder: Path) -> dict[str, Any]:
+    """Return the event with which the last process started; empty without one."""
+    rows = read_rows_back(folder / EVENTS, b'"event": "started"')
+    return next((row for row in rows if row["event"] == "started"), {})
+
+
+def updates_done(start: Mapping[str, Any], step: int) -> int:
+    """Return how many updates all processes of a run did, with those that a resumed one repeated.
+
+    start: event of the process that has reached `step`.
+    """
+    first_step: int = start.get("step", 0)
+    return int(start.get("done", first_step)) + step - first_step
 
 
 def read_life(folder: Path) -> Life:

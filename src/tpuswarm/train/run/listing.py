@@ -21,7 +21,7 @@ from tpuswarm.train.run.directory import (
     read_rows_back,
     reading,
 )
-from tpuswarm.train.run.life import read_life
+from tpuswarm.train.run.life import last_start, read_life, updates_done
 from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import CHECKPOINTS, MANIFEST, copy_folder, is_url, shown
 
@@ -96,6 +96,9 @@ class Status:
     """Estimated seconds to the last step; None unless it is running."""
     message: str
     """Why it stopped or failed; else empty."""
+    steps_done: int | None
+    """Steps that all processes did, with those repeated after a resume; None while a process resumes."""
+    tokens_done: int | None
     missing_rows: str = ""
     """Of `missing_rows`, where it was called."""
 
@@ -104,6 +107,7 @@ def read_status(folder: Path) -> Status:
     """Read the status of a run; InputError if the folder is none."""
     config = read_config(folder)
     chosen = config.get("chosen", {})
+    start = last_start(folder)  # before the rows, which a resuming process cuts first
     updates, evaluation = read_newest_updates(folder), read_newest_evaluation(folder)
     newest: dict[str, Any] = updates[-1] if updates else {}
     life = read_life(folder)
@@ -112,6 +116,8 @@ def read_status(folder: Path) -> Status:
     if life.pid is not None and len(timed) > 1 and timed[-1]["step"] > timed[0]["step"]:
         seconds, steps = (timed[-1][name] - timed[0][name] for name in ("wall_s", "step"))
         left = max(0.0, (config["train"]["steps"] - newest["step"]) * seconds / steps)
+    is_resuming = life.pid is not None and life.pid != start.get("pid", life.pid)
+    done = None if is_resuming else updates_done(start, newest.get("step", 0))
     return Status(
         run=shown(folder),
         state=life.state,
@@ -129,6 +135,8 @@ def read_status(folder: Path) -> Status:
         elapsed=newest.get("wall_s", 0.0),
         left=left,
         message=life.message,
+        steps_done=done,
+        tokens_done=None if done is None else done * config["train"]["batch"] * chosen.get("tokens_per_row", 1),
     )
 
 

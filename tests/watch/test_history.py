@@ -69,6 +69,18 @@ def test_replaced_run_starts_a_new_history(run, tmp_path):
     assert history.read_new() is None, "another file of that name"
 
 
+@pytest.mark.parametrize("rows", [3, 5, 8], ids=["shorter", "as long", "longer"])
+def test_run_that_resumed_between_two_looks_starts_a_new_history(tmp_path, rows):
+    """It cuts its rows to the checkpoint's step, and writes others."""
+    append_rows(tmp_path / METRICS, ({"step": step, "tokens": step, "loss": 0.25} for step in range(1, 6)))
+    history = History(tmp_path, swarm=False)
+    lines = (tmp_path / METRICS).read_bytes().splitlines(keepends=True)
+    (tmp_path / METRICS).write_bytes(b"".join(lines[:2]))
+    append_rows(tmp_path / METRICS, ({"step": step, "tokens": step, "loss": 0.75} for step in range(3, rows + 1)))
+    assert history.read_new() is None
+    assert [point.mean for point in History(tmp_path, swarm=False).losses] == [0.25] * 2 + [0.75] * (rows - 2)
+
+
 def test_plain_run_has_tokens_and_speed(tmp_path):
     rows = [{"step": step, "tokens": 64 * step, "loss": 1 / step, "tokens_per_s": 100.0 * step} for step in range(1, 9)]
     append_event(tmp_path, "started")

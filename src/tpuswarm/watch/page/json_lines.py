@@ -18,6 +18,7 @@ READ_WINDOW_BYTES = 1 << 18
 """Read at once; longer lines take several."""
 MAX_NEW_BYTES = 8 << 20
 """If more are new, the first are skipped."""
+TAIL_BYTES = 1 << 8
 MAX_SEARCHED_BYTES = 1 << 29
 """Larger files are not searched."""
 
@@ -48,6 +49,8 @@ class JsonLines:
         self._path = path
         self._end = 0
         """Everything before it was read."""
+        self._tail = b""
+        """The last bytes before it: a run that resumes cuts its rows, and then writes others."""
         self._inode = 0
 
     def sample(self, count: int, at_least: int) -> Iterator[list[Line]]:
@@ -61,7 +64,7 @@ class JsonLines:
             with self._path.open("rb") as file:
                 status = self._path.stat()
                 self._inode, size = status.st_ino, status.st_size
-                self._end = _end_of_last_line(file, size)
+                self._set_end(file, _end_of_last_line(file, size))
                 if self._end <= FULL_READ_BYTES:
                     yield from ([line] for line in _read_lines(file, 0, self._end))
                     return
@@ -106,9 +109,12 @@ class JsonLines:
             if (self._inode and status.st_ino != self._inode) or status.st_size < self._end:
                 return None
             self._inode = status.st_ino
-            if status.st_size == self._end:
-                return []
             with self._path.open("rb") as file:
+                file.seek(self._end - len(self._tail))
+                if file.read(len(self._tail)) != self._tail:
+                    return None
+                if status.st_size == self._end:
+                    return []
                 end = _end_of_last_line(file, status.st_size)
                 begin = self._end
                 if end - begin > MAX_NEW_BYTES and whole:
@@ -116,8 +122,12 @@ class JsonLines:
                 elif end - begin > MAX_NEW_BYTES:
                     begin = _next_line_start(file, end - MAX_NEW_BYTES, end)
                 found = list(_read_lines(file, begin, end)) if end > begin else []
-                self._end = max(self._end, end)
+                self._set_end(file, max(self._end, end))
                 return found
+
+    def _set_end(self, file: Any, end: int) -> None:
+        file.seek(max(0, end - TAIL_BYTES))
+        self._end, self._tail = end, file.read(min(end, TAIL_BYTES))
 
     def read_before(self, at: int | None, size: int = 0) -> tuple[list[Line], int]:
         """Return lines that end before an offset (None: the end), at least one, and the offset of the first."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 
 import asyncssh
 import pytest
@@ -66,7 +67,7 @@ def test_host_cannot_choose_where_a_file_goes(tmp_path):
             return [asyncssh.SFTPName("../../.ssh/authorized_keys", attrs=attributes)]
 
     async def names():
-        return [name async for name in _walk(Bad(), "runs")]
+        return [name async for name in _walk(Bad(), "runs", [])]
 
     with pytest.raises(RunFailed, match=r"a host sent an invalid file name '\.\./\.\./\.ssh/authorized_keys' in runs/"):
         asyncio.run(names())
@@ -94,6 +95,43 @@ def test_folder_is_copied_there_and_back(machines, over, tmp_path):
         over(download, machine.host, "nowhere", tmp_path)
     with pytest.raises(RunFailed, match=r"^node-0/0: "):
         over(upload, machine.host, source / "a", "copies/data/a/")
+
+
+@pytest.mark.parametrize("direction", ["upload", "download"])
+def test_run_that_trains_is_copied_with_its_newest_whole_checkpoint(machines, over, tmp_path, direction):
+    """Each file that is copied lets it write a row, and save and prune once, three times in all."""
+    machine, local = machines[0], tmp_path / direction
+    run = local if direction == "upload" else machine.home / "live"
+    saved = []
+
+    def save():
+        folder = run / "checkpoints" / f"{len(saved):08d}"
+        (folder / "state").mkdir(parents=True)
+        for name in ("state/a", "state/b", "manifest.json"):
+            (folder / name).write_text(f"{len(saved)} {name}")
+        saved.append(folder)
+        with (run / "metrics.jsonl").open("ab", buffering=0) as file:
+            file.write(b'{"step": 1}\n' * 300_000)
+
+    def train(count):
+        if len(saved) < 4:
+            save()
+            shutil.rmtree(saved[-2])
+
+    save()
+    if direction == "upload":
+        over(upload, machine.host, run, "copied", train)
+        copy = machine.home / "copied"
+    else:
+        over(download, machine.host, "live", local, train)
+        copy = local
+    newest = copy / "checkpoints" / saved[-1].name
+    names = [path.relative_to(newest).as_posix() for path in sorted(newest.rglob("*")) if path.is_file()]
+    assert names == ["manifest.json", "state/a", "state/b"]
+    assert all((newest / name).read_text() == f"{len(saved) - 1} {name}" for name in names)
+    rows = (copy / "metrics.jsonl").read_bytes()
+    assert rows and (run / "metrics.jsonl").read_bytes().startswith(rows)
+    assert not list(copy.rglob("*.part"))
 
 
 def test_broken_copy_leaves_no_half_file_and_continues(machines, over, tmp_path):

@@ -1,4 +1,7 @@
-"""Copy files and folders to and from hosts over SFTP: each file arrives whole, and a broken copy resumes."""
+"""Copy files and folders to and from hosts over SFTP: each file arrives whole, and a broken copy resumes.
+
+A run may train meanwhile: of files that only grow the copy has what they had, and files that are removed are left out.
+"""
 
 import os
 import stat
@@ -9,11 +12,14 @@ from typing import TYPE_CHECKING, cast
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.remote.connect import Connections, marked, skip_login_output
 from tpuswarm.remote.host import Host, HostUnreachable
+from tpuswarm.train.storage.folders import grows
 
 if TYPE_CHECKING:
     import asyncssh
 
 CHUNK_BYTES = 1 << 20
+MAX_PASSES = 5
+"""Through a folder, as long as files in it are removed: a newer checkpoint has replaced them."""
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 """On Debian and Ubuntu."""
 OnBytes = Callable[[int], None]
@@ -47,14 +53,20 @@ async def upload(
         if not source.is_dir():
             await _upload_file(sftp, source, to, on_bytes)
             return 1
-        count = 0
-        for folder, _, names in os.walk(source):
+        return await _repeat_until_whole(lambda: copy_folder(sftp, to))
+
+    async def copy_folder(sftp: "asyncssh.SFTPClient", to: str) -> tuple[int, bool]:
+        count, removed = 0, list[OSError]()
+        for folder, _, names in os.walk(source, onerror=removed.append):
             inside = f"{to}/{Path(folder).relative_to(source)}".removesuffix("/.")
             await sftp.makedirs(inside, exist_ok=True)
             for name in sorted(names):
-                await _upload_file(sftp, Path(folder) / name, f"{inside}/{name}", on_bytes)
-                count += 1
-        return count
+                try:
+                    await _upload_file(sftp, Path(folder) / name, f"{inside}/{name}", on_bytes)
+                    count += 1
+                except FileNotFoundError as error:
+                    removed.append(error)
+        return count, not removed
 
     return await _with_sftp(connections, host, copy)
 
@@ -71,13 +83,32 @@ async def download(
         if not await sftp.isdir(source or "."):
             await _download_file(sftp, source, to, on_bytes)
             return 1
-        count = 0
-        async for path, relative in _walk(sftp, source.rstrip("/") or "."):
-            await _download_file(sftp, path, to / relative, on_bytes)
-            count += 1
-        return count
+        return await _repeat_until_whole(lambda: copy_folder(sftp, to))
+
+    async def copy_folder(sftp: "asyncssh.SFTPClient", to: Path) -> tuple[int, bool]:
+        count, removed = 0, list[str]()
+        async for path, relative in _walk(sftp, source.rstrip("/") or ".", removed):
+            try:
+                await _download_file(sftp, path, to / relative, on_bytes)
+                count += 1
+            except asyncssh.SFTPNoSuchFile:
+                removed.append(path)
+        return count, not removed
 
     return await _with_sftp(connections, host, copy)
+
+
+async def _repeat_until_whole(copy_folder: Callable[[], Awaitable[tuple[int, bool]]]) -> int:
+    """Copy a folder until no file is removed meanwhile; return the number of files.
+
+    copy_folder: returns that number, and whether all listed files were there.
+    """
+    count = 0
+    for _ in range(MAX_PASSES):
+        count, is_whole = await copy_folder()
+        if is_whole:
+            break
+    return count
 
 
 async def _with_sftp(
@@ -125,12 +156,22 @@ async def _open_sftp(connection: "asyncssh.SSHClientConnection") -> "asyncssh.SF
     return await type(connection).start_sftp_client(with_session)
 
 
-async def _walk(sftp: "asyncssh.SFTPClient", folder: str) -> AsyncIterator[tuple[str, str]]:
-    """Yield all files below a folder: their path, and their path relative to the folder."""
+async def _walk(sftp: "asyncssh.SFTPClient", folder: str, removed: list[str]) -> AsyncIterator[tuple[str, str]]:
+    """Yield all files below a folder: their path, and their path relative to the folder.
+
+    removed: gets the folders that were removed meanwhile.
+    """
+    import asyncssh
+
     pending = [""]
     while pending:
         inside = pending.pop()
-        for entry in sorted(await sftp.readdir(f"{folder}/{inside}"), key=lambda entry: str(entry.filename)):
+        try:
+            entries = await sftp.readdir(f"{folder}/{inside}")
+        except asyncssh.SFTPNoSuchFile:
+            removed.append(inside)
+            continue
+        for entry in sorted(entries, key=lambda entry: str(entry.filename)):
             name = str(entry.filename)
             if name in (".", ".."):
                 continue
@@ -167,11 +208,11 @@ async def _try_upload(sftp: "asyncssh.SFTPClient", source: Path, target: str, on
     offset = (await sftp.stat(part)).size or 0 if await sftp.exists(part) else 0
     on_bytes(offset)
     # Written at offsets, not appended: two copies of the same file write the same bytes to the same places.
-    async with sftp.open(part, "r+b" if offset else "wb") as out:
-        await out.seek(offset)
-        with source.open("rb") as file:
+    with source.open("rb") as file:
+        async with sftp.open(part, "r+b" if offset else "wb") as out:
+            await out.seek(offset)
             file.seek(offset)
-            while chunk := file.read(CHUNK_BYTES):
+            while chunk := file.read(_next_bytes(str(source), size, file.tell())):
                 await out.write(chunk)
                 on_bytes(len(chunk))
     copied = (await sftp.stat(part)).size or 0
@@ -193,11 +234,11 @@ async def _download_file(sftp: "asyncssh.SFTPClient", source: str, target: Path,
     part = Path(_part_path(str(target), size, modified))
     offset = part.stat().st_size if part.exists() else 0
     on_bytes(offset)
-    with part.open("r+b" if offset else "wb") as out:
-        out.seek(offset)
-        async with sftp.open(source, "rb") as file:
+    async with sftp.open(source, "rb") as file:
+        with part.open("r+b" if offset else "wb") as out:
+            out.seek(offset)
             await file.seek(offset)
-            while chunk := await file.read(CHUNK_BYTES):
+            while chunk := await file.read(_next_bytes(source, size, out.tell())):
                 out.write(cast(bytes, chunk))
                 on_bytes(len(chunk))
     copied = part.stat().st_size
@@ -207,6 +248,11 @@ async def _download_file(sftp: "asyncssh.SFTPClient", source: str, target: Path,
     part.chmod(stat.S_IMODE(wanted.permissions or 0o644))
     os.utime(part, (modified, modified))
     part.replace(target)
+
+
+def _next_bytes(path: str, size: int, position: int) -> int:
+    """Return how much to read of a file: nothing beyond the `size` that it had, if it only grows."""
+    return min(CHUNK_BYTES, size - position) if grows(Path(path)) else CHUNK_BYTES
 
 
 def _changed(path: str, size: int, copied: int) -> RunFailed:

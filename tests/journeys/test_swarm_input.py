@@ -1,5 +1,6 @@
 """A swarm checks memory, disk, devices, hooks and optimizer before it starts."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -90,6 +91,33 @@ def test_member_has_its_share_whatever_the_shell_had_set():
     environment = {**os.environ, **eight, **local_devices.environments("cpu", [], 2)(0)}
     command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "2\n"
+
+
+LOAD_LIBTPU = """
+import sys
+from jax.experimental import topologies
+topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+print("loaded", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the plan extra is missing")
+@pytest.mark.parametrize("per_member", local_devices.TPU_BOUNDS)
+def test_members_on_one_host_load_libtpu_at_the_same_time(per_member):
+    environment = local_devices.environments("tpu", range(2 * per_member), per_member)
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD_LIBTPU], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "TPU_SKIP_MDS_QUERY": "1", **environment(number)}, text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        assert [member.stdout.readline() for member in members] == ["loaded\n"] * 2
+    finally:
+        for member in members:
+            member.communicate()
 
 
 def test_too_few_devices_are_refused():

@@ -33,7 +33,7 @@ def same_twice(key):
 def test_run_reports_all_faults_before_its_first_step(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("TPU_WORKER_ID", "0")
-    monkeypatch.setattr("tpuswarm.train.diagnose.machine_faults.tpu_chips", lambda: [])
+    monkeypatch.setattr("tpuswarm.train.diagnose.machine_faults.tpu_device_files", lambda: [])
     monkeypatch.setenv("XRT_TPU_CONFIG", "localservice;0;localhost:51011")
 
     def init(key):

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tpuswarm.train.process.platform import count_tpu_chips
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc and /proc")
 
 FAULTS = """
@@ -63,3 +65,22 @@ def test_training_on_processors_has_low_priority_in_all_threads_but_not_in_its_s
     lowered, nicer = run(NICENESS)
     assert lowered == f"{ {max(10, os.getpriority(os.PRIO_PROCESS, 0))} } 0"
     assert nicer == "19"
+
+
+@pytest.mark.parametrize(
+    ("files", "groups", "count"),
+    [
+        (["accel0", "accel1", "vfio/vfio"], {}, 2),
+        (["vfio/vfio"], {}, 0),
+        (["vfio/vfio", "vfio/0", "vfio/1"], {"0": "0000:00:04.0", "1": "0000:00:05.0"}, 2),
+        (["vfio/vfio", "vfio/0", "vfio/1"], {"0": "0000:00:04.0", "1": "0000:00:04.1"}, 1),
+        (["vfio/vfio", "vfio/10", "vfio/2"], {}, 2),
+    ],
+)
+def test_chips_are_counted_by_their_device_files(tmp_path, files, groups, count):
+    for name in files:
+        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    for group, address in groups.items():
+        (tmp_path / f"sys/kernel/iommu_groups/{group}/devices/{address}").mkdir(parents=True)
+    assert count_tpu_chips(tmp_path) == count

@@ -1,7 +1,6 @@
 """Count this machine's devices and share them out among members; compute the sizes of a recipe's state."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import jax
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.process.platform import has_gpu, has_tpu
+from tpuswarm.train.process.platform import count_tpu_chips, has_gpu, has_tpu
 from tpuswarm.train.program.contract import abstract_state, check_exchange, program_of
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Average, Options, Recipe
@@ -40,10 +39,7 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
                 "--devices-per-member gives each member its own virtual CPU devices"
             )
         return kind, []
-    folder, pattern = ("/dev/vfio", r"\d+") if Path("/dev/vfio").exists() and kind == "tpu" else ("/dev", r"accel\d+")
-    if kind == "gpu":
-        folder, pattern = "/dev", r"nvidia\d+"
-    count = sum(bool(re.fullmatch(pattern, path.name)) for path in Path(folder).iterdir())
+    count = count_tpu_chips() if kind == "tpu" else len(list(Path("/dev").glob("nvidia[0-9]*")))
     listed = [_UnopenedDevice(kind) for _ in range(count)]
     chosen = select_devices(which, listed)
     return kind, [index for index, device in enumerate(listed) if any(device is chosen_one for chosen_one in chosen)]
@@ -77,6 +73,8 @@ def environments(kind: str, devices: Sequence[int], per_member: int) -> Callable
             "TPU_VISIBLE_CHIPS": mine,
             "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(per_member, f"1,{per_member},1"),
             "TPU_PROCESS_BOUNDS": "1,1,1",
+            # Else a process with the bounds 2,2,1 takes libtpu's lock, and the next one ends (libtpu 0.0.42.1).
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }
 
     return environment

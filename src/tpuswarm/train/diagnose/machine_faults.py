@@ -11,7 +11,7 @@ import jax
 from jax._src import xla_bridge
 
 from tpuswarm.train.diagnose.finding import Finding
-from tpuswarm.train.process.platform import tpu_chips
+from tpuswarm.train.process.platform import tpu_device_files
 
 TPU_VARIABLES = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
 """Set on a slice or by Kubernetes. TPU_NAME is not among them: people set it for gcloud at home."""
@@ -56,7 +56,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """Return the state of this machine after JAX's backends have started."""
-    chips = tpu_chips()
+    chips = tpu_device_files()
     errors = getattr(xla_bridge, "_backend_errors", {})
     return Machine(
         chips=[str(chip) for chip in chips],

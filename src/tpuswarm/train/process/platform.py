@@ -27,13 +27,25 @@ def cache_folder(name: str) -> Path:
     return Path(base).expanduser() / name
 
 
-def tpu_chips() -> list[Path]:
-    """Return the device files of the TPU chips: /dev/accel* (v2 to v4) or /dev/vfio/N (v5e and later)."""
-    return sorted([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")])
+def tpu_device_files(root: Path = Path("/")) -> list[Path]:
+    """Return the device files of the TPU chips: /dev/accelN (v2 to v4) or /dev/vfio/N (v5e and later).
+
+    The folder /dev/vfio, with a file vfio, exists on machines without chips too.
+    """
+    return sorted([*(root / "dev").glob("accel[0-9]*"), *(root / "dev/vfio").glob("[0-9]*")])
+
+
+def count_tpu_chips(root: Path = Path("/")) -> int:
+    """Count chips by PCI address: one of TPU7x has two device files, for its two functions (ray-project/ray 65105)."""
+    chips = set()
+    for file in tpu_device_files(root):
+        addresses = sorted((root / f"sys/kernel/iommu_groups/{file.name}/devices").glob("*"))
+        chips.add(addresses[0].name.rpartition(".")[0] if addresses else file.name)
+    return len(chips)
 
 
 def has_tpu() -> bool:
-    return bool(tpu_chips())
+    return bool(tpu_device_files())
 
 
 def has_gpu() -> bool:

@@ -88,7 +88,7 @@ def train(
     host: Annotated[int | None, option("Number of this host, from 0. Default: $TPU_WORKER_ID.", HOSTS)] = None,
     hosts_at: Annotated[
         str | None,
-        option("Address of host 0, HOST:PORT. Default: the first of $TPU_WORKER_HOSTNAMES, port 8490.", HOSTS),
+        option("Address of host 0, HOST:PORT. Default: the first of $TPU_WORKER_HOSTNAMES, port 8590.", HOSTS),
     ] = None,
     members: Annotated[
         int | None, option("Train as a swarm of this many members; 0: only those that join.", SWARM)

@@ -1,8 +1,7 @@
 """Define a fleet's two firewall rules, and find rules that admit strangers.
 
 Ray's and JAX's processes listen on all addresses and execute what they receive, so every port must be open among the
-fleet's machines and closed to all others. The rules name no ports: JAX uses 8482 since 0.8.1 and libtpu 8490, which
-Google's own rule for v6e leaves closed.
+fleet's machines and closed to all others. The rules name no ports, which change: JAX uses 8482 since 0.8.1.
 """
 
 import shlex

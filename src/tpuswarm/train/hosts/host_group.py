@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError
 
-PORT = 8490
-"""Default port of host 0; the TPU's own software uses ports from 8470 on, JAX 8482."""
+PORT = 8590
+"""Default port of host 0. JAX's own is 8482 (jax/_src/clusters/cloud_tpu_cluster.py), libtpu's metrics use 8431."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A method that changes something returns at once with the name of an operation. `
 `outcome` its error. Every method may raise any CloudError.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, Protocol
@@ -93,6 +94,12 @@ class VmSpec:
     @property
     def how(self) -> How:
         return "spot" if self.spot else "on-demand"
+
+    @property
+    def disk_type(self) -> str | None:
+        """The boot disk's type, whose price the catalog has. None: series from 4 on take Hyperdisk only, by default."""
+        series = re.match(r"[a-z]+(\d)", self.type)
+        return None if series and int(series[1]) >= 4 else "pd-balanced"
 
 
 Spec = TpuSpec | VmSpec

@@ -21,6 +21,7 @@ from tpuswarm.cloud.google.nodes import (
 )
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Disk, Machine, TpuSpec, VmSpec, Worker
+from tpuswarm.fleet.apply import gcloud
 
 PLACE = "projects/p/locations/us-central1-f"
 SPEC = TpuSpec("n1", "us-central1-f", "v2-8", "spot", "f1e2", "small", "tpu-ubuntu2204-base", tags=("t",))
@@ -68,6 +69,9 @@ def test_queued_resource_requests_one_node_of_the_same_name():
     assert reserved.reservation_name == f"{PLACE}/reservations/r" and not reserved.queueing_policy
     # What `gcloud compute tpus queued-resources create --reserved` sends for any reservation of the project.
     assert request_from_spec(replace(SPEC, how="reserved"), "p").reservation_name == f"{PLACE}/reservations/-"
+    assert gcloud.create(replace(SPEC, how="reserved", reservation="r"), "p").startswith(
+        "gcloud alpha compute tpus queued-resources create n1 "
+    ), "only there --reservation exists"
 
 
 @pytest.mark.parametrize("state", tpu_v2.Node.State)
@@ -182,6 +186,10 @@ def test_vm_and_its_disk_have_labels_network_and_account():
     assert instance.labels == ours and disk.initialize_params.labels == ours
     assert disk.auto_delete and disk.initialize_params.disk_size_gb == 50
     assert disk.initialize_params.source_image == "projects/debian-cloud/global/images/family/debian-12"
+    # The type whose price is shown; Google's default for this series is pd-standard.
+    assert disk.initialize_params.disk_type == "zones/us-central1-f/diskTypes/pd-balanced"
+    newer = parse_instance(instance_from_spec(replace(HEAD, type="n4-standard-8"), "p"))
+    assert not newer.disks[0].initialize_params.disk_type, "Hyperdisk Balanced, the only one"
     assert instance.can_ip_forward
     (interface,) = instance.network_interfaces
     assert interface.subnetwork == "projects/p/regions/us-central1/subnetworks/sub"

@@ -27,11 +27,13 @@ STATES: dict[str, State] = {
 def instance_from_spec(spec: VmSpec, project: str) -> dict[str, Any]:
     """Return the body of instances.insert."""
     image_project, _, family = spec.image.partition("/")
-    disk = {
+    disk: dict[str, Any] = {
         "sourceImage": f"projects/{image_project}/global/images/family/{family}",
         "diskSizeGb": str(spec.disk_gib),
         "labels": labels_of(spec),
     }
+    if spec.disk_type:
+        disk["diskType"] = f"zones/{spec.zone}/diskTypes/{spec.disk_type}"
     interface: dict[str, Any] = {"network": f"projects/{project}/global/networks/{spec.network}"}
     if spec.subnetwork:
         interface["subnetwork"] = f"projects/{project}/regions/{region_of(spec.zone)}/subnetworks/{spec.subnetwork}"

@@ -34,7 +34,10 @@ def stop_or_start(machine: Machine, verb: str, project: str) -> str:
 
 def _create_tpu(spec: TpuSpec, project: str) -> str:
     queued = spec.how in ("queued", "reserved")
-    words = [*(QUEUED if queued else TPU_VM), "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
+    program = [*(QUEUED if queued else TPU_VM), "create"]
+    if spec.reservation:
+        program.insert(1, "alpha")  # --reservation exists nowhere else
+    words = [*program, spec.name, f"--project={project}", f"--zone={spec.zone}"]
     words += [f"--node-id={spec.name}"] if queued else []
     words += [f"--accelerator-type={find(spec.type).api_name or spec.type}"]
     words += [f"--{'runtime-version' if queued else 'version'}={spec.runtime}"]
@@ -53,6 +56,7 @@ def _create_vm(spec: VmSpec, project: str) -> str:
     words = [*INSTANCES, "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
     words += [f"--machine-type={spec.type}", f"--image-project={image_project}", f"--image-family={family}"]
     words += [f"--boot-disk-size={spec.disk_gib}GB"]
+    words += [f"--boot-disk-type={spec.disk_type}"] if spec.disk_type else []
     words += ["--provisioning-model=SPOT"] if spec.spot else []
     if spec.ends is not None:
         ends = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")

@@ -103,7 +103,9 @@ class Instances:
             path = f"projects/{project}/zones/{zone}/disks/{params.get('diskName') or name}"
             size = str(params.get("diskSizeGb") or 10)
             body = {"sizeGb": size, "status": "READY", "labels": params.get("labels") or {}}
-            self._resources.add(path, {**body, "sourceImage": params.get("sourceImage", "")}, "disk")
+            kind = params.get("diskType") or f"zones/{zone}/diskTypes/pd-standard"
+            body |= {"sourceImage": params.get("sourceImage", ""), "type": f"{BASE}projects/{project}/{kind}"}
+            self._resources.add(path, body, "disk")
             disk["source"], disk["diskSizeGb"] = f"{BASE}{path}", size
         return disk
 

@@ -61,6 +61,10 @@ CODES_BY_STATUS = {
     429: "RESOURCE_EXHAUSTED",
 }
 """For REST answers without a code name. Server errors (5xx) have none."""
+ZONE_LACKS_TYPE = re.compile(
+    r"was not found in zone |requested zone \"[^\"]+\" is not supported|model is not supported for accelerator type"
+)
+"""In answers with INVALID_ARGUMENT; other zones may offer the type."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ def cloud_error_for(answer: Answer, doing: str, project: str) -> CloudError:
         return Denied(f"{message}; a free trial has no TPUs: upgrade the billing account in the console")
     if _is_not_offered(answer):
         return NoQuota(f"{message}; use a zone and a type that project {project} was granted")
+    if ZONE_LACKS_TYPE.search(answer.message):
+        return NoQuota(f"{message}; take this zone out of the pool's `zones`")
     if _is_rate_limit(answer):
         return Unreachable(message)
     if (limit := _quota_name(answer)) is not None:

@@ -86,7 +86,10 @@ class Offers:
         """Raise Refused if the zone is not reachable or does not offer the accelerator."""
         if accelerator not in self._offers_in(location):
             raise Refused(
-                NOT_FOUND, f"Resource '{location.name}/acceleratorTypes/{accelerator.api_name}' was not found"
+                INVALID_ARGUMENT,
+                "Cloud TPU received a bad request. The requested accelerator configuration for accelerator type, "
+                f'"{accelerator.api_name}", could not be found in the zonal accelerator configurations for '
+                f'"{location.zone}".; the accelerator {accelerator.api_name} was not found in zone {location.zone}',
             )
 
     def _offers_in(self, location: Location) -> list[Accelerator]:

@@ -80,6 +80,16 @@ def test_interrupted_init_continues_with_the_same_command(init, access, monkeypa
     assert code == 0 and done_steps(out) == ["8"] and Path(".ssh/tpuswarm.pub").read_text().startswith("ssh-ed25519 ")
 
 
+def test_damaged_key_is_reported_before_anything_is_created(init, access):
+    Path(".ssh").mkdir()
+    Path(".ssh/tpuswarm").touch()  # a full disk left it
+    code, out, err = init("--yes", "empty-1")
+    assert code == 2 and done_steps(out) == [] and "tpuswarm is not a whole private key: delete it and" in err
+    assert not Project(access("empty-1")).has_network("tpuswarm-swarm")
+    Path(".ssh/tpuswarm").unlink()
+    assert init("--yes", "empty-1")[0] == 0
+
+
 def test_apis_of_a_new_project_are_enabled_with_progress(init, monkeypatch):
     progress = []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.remote.host import Host, HostKeyChanged, HostTimeout, HostUnreachable, KeyRefused
+from tpuswarm.remote.own_key import read_private
 
 if TYPE_CHECKING:
     import asyncssh
@@ -92,12 +93,15 @@ class Connections:
         proxy = (host.proxy or "").replace("%h", host.address).replace("%p", str(host.port))
         kind = (host.user, proxy)
         if kind not in self._options:
+            private = read_private(self._key)
             self._options[kind] = asyncssh.SSHClientConnectionOptions(
                 username=host.user,
-                client_keys=[asyncssh.read_private_key(self._key)],
+                client_keys=[private or self._key],
+                ignore_encrypted=True,  # the agent has the key instead
                 known_hosts=([], [], []),
                 config=None,
-                agent_path=None,
+                agent_path=None if private else os.environ.get("SSH_AUTH_SOCK"),
+                agent_identities=[] if private else [self._key],
                 gss_host=None,
                 preferred_auth="publickey",
                 compression_algs=None,

@@ -10,6 +10,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.contents import report_open
+from tpuswarm.train.process.atomic import partial_path
 
 FORMAT = "tpuswarm torch 2"
 Group = Literal["params", "buffers", "constants"]
@@ -156,8 +157,9 @@ def write(path: Path, exported: ExportedModule) -> None:
         "evaluate": _encode_graph(exported.evaluate),
     }
     stored = {name: np.ascontiguousarray(array) for name, array in arrays.items() if name not in shapes}
-    save_file(stored, path, {"tpuswarm": json.dumps(header)})
-    Path(path).chmod(0o644)  # safetensors makes files private, but another user may train
+    save_file(stored, partial_path(path), {"tpuswarm": json.dumps(header)})
+    partial_path(path).chmod(0o644)  # safetensors makes files private, but another user may train
+    partial_path(path).replace(path)
 
 
 def zeros_without_memory(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -80,15 +80,10 @@ def test_trace_without_a_file_is_reported(swarm, files, problem, reported):
     assert swarm.send(files, 0, problem) == f"the trace of m1 {reported}; training continues without it"
 
 
-def test_full_disk_leaves_nothing_of_a_trace(swarm, monkeypatch):
-    write = module.Path.write_bytes
-
-    def write_to_full_disk(path, data):
-        write(path, data[:1])
-        if path.name.endswith(".pb"):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module.Path, "write_bytes", write_to_full_disk)
+def test_full_disk_leaves_nothing_of_a_trace(swarm):
+    part = swarm.folder / TENSORBOARD_FOLDER / "m1" / f"{XPLANE}.part"
+    part.parent.mkdir(parents=True)
+    part.symlink_to("/dev/full")
     swarm.request(3)
     message = swarm.send({"plugins/profile/now/host.trace.json.gz": b"1", XPLANE: b"trace"})
     assert message == "the trace of m1 could not be written: No space left on device; training continues without it"

@@ -19,7 +19,7 @@ def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="power cut"):
         write_atomically(path, "two")
-    assert path.read_text() == "one"
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
 
 
 def test_folder_gets_its_name_once_all_is_in_it(tmp_path):

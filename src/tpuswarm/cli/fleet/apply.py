@@ -16,7 +16,6 @@ from tpuswarm.cli.fleet.progress import FleetProgress
 from tpuswarm.cli.machine.flags import update_pods
 from tpuswarm.cli.machine.setup import set_up_machines, set_up_routers, start_head_keeper
 from tpuswarm.cloud.errors import Denied
-from tpuswarm.cloud.keys import make_key, public_key
 from tpuswarm.cloud.protocol import FLEET_LABEL, Listing, Provider
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.apply.preview import Preview, make_preview
@@ -37,6 +36,7 @@ from tpuswarm.fleet.store import fleets
 from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import is_tf_pod, outdated_pods
+from tpuswarm.remote.own_key import make_key
 from tpuswarm.remote.setup.table import Setup, gather_secrets
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
@@ -72,8 +72,7 @@ def preview_and_confirm(
     if note:
         echo(f"note: {note}", err=True)
     before = document.desired if document else None
-    make_key()
-    desired = adjust(fleets.merge_desired(file, fleet.mark, before, paid, public_key()))
+    desired = adjust(fleets.merge_desired(file, fleet.mark, before, paid, make_key()))
     if keep:
         desired = desired_from_file.with_keeper_home(desired, fleet.bucket)
     desired_from_file.require_same_types(before, desired)

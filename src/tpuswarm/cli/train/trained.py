@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from tpuswarm.config.limits import check_settings
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 from tpuswarm.train.process import platform
-from tpuswarm.train.process.atomic import new_folder, require_new_folder
+from tpuswarm.train.process.atomic import new_folder, require_new_folder, write_atomically
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.recipe import supports
@@ -228,7 +229,9 @@ def _write_pictures(pictures: Iterator["np.ndarray"], out: Path) -> None:
     first, *rest = (Image.fromarray(picture) for picture in pictures)
     film: dict[str, Any] = {"save_all": True, "append_images": rest, "duration": FRAME_MS, "loop": 0} if rest else {}
     try:
-        first.save(out, **film)
+        file = BytesIO()
+        first.save(file, Image.registered_extensions()[out.suffix.lower()], **film)
+        write_atomically(out, file.getvalue())
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.strerror or error}") from error
 
@@ -239,7 +242,9 @@ def _write_code(w_D: "np.ndarray", out: Path) -> Path:
 
     path = out.with_suffix(".npy")
     try:
-        np.save(path, w_D)
+        file = BytesIO()
+        np.save(file, w_D)
+        write_atomically(path, file.getvalue())
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
     return path

@@ -17,7 +17,7 @@ from typing import IO, Any
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.rehearsal.machines.processes import MACHINE_VARIABLE
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.process.atomic import partial_path
+from tpuswarm.train.process.atomic import create_atomically, partial_path
 from tpuswarm.train.storage.connection import LOCAL_TOKEN
 
 FOLDER_VARIABLE = "TPUSWARM_REHEARSAL"
@@ -47,13 +47,7 @@ class CloudFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
         if not self.token_file.exists():
-            new = self.token_file.with_suffix(f".{secrets.token_hex(8)}")
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(f"rehearsal-{secrets.token_urlsafe(32)}")
-            with suppress(FileExistsError):  # another process made one first
-                os.link(new, self.token_file)
-            new.unlink()
+            create_atomically(self.token_file, f"rehearsal-{secrets.token_urlsafe(32)}")
 
     def token(self) -> str:
         """Return the token of every request. Raises RunFailed if others may read it."""

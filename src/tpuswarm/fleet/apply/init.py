@@ -14,9 +14,9 @@ from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import Denied, Taken
 from tpuswarm.cloud.google import firewall
 from tpuswarm.cloud.google.project import APIS, BILLING_API
-from tpuswarm.cloud.keys import key_file, make_key, public_key
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
+from tpuswarm.remote.own_key import find_key, key_file, make_key
 from tpuswarm.train.process.atomic import write_atomically
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
 
 def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
     """Return what exists; without billing, the cloud shows no resources."""
-    state = ProjectState(project.apis(), key=public_key() is not None, file=plan.file.exists())
+    state = ProjectState(project.apis(), key=find_key() is not None, file=plan.file.exists())
     billing = project.billing() if BILLING_API in state.apis else None
     if billing is None:
         return state

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.keys import key_file, make_key, public_key
 from tpuswarm.cloud.protocol import Listing, Machine, Provider, VmSpec
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.names import by_number
@@ -29,6 +28,7 @@ from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import machine_exports
 from tpuswarm.remote.host import Host, openssh_command
 from tpuswarm.remote.known_hosts import KnownHosts
+from tpuswarm.remote.own_key import key_file, make_key, public_key
 from tpuswarm.train.process.atomic import write_atomically
 
 HOST_KEYS_PATH = "hostkeys/"
@@ -205,9 +205,7 @@ class Routes:
         Admitted machines are recorded: an interrupted command continues the next time, and a machine that was being
         created receives the key when it is ready.
         """
-        make_key()
-        key = public_key()
-        assert key is not None
+        key = make_key()
 
         def add_key(found: Document | None) -> Document:
             if found is None:

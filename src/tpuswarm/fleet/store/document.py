@@ -27,6 +27,7 @@ from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.decide.spending import Spending
 from tpuswarm.fleet.decide.traffic import Traffic
+from tpuswarm.train.process.atomic import create_atomically, write_atomically
 from tpuswarm.train.process.computer import is_process_alive
 
 FORMAT = 1
@@ -189,19 +190,12 @@ class LocalBucket:
             raise Unreachable(f"{file} cannot be written: {error.strerror}") from error
 
     def _write(self, file: Path, path: str, data: bytes, generation: int) -> int:
-        from tpuswarm.train.process.atomic import fsync_path, partial_path
-
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):
             stored = self.read(path)
             if (stored.generation if stored else 0) != generation:
                 raise Changed(f"{file} was written by another process meanwhile")
-            with partial_path(file).open("wb") as new:
-                new.write(b"%d\n" % (generation + 1) + data)
-                new.flush()
-                os.fsync(new.fileno())
-            partial_path(file).replace(file)
-            fsync_path(file.parent)
+            write_atomically(file, b"%d\n" % (generation + 1) + data)
         return generation + 1
 
 
@@ -228,11 +222,7 @@ def state_folder_mark() -> str:
     """Return a random text that identifies the folder: of this user, on this computer."""
     path = state_folder() / "mark"
     if not path.exists():
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(secrets.token_hex(16))
-        with suppress(FileExistsError):  # another process was first
-            os.link(temporary, path)
-        temporary.unlink()
+        create_atomically(path, secrets.token_hex(16))
     return path.read_text()
 
 

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from tpuswarm.config.toml_file import Name, StrictTable, match_pattern
 from tpuswarm.errors import InputError
+from tpuswarm.train.process.atomic import write_atomically
 
 Variable = Annotated[str, match_pattern(r"[A-Za-z_]\w*", "the name of an environment variable")]
 Folder = Annotated[str, match_pattern(r"/[\w./-]*\w", "an absolute path of letters, digits and ./_-")]
@@ -91,9 +92,5 @@ def gather_secrets(file: Path, names: Sequence[str], environment: Mapping[str, s
         file.unlink(missing_ok=True)
     elif values != saved:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.new")
-        new.unlink(missing_ok=True)
-        new.touch(0o600)
-        new.write_text(json.dumps(values), encoding="utf-8")
-        new.replace(file)
+        write_atomically(file, json.dumps(values), 0o600)
     return values

@@ -5,6 +5,7 @@ import secrets
 from pathlib import Path
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.train.process.atomic import write_atomically
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -41,10 +42,7 @@ def use_token(path: Path) -> None:
     """Have Ray sign its calls with the secret in a file, which is created if missing."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        part.rename(path)
+        write_atomically(path, secrets.token_hex(32), 0o600)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence
 

@@ -16,6 +16,7 @@ from tpuswarm.train.look.profile import (
     TraceRequest,
     take_request,
 )
+from tpuswarm.train.process.atomic import write_atomically
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class TraceCollector:
                 path = folder / relative
                 path.parent.mkdir(parents=True, exist_ok=True)
                 written.append(path)
-                path.write_bytes(data)
+                write_atomically(path, bytes(data))
         except OSError as error:
             problem = f"could not be written: {error.strerror}"
             for path in written:  # a partial trace cannot be opened

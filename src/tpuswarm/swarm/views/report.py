@@ -67,7 +67,7 @@ def write_report(folder: Path) -> Path:
     """
     commits, events, run = overview(Store(folder)), list(read_rows(folder / EVENTS)), read_run(folder)
     picture = loss_picture(read_rows(folder / METRICS), run.unit)
-    (folder / "loss.png").write_bytes(picture)
+    write_atomically(folder / "loss.png", picture)
     config = read_config(folder)
     spans, marks, seconds = incarnation_spans(events)
     sections = [

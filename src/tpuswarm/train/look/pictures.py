@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import writing
 
 FOLDER = "pictures"
@@ -24,7 +25,9 @@ def write_picture(folder: Path, name: str, picture: np.ndarray) -> None:
         from matplotlib.image import imsave  # takes half a second
 
         path.parent.mkdir(exist_ok=True)
-        imsave(path, picture)
+        file = BytesIO()
+        imsave(file, picture, format="png")
+        write_atomically(path, file.getvalue())
 
 
 def to_picture(figure: Any) -> np.ndarray:

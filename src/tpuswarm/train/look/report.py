@@ -19,6 +19,7 @@ from matplotlib.ticker import EngFormatter
 from tpuswarm.config.formatting import format_figure, token_unit
 from tpuswarm.train.diagnose.phases import summary_rows
 from tpuswarm.train.look.pictures import read_pictures
+from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import EVENTS, METRICS, SAMPLE_EVENT, read_config, read_rows
 from tpuswarm.train.run.listing import missing_rows
 
@@ -45,7 +46,7 @@ def write_report(folder: Path) -> Path:
     evaluations = [row for row in metrics if "eval_loss" in row]
     config, events = read_config(folder), list(read_rows(folder / EVENTS))
     picture = draw_loss_picture(updates, evaluations, token_unit(config["chosen"]["tokens_per_row"]))
-    (folder / "loss.png").write_bytes(picture)
+    write_atomically(folder / "loss.png", picture)
     gaps = [("missing", missing)] if (missing := missing_rows(folder)) else []
     sections = [
         ("", facts_table([*history_facts(events), *_facts(config, updates, evaluations), *gaps])),
@@ -56,7 +57,7 @@ def write_report(folder: Path) -> Path:
         configuration_section(config),
     ]
     path = folder / "report.html"
-    path.write_text(html_page(f"{config['recipe']['name']} · {folder.name}", sections), encoding="utf-8")
+    write_atomically(path, html_page(f"{config['recipe']['name']} · {folder.name}", sections))
     return path
 
 

@@ -2,10 +2,11 @@
 
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tpuswarm.errors import InputError
@@ -13,14 +14,36 @@ from tpuswarm.errors import InputError
 URL_AS_PATH = re.compile(r"\w+:/")
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Create or replace a file."""
-    with partial_path(path).open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial_path(path).replace(path)
-    fsync_path(path.parent)
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Create or replace a file; `mode` is subject to the umask."""
+    with _new_file(partial_path(path), path, content, mode) as part:
+        part.replace(path)
+
+
+def create_atomically(path: Path, content: str | bytes) -> None:
+    """Create a file that only its owner may read, unless it exists; of several processes the first one wins."""
+    with _new_file(path.with_name(f"{path.name}.{secrets.token_hex(8)}.part"), path, content, 0o600) as part:
+        with suppress(FileExistsError):
+            os.link(part, path)
+        part.unlink()
+
+
+@contextmanager
+def _new_file(part: Path, path: Path, content: str | bytes, mode: int) -> Iterator[Path]:
+    """Yield the complete temporary file of `path`, which the caller puts in place; remove it after an error."""
+    try:
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield part
+        fsync_path(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        if error.errno:  # a full disk names no file
+            error.filename = error.filename or str(path)
+        raise
 
 
 def partial_path(path: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 import asyncssh
 
 from tpuswarm.cloud.rehearsal.machines.root import SSH_PORT, Root
+from tpuswarm.train.process.atomic import write_atomically
 
 Keys = Callable[[], str]
 """Returns the metadata value `ssh-keys`: lines `USER:KEY`."""
@@ -27,8 +28,7 @@ DRAIN_TIMEOUT_S = 5.0
 def host_key(root: Root) -> asyncssh.SSHKey:
     if not root.host_key.exists():
         key = asyncssh.generate_private_key("ssh-ed25519")
-        root.host_key.touch(0o600)
-        root.host_key.write_bytes(key.export_private_key())
+        write_atomically(root.host_key, key.export_private_key(), 0o600)
     return asyncssh.read_private_key(str(root.host_key))
 
 

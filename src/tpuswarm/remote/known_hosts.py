@@ -1,11 +1,10 @@
 """Store SSH host keys in a file that OpenSSH reads too."""
 
-import fcntl
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.locks import locked
 
 
 class KnownHosts:
@@ -28,9 +27,7 @@ class KnownHosts:
     def add(self, new: Mapping[str, Iterable[str]], listed: Iterable[str] | None = None) -> dict[str, tuple[str, ...]]:
         """Add keys of unknown aliases and return all. `listed`: delete every other alias; None: delete none."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.path.with_name(f".{self.path.name}.lock"), "set XDG_STATE_HOME to a folder on a local disk"):
             before = self.keys()
             keys = {alias: tuple(values) for alias, values in new.items() if values} | before
             if listed is not None:
@@ -39,6 +36,4 @@ class KnownHosts:
             if keys != before:
                 lines = (f"{alias} {key}\n" for alias, values in keys.items() for key in values)
                 write_atomically(self.path, "".join(lines))
-        finally:
-            os.close(lock)
         return keys

@@ -18,6 +18,7 @@ from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.rehearsal.machines.processes import MACHINE_VARIABLE
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import create_atomically, partial_path
+from tpuswarm.train.process.locks import read_lock_holder
 from tpuswarm.train.storage.connection import LOCAL_TOKEN
 
 FOLDER_VARIABLE = "TPUSWARM_REHEARSAL"
@@ -99,12 +100,7 @@ def find_running(folder: CloudFolder) -> Endpoints | None:
 
 def is_running(folder: CloudFolder) -> bool:
     """Return whether the server that wrote the folder's address is running."""
-    with suppress(FileNotFoundError), folder.address.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return read_lock_holder(folder.address) is not None
 
 
 def stop(folder: CloudFolder) -> bool:

@@ -4,7 +4,6 @@ It ends with SIGTERM, with its folder, or with the process in $TPUSWARM_REHEARSA
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import resource
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.connect import CloudFolder
+from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE, CloudFolder
 from tpuswarm.cloud.rehearsal.control import Control
 from tpuswarm.cloud.rehearsal.machines.folders import Folders
 from tpuswarm.cloud.rehearsal.machines.machines import Backend, Machines
@@ -29,6 +28,7 @@ from tpuswarm.cloud.rehearsal.wire import rpc
 from tpuswarm.cloud.rehearsal.wire.application import application
 from tpuswarm.cloud.rehearsal.wire.http import Guard, HttpServer
 from tpuswarm.errors import RunFailed, TpuswarmError
+from tpuswarm.train.process.locks import lock
 
 OWNER_VARIABLE = "TPUSWARM_REHEARSAL_OWNER"
 OWNER_CHECK_INTERVAL_S = 2.0
@@ -126,13 +126,12 @@ def main(folder_path: str, make_backend: MakeBackend = Folders, network: str | N
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     if sys.version_info < (3, 12):  # otherwise a thread waits for each process
         asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
-    with folder.lock.open("w") as lock:
+    with folder.lock.open("w") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return 0
-        try:
+            lock(file, f"set {FOLDER_VARIABLE} to a folder on a local disk")
             asyncio.run(serve(folder, make_backend, network))
+        except BlockingIOError:  # another process serves
+            return 0
         except (TpuswarmError, OSError) as error:
             sys.stderr.write(f"error: {error}\n")
             return 1

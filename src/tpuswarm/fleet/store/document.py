@@ -8,8 +8,8 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from tpuswarm.fleet.decide.spending import Spending
 from tpuswarm.fleet.decide.traffic import Traffic
 from tpuswarm.train.process.atomic import create_atomically, write_atomically
 from tpuswarm.train.process.computer import is_process_alive
+from tpuswarm.train.process.locks import locked
 
 FORMAT = 1
 MAX_EVENTS, MAX_ENDED_JOBS = 200, 200
@@ -191,21 +192,12 @@ class LocalBucket:
 
     def _write(self, file: Path, path: str, data: bytes, generation: int) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file.with_suffix(".lock")):
+        with locked(file.with_suffix(".lock"), "set XDG_STATE_HOME to a folder on a local disk"):
             stored = self.read(path)
             if (stored.generation if stored else 0) != generation:
                 raise Changed(f"{file} was written by another process meanwhile")
             write_atomically(file, b"%d\n" % (generation + 1) + data)
         return generation + 1
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    import fcntl
-
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def state_folder() -> Path:

@@ -1,6 +1,5 @@
 """Identify this computer and its processes; several computers may share a host name."""
 
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -12,17 +11,6 @@ def computer_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # not Linux
         return ""
-
-
-def read_lock_holder(path: Path) -> str | None:
-    """Return the text that the holder of a file lock wrote into it; None without a holder."""
-    if path.exists():
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip()
-    return None
 
 
 def is_process_alive(computer: str, pid: int) -> bool | None:

@@ -1,7 +1,6 @@
 """Read and write a run directory: configuration, metrics, events, and the lock of the process that trains it."""
 
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.toml_file import read_toml
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.computer import read_lock_holder
+from tpuswarm.train.process.locks import lock, read_lock_holder
 from tpuswarm.train.run import schema
 from tpuswarm.train.storage.folders import LOCK, ORIGIN, origin, shown
 from tpuswarm.train.storage.sync import RunSync, owner_elsewhere
@@ -42,7 +41,8 @@ class Run:
     def __init__(self, folder: Path | None, name: str = ""):
         """Lock the directory, or a new one in ./runs for a recipe's `name`; update the copy of a run in a bucket.
 
-        Raises InputError if a living process holds it, naming its pid, and if files are missing.
+        Raises InputError if a living process holds it, naming its pid, if its file system has no locks, and if files
+        are missing.
         """
         place = folder or RUNS
         try:
@@ -57,13 +57,18 @@ class Run:
             raise InputError(
                 f"{place} cannot be a run directory: {where}{error.strerror}; use another --run"
             ) from error
-        if not self._try_lock():
+        self._metrics: Any = None
+        self._sync: RunSync | None = None
+        try:
+            is_locked = self._try_lock()
+        except InputError:
+            self.abandon()
+            raise
+        if not is_locked:
             raise _in_use(folder, holder_pid(folder))
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
-        self._metrics: Any = None
-        self._sync: RunSync | None = None
         if origin(folder):
             try:
                 sync = RunSync(folder)
@@ -77,7 +82,7 @@ class Run:
     def _try_lock(self) -> bool:
         for _ in range(5):  # `status` holds a shared lock for a moment
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(self._lock, "use another --run, on a local disk")
                 return True
             except BlockingIOError:
                 time.sleep(0.1)

@@ -5,7 +5,6 @@ with one change of the run's record, so readers see the whole upload or nothing.
 here: swarm/storage/store.py writes them to the bucket first. Secrets never leave the disk.
 """
 
-import fcntl
 import json
 import os
 import secrets
@@ -20,7 +19,7 @@ from typing import TypeVar
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.computer import read_lock_holder
+from tpuswarm.train.process.locks import locked, read_lock_holder
 from tpuswarm.train.storage.bucket import Bucket, BucketFailed, Unreachable
 from tpuswarm.train.storage.connection import MAX_CONNECTIONS
 from tpuswarm.train.storage.folders import (
@@ -396,7 +395,6 @@ class RunCopy:
 
     @contextmanager
     def _lock_download(self) -> Iterator[None]:
-        with (self.folder / PULLING).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.folder / PULLING, "set TPUSWARM_CACHE to a folder on a local disk"):
             self._index = read_index(self.folder)
             yield

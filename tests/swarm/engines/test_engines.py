@@ -185,6 +185,30 @@ def test_failed_start_is_reported(open_ray, errors, address, words):
     assert len(open_ray.made) == len(errors)
 
 
+def test_full_disk_of_rays_folder_is_reported_before_ray_starts(on_small_disk):
+    script = """
+import os, subprocess, sys
+from pathlib import Path
+from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.engines import node, opening
+from tpuswarm.swarm.engines.variables import private_folder
+subprocess.run(["mount", "--bind", sys.argv[1], private_folder()], check=True)
+for start in (
+    lambda: opening.open_ray(None, 2**20, None, False),
+    lambda: node.be_node("127.0.0.1:1", Path(sys.argv[1]) / "token", None, {}, str),
+):
+    try:
+        start()
+    except RunFailed as error:
+        print(error)
+"""
+    found = on_small_disk(script)
+    assert len(found) == 2
+    for sentence in found:
+        assert f"in {private_folder().with_name('tpuswarm-0')} for sockets and logs" in sentence
+        assert sentence.endswith("but only 4 MiB are free: make room on that disk")
+
+
 def test_call_is_awaited_as_long_as_its_payload_needs():
     state = 6 * 10**9
 

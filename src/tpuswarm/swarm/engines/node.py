@@ -25,6 +25,7 @@ from tpuswarm.swarm.engines.variables import (
     MIN_STORE_BYTES,
     NAMED,
     private_folder,
+    require_room,
     use_token,
 )
 from tpuswarm.train.process.stop import StopSignals
@@ -134,6 +135,7 @@ def _run_node(
     for old in parent.iterdir():
         if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
             shutil.rmtree(old, ignore_errors=True)  # its node was killed
+    require_room(MIN_STORE_BYTES)
     with tempfile.TemporaryFile("w+") as output:
         node = _start(address, parent, name, environment, output.fileno(), ports)
         folder = parent / str(node.pid)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tpuswarm.errors import InputError, RunFailed, first_line
 from tpuswarm.swarm.engines.ports import Ports
-from tpuswarm.swarm.engines.variables import ENVIRONMENT, private_folder
+from tpuswarm.swarm.engines.variables import ENVIRONMENT, private_folder, require_room
 from tpuswarm.train.process.stop import defer_interrupts
 
 os.environ |= ENVIRONMENT  # Ray reads these while it is imported
@@ -35,13 +35,15 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
     os.environ |= ENVIRONMENT  # for Ray's processes
     own: dict[str, Any] = {}
     if address is None:
+        sessions = _sessions()
+        require_room(store_bytes)
         own = {
             "include_dashboard": dashboard,
             "dashboard_host": LOOPBACK,
             "object_store_memory": store_bytes,
             "num_cpus": _processors(ports),
             "num_gpus": 0,
-            "_temp_dir": str(_sessions()),
+            "_temp_dir": str(sessions),
             "_metrics_export_port": ports.port_of("metrics") if ports else None,
         }
     start = partial(_start_ray, address or "local", ports, own)

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 from tpuswarm.errors import RunFailed
@@ -26,6 +27,8 @@ COMPILED = "TPUSWARM_COMPILED"
 """Variable with the bucket URL of compiled programs that the machines of a run share."""
 BATCH = "TPUSWARM_BATCH"
 """Variable with the rows of a step of a machine that joined, if not the run's."""
+MIN_FREE_BYTES = 2**26
+"""Room for Ray's sockets and logs."""
 MIN_STORE_BYTES = 2**28
 """Minimum size of Ray's object store. Payloads pass through it; larger ones go through the disk."""
 
@@ -55,3 +58,18 @@ def private_folder() -> Path:
         raise RunFailed(f"{parent} belongs to another user, and Ray's sockets should lie there; remove it")
     parent.chmod(0o700)
     return parent
+
+
+def require_room(store: int) -> None:
+    """Raise RunFailed if the disk of Ray's folder is too full; Ray would wait for files that it cannot write.
+
+    store: bytes of Ray's object store, which lies in that folder if /dev/shm is too small.
+    """
+    folder, shared_memory, needed, reason = private_folder(), Path("/dev/shm"), MIN_FREE_BYTES, "sockets and logs"
+    if not shared_memory.exists() or shutil.disk_usage(shared_memory).free < store:
+        needed, reason = needed + store, f"{reason}, and messages, for which /dev/shm is too small"
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise RunFailed(
+            f"Ray needs {needed / 2**20:.0f} MiB in {folder} for {reason}, but only {free / 2**20:.0f} MiB are free: "
+            "make room on that disk"
+        )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def serve_web(answer: Callable[[str, Mapping[str, str]], tuple[int, bytes]]) -> Iterator[str]:
-    """Answer GET requests, of a path and headers, with a status and a body; yield HOST:PORT."""
+    """Answer GET and POST requests, of a path and headers, with a status and a body; yield HOST:PORT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -20,6 +20,9 @@ def serve_web(answer: Callable[[str, Mapping[str, str]], tuple[int, bytes]]) -> 
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
 
         def log_message(self, *arguments: object) -> None:
             pass

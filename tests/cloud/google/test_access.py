@@ -8,12 +8,14 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from google.api_core import exceptions as api
 from google.auth.credentials import Credentials
 
 from tests.cloud.google.conftest import spec
 from tests.web import serve_web
-from tpuswarm.cloud.errors import CloudError, NotSignedIn, Unreachable
+from tpuswarm.cloud.errors import CloudError, Denied, NotFound, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import access, buckets
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
@@ -167,3 +169,46 @@ def test_rejected_token_is_renewed_once():
         tokens = iter(["older"])
         with pytest.raises(NotSignedIn, match="ended; sign in"):
             google.get("asking", f"http://{host}/it")
+
+
+ACCOUNT = "robot@other-project.iam.gserviceaccount.com"
+
+
+@pytest.fixture
+def expired_key(gcloud_folder, tmp_path, monkeypatch):
+    """The file of a service account's key, named by GOOGLE_APPLICATION_CREDENTIALS, that Google does not take."""
+    private = rsa.generate_private_key(65537, 2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    refusal = b'{"error": "invalid_grant", "error_description": "Invalid JWT Signature."}'
+    with serve_web(lambda path, headers: (400, refusal)) as host:
+        about = {"type": "service_account", "client_email": ACCOUNT, "token_uri": f"http://{host}/token"}
+        path = tmp_path / "key.json"
+        path.write_text(json.dumps({**about, "private_key": private.decode(), "private_key_id": "k"}))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+        bucket.connect.cache_clear()
+        yield path
+        bucket.connect.cache_clear()
+
+
+def test_expired_key_is_named_with_its_variable(expired_key):
+    place = rf"; the credentials of {ACCOUNT} are from {expired_key}, which GOOGLE_APPLICATION_CREDENTIALS names; "
+    way_out = r"replace that file, or `unset GOOGLE_APPLICATION_CREDENTIALS` and sign in with `gcloud auth application-"
+    with pytest.raises(NotSignedIn, match=rf"\(invalid_grant: Invalid JWT Signature\){place}{way_out}"):
+        GoogleProvider(Access("p")).types("us-central1-f")
+    with pytest.raises(bucket.BucketFailed, match=f"Invalid JWT Signature.*{place}{way_out}"):
+        bucket.Bucket("gs://mine/run").read("o")
+    expired_key.write_text(expired_key.read_text()[:100])
+    with pytest.raises(NotSignedIn, match=f"the credentials are from {expired_key}, which .*; {way_out}"):
+        GoogleProvider(Access("p")).types("us-central1-f")
+
+
+def test_wrong_account_and_project_are_named_with_their_origin(expired_key, monkeypatch):
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "mistyped")
+    google = Access()
+    google.credentials = Mock(valid=True)
+    origin = "; project mistyped is from the variable GOOGLE_CLOUD_PROJECT; "
+    with pytest.raises(Denied, match=f"of {ACCOUNT} are from {expired_key}, .*{origin}.*=serviceAccount:{ACCOUNT} "):
+        google.call_once("asking", Mock(side_effect=api.Forbidden("Permission 'tpu.nodes.list' denied")))
+    with pytest.raises(NotFound, match=f"{origin}`gcloud projects list` names yours"):
+        google.call_once("asking", Mock(side_effect=api.NotFound("Resource 'projects/mistyped' was not found")))

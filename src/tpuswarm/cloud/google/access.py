@@ -11,7 +11,8 @@ from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.google.answers import answer_from_json, to_cloud_error
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.failures import cloud_error_for
-from tpuswarm.cloud.google.settings import find_project
+from tpuswarm.cloud.google.settings import find_project, gcloud_account, project_note
+from tpuswarm.train.storage.credentials import UsedCredentials, used_credentials
 
 if TYPE_CHECKING:
     from google.cloud import tpu_v2
@@ -51,7 +52,7 @@ class Access:
         try:
             return find_credentials(self.project)
         except Exception as error:
-            raise to_cloud_error(error, "signing in", self.project) or error from error
+            raise to_cloud_error(error, "signing in", self.project, *self._origin()) or error from error
 
     @functools.cached_property
     def tpu(self) -> "tpu_v2.TpuClient":
@@ -99,11 +100,18 @@ class Access:
         except CloudError:
             raise
         except _Refused as refused:
-            raise cloud_error_for(answer_from_json(refused.body, refused.status), doing, self.project) from refused
+            answer = answer_from_json(refused.body, refused.status)
+            raise cloud_error_for(answer, doing, self.project, *self._origin()) from refused
         except Exception as error:
-            if cloud_error := to_cloud_error(error, doing, self.project):
+            if cloud_error := to_cloud_error(error, doing, self.project, *self._origin()):
                 raise cloud_error from error
             raise
+
+    def _origin(self) -> tuple[UsedCredentials, str]:
+        """Return where credentials and project come from, for errors; at `endpoints` nothing."""
+        if self.endpoints:
+            return UsedCredentials(), ""
+        return used_credentials(gcloud_account()), project_note(self.project)
 
     def get(self, doing: str, url: str, **query: str) -> dict[str, Any]:
         """GET JSON from a REST API, with retries."""

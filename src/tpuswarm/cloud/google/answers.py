@@ -5,23 +5,33 @@ from contextlib import suppress
 from typing import Any
 
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.google.failures import CODES_BY_STATUS, Answer, cloud_error_for, sign_in_error, unreachable_error
+from tpuswarm.cloud.google.failures import (
+    CODES_BY_STATUS,
+    NO_CREDENTIALS,
+    Answer,
+    cloud_error_for,
+    sign_in_error,
+    unreachable_error,
+)
+from tpuswarm.train.storage.credentials import UsedCredentials
 
 
-def to_cloud_error(error: Exception, doing: str, project: str) -> CloudError | None:
+def to_cloud_error(
+    error: Exception, doing: str, project: str, used: UsedCredentials = NO_CREDENTIALS, project_note: str = ""
+) -> CloudError | None:
     """Return our error for an exception of Google's libraries; None for any other exception."""
     import requests
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
     if isinstance(error, api.RetryError) and isinstance(error.cause, Exception):
-        return to_cloud_error(error.cause, doing, project)
+        return to_cloud_error(error.cause, doing, project, used, project_note)
     if isinstance(error, api.GoogleAPICallError):
-        return cloud_error_for(answer_from_call(error), doing, project)
+        return cloud_error_for(answer_from_call(error), doing, project, used, project_note)
     if isinstance(error, auth.TransportError | requests.RequestException | api.RetryError):
         return unreachable_error(error, doing)
     if isinstance(error, auth.GoogleAuthError):
-        return sign_in_error(error)
+        return sign_in_error(error, used)
     return None
 
 

@@ -16,8 +16,8 @@ from tpuswarm.cloud.errors import (
     Taken,
     Unreachable,
 )
+from tpuswarm.train.storage.credentials import UsedCredentials
 
-SIGN_IN = "`gcloud auth application-default login`"
 ROLES = {
     "tpu.": "roles/tpu.admin",
     "compute.firewalls.": "roles/compute.securityAdmin",
@@ -82,12 +82,20 @@ class Answer:
     """From QuotaFailure; empty if it names no quota, None if there is none."""
 
 
-def cloud_error_for(answer: Answer, doing: str, project: str) -> CloudError:
-    """Return our error, with the action (`doing`), Google's message and the way out."""
+NO_CREDENTIALS = UsedCredentials()
+
+
+def cloud_error_for(
+    answer: Answer, doing: str, project: str, used: UsedCredentials = NO_CREDENTIALS, project_note: str = ""
+) -> CloudError:
+    """Return our error, with the action (`doing`), Google's message and the way out.
+
+    project_note: where the project comes from.
+    """
     text = answer.message.lower()
     message = f"{doing}: {answer.message.strip().rstrip('.')}"
     if answer.code == "UNAUTHENTICATED":
-        return NotSignedIn(f"{message}; sign in with {SIGN_IN}")
+        return NotSignedIn(f"{message}{used.note}; {used.remedy}")
     if answer.code == "CONDITION_NOT_MET":
         return Changed(f"{doing}: somebody else wrote it meanwhile")
     if service := _disabled_api(answer):
@@ -111,7 +119,9 @@ def cloud_error_for(answer: Answer, doing: str, project: str) -> CloudError:
     if _is_stockout(answer):
         return NoCapacity(message)
     if answer.code in ("PERMISSION_DENIED", "forbidden", "SERVICE_ACCOUNT_ACCESS_DENIED"):
-        return _denied_error(answer, message, project)
+        return _denied_error(answer, f"{message}{used.note}{project_note}", project, used)
+    if re.search(rf"projects/{re.escape(project)}\W+(was )?not (be )?found", answer.message):
+        return NotFound(f"{message}{project_note}; `gcloud projects list` names yours")
     return ERRORS_BY_CODE.get(answer.code, Unreachable)(message)
 
 
@@ -122,10 +132,11 @@ def unreachable_error(error: Exception, doing: str) -> CloudError:
     return Unreachable(f"{doing}: cannot reach Google Cloud ({reason}); is this computer online?")
 
 
-def sign_in_error(error: Exception) -> CloudError:
+def sign_in_error(error: Exception, used: UsedCredentials = NO_CREDENTIALS) -> CloudError:
     """Return the error for missing or expired credentials."""
-    first = re.split(r"\n|\. ", str(error))[0].strip().rstrip(".") or type(error).__name__
-    return NotSignedIn(f"not signed in to Google Cloud ({first}); sign in with {SIGN_IN}")
+    text = str(error.args[0] if error.args else "")
+    first = re.split(r"\n|\. ", text)[0].strip().rstrip(".") or type(error).__name__
+    return NotSignedIn(f"not signed in to Google Cloud ({first}){used.note}; {used.remedy}")
 
 
 def _disabled_api(answer: Answer) -> str | None:
@@ -184,9 +195,9 @@ def _is_stockout(answer: Answer) -> bool:
     return answer.code.startswith(codes) or any(phrase in answer.message.lower() for phrase in phrases)
 
 
-def _denied_error(answer: Answer, message: str, project: str) -> Denied:
+def _denied_error(answer: Answer, message: str, project: str, used: UsedCredentials) -> Denied:
     if "insufficient authentication scopes" in answer.message.lower() or "SCOPE" in answer.reason:
-        return Denied(f"{message}; the credentials lack a scope: sign in with {SIGN_IN}")
+        return Denied(f"{message}; the credentials lack a scope: {used.remedy}")
     named = re.search(r"(?:permission '([\w.]+)'|'([\w.]+)' permission)", answer.message, re.IGNORECASE)
     permission = answer.metadata.get("permission") or (named[1] or named[2] if named else None)
     if permission is None and "access to service account" in answer.message:
@@ -194,7 +205,8 @@ def _denied_error(answer: Answer, message: str, project: str) -> Denied:
     role = next((role for prefix, role in ROLES.items() if permission and permission.startswith(prefix)), None)
     if permission is None or role is None:
         return Denied(f"{message}; an owner of project {project} can give you the role for it", permission)
-    bind = f"gcloud projects add-iam-policy-binding {project} --member=user:YOU --role={role}"
+    kind = "serviceAccount" if used.account.endswith(".gserviceaccount.com") else "user"
+    bind = f"gcloud projects add-iam-policy-binding {project} --member={kind}:{used.account or 'YOU'} --role={role}"
     return Denied(
         f"{message}; you need {permission}, which the role {role} has; an owner of the project grants it: `{bind}`",
         permission,

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.storage.credentials import gcloud_folder
 
 VARIABLES = {
     "core/project": ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"),
@@ -33,9 +34,11 @@ def gcloud_account() -> str | None:
     return _read_gcloud_property("core/account")
 
 
-def gcloud_folder() -> Path:
-    """Return the folder of gcloud's configuration and credentials."""
-    return Path(os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud")
+def project_note(project: str) -> str:
+    """Return where a project comes from, as text that continues an error; empty if the user named it."""
+    variables = [f"the variable {name}" for name in VARIABLES["core/project"] if os.environ.get(name) == project]
+    gcloud = ["gcloud's configuration"] if _read_gcloud_property("core/project") == project else []
+    return f"; project {project} is from {place}" if (place := next(iter(variables + gcloud), None)) else ""
 
 
 def _read_setting(name: str) -> str | None:

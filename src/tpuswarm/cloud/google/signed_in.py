@@ -13,7 +13,8 @@ from google.auth.exceptions import RefreshError
 from google.oauth2.credentials import Credentials
 
 from tpuswarm.cloud.google.nodes import SCOPE
-from tpuswarm.cloud.google.settings import gcloud_account, gcloud_folder
+from tpuswarm.cloud.google.settings import gcloud_account
+from tpuswarm.train.storage.credentials import KEY_VARIABLE, default_file, read_credentials
 
 GCLOUD_TIMEOUT_S = 60.0
 
@@ -23,11 +24,11 @@ def find_credentials(project: str) -> Any:
 
     Raises google.auth.exceptions.GoogleAuthError.
     """
-    path = gcloud_folder() / "application_default_credentials.json"
-    if not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+    path = default_file()
+    if not os.environ.get(KEY_VARIABLE):
         if not path.exists() and gcloud_account() and shutil.which("gcloud"):
             return GcloudCredentials()  # type: ignore[no-untyped-call]
-        if path.exists() and json.loads(path.read_text(encoding="utf-8")).get("type") == "authorized_user":
+        if path.exists() and read_credentials(path).get("type") == "authorized_user":
             # Like google.auth.default(), without its second or two for running gcloud.
             user = Credentials.from_authorized_user_file(str(path), [SCOPE])  # type: ignore[no-untyped-call]
             return user if user.quota_project_id else user.with_quota_project(project)

@@ -11,9 +11,9 @@ from tpuswarm.catalog import find, generations, machines
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import firewall
-from tpuswarm.cloud.google.failures import SIGN_IN
 from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.cloud.google.quotas import allowance, quota_units
+from tpuswarm.cloud.google.settings import gcloud_account
 from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts
@@ -21,6 +21,7 @@ from tpuswarm.fleet.decide import money
 from tpuswarm.fleet.spec.checks import read_price
 from tpuswarm.fleet.spec.desired_from_file import list_grants
 from tpuswarm.fleet.spec.file import HeadTable, MachineTable, Pool, SwarmFile
+from tpuswarm.train.storage.credentials import used_credentials
 
 UNLIMITED_COUNT = 10**6
 OPTIONAL_APIS = (BILLING_API, "cloudquotas.googleapis.com")
@@ -101,7 +102,7 @@ def run_checks(
 def _access(facts: ProjectFacts) -> Iterator[Check]:
     error = facts.apis if isinstance(facts.apis, CloudError) else None
     if isinstance(error, NotSignedIn):
-        yield Check("credentials", False, str(error), SIGN_IN.strip("`"))
+        yield Check("credentials", False, str(error), used_credentials(gcloud_account()).remedy)
         return
     if isinstance(error, Unreachable):
         yield Check("credentials", False, str(error), "check the network of this computer and try again")

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.train.storage.connection import SIGN_IN, TIMEOUT_S, Endpoint, connect, default_endpoint, is_transient
+from tpuswarm.train.storage.connection import TIMEOUT_S, Endpoint, connect, default_endpoint, is_transient
+from tpuswarm.train.storage.credentials import UsedCredentials, used_credentials
 
 RETRY_FOR_S = 600.0
 """How long a request is repeated while the bucket does not answer: a run outlives an outage."""
@@ -73,9 +74,11 @@ class Bucket:
         self.url = url.rstrip("/")
         name, _, self._prefix = self.url.partition("://")[2].partition("/")
         try:
-            self._client, self._answers, self._progress = connect(endpoint or default_endpoint())
+            endpoint = endpoint or default_endpoint()
+            self._client, self._answers, self._progress = connect(endpoint)
         except ImportError as error:
             raise InputError(f"{url} needs one more library: pip install 'tpuswarm[gcloud]'") from error
+        self._used = UsedCredentials() if endpoint.address else used_credentials()
         self._host = urlsplit(self._client.api_endpoint).hostname
         self._bucket = self._client.bucket(name)
         self._has_answered = False
@@ -288,9 +291,10 @@ class Bucket:
         if is_transient(error):
             text = f"{self._host} does not answer" if isinstance(error, requests.RequestException) else text
             return Unreachable(f"{self.url}: {doing} failed: {text}; {WAY_OUT}")
-        if isinstance(error, GoogleAuthError) or getattr(error, "code", None) == 401:
-            return BucketFailed(f"{self.url}: not signed in to Google Cloud ({text}); {SIGN_IN}")
-        return BucketFailed(f"{self.url}: {doing} failed: {text}")
+        code, used = getattr(error, "code", None), self._used
+        if isinstance(error, GoogleAuthError) or code == 401:
+            return BucketFailed(f"{self.url}: not signed in to Google Cloud ({text}){used.note}; {used.remedy}")
+        return BucketFailed(f"{self.url}: {doing} failed: {text}{used.note if code == 403 else ''}")
 
 
 def _size(blob: Any) -> int:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.storage.credentials import KEY_VARIABLE, used_credentials
 
 TIMEOUT_S = 5.0, 10.0
 """Time limits of one request: to connect, and between two reads of its answer."""
@@ -16,7 +17,6 @@ RETRIED_CODES = 308, 408, 429, 500, 502, 503, 504
 """Answers after which a request is repeated; 308: a chunk of an upload was not kept."""
 MAX_CONNECTIONS = 16
 BLOCK_BYTES = 2**16
-SIGN_IN = "`gcloud auth application-default login`"
 LOCAL_TOKEN = "STORAGE_EMULATOR_TOKEN"
 """The variable with the token of a local cloud at STORAGE_EMULATOR_HOST."""
 
@@ -128,8 +128,9 @@ def _credentials(is_local: bool) -> Any:
         try:
             return default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])[0]
         except DefaultCredentialsError as error:
-            if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-                raise InputError(f"not signed in to Google Cloud ({error}); {SIGN_IN}") from error
+            if os.environ.get(KEY_VARIABLE):
+                used = used_credentials()
+                raise InputError(f"not signed in to Google Cloud ({error}){used.note}; {used.remedy}") from error
     return AnonymousCredentials()  # type: ignore[no-untyped-call]
 
 

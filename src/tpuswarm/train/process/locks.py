@@ -37,7 +37,7 @@ def locked(path: Path, way_out: str) -> Iterator[None]:
 
 def read_lock_holder(path: Path) -> str | None:
     """Return the text that the holder of a file lock wrote into it; None without a holder."""
-    with suppress(FileNotFoundError), path.open() as file:
+    with suppress(FileNotFoundError, NotADirectoryError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

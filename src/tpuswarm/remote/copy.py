@@ -1,6 +1,6 @@
 """Copy files and folders to and from hosts over SFTP: each file arrives whole, and a broken copy resumes.
 
-A run may train meanwhile: of files that only grow the copy has what they had, and files that are removed are left out.
+A run may train meanwhile: growing files are copied up to their first size, and files that disappear are left out.
 """
 
 import os
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 MAX_PASSES = 5
-"""Through a folder, as long as files in it are removed: a newer checkpoint has replaced them."""
+"""Over a folder in which files disappear, such as those of an old checkpoint."""
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 """On Debian and Ubuntu."""
 OnBytes = Callable[[int], None]

@@ -42,7 +42,7 @@ def find_key() -> str | None:
 
 
 def public_key() -> str | None:
-    """Return the public half as it is stored, without looking at the private one; None: there is none."""
+    """Return the stored public half without checking it against the private one; None: there is none."""
     try:
         return key_file().with_suffix(".pub").read_text(encoding="utf-8").strip() or None
     except (FileNotFoundError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Decompress files, and refuse formats that are no text."""
+"""Decompress files, and refuse formats that are not text."""
 
 import io
 import re
@@ -56,7 +56,7 @@ class _Counted(io.RawIOBase):
 def decompressed(file: Any, name: str, advance: Callable[[int], None] | None, buffer_bytes: int) -> BinaryIO:
     """Return a reader of a file's content, decompressed if it is compressed, whatever its name.
 
-    advance: called with the bytes read from the file. Raise InputError for a format that is no text.
+    advance: called with the bytes read from the file. Raise InputError for a format that is not text.
     """
     reader = io.BufferedReader(_Counted(file, advance or (lambda count: None)), buffer_bytes)
     for compression, magic in COMPRESSIONS.items():

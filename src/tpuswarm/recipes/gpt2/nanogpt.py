@@ -26,7 +26,7 @@ class TokenFiles:
     paths: dict[str, str]
 
     def tokenizer(self, kind: Kind, known: Tokenizer | None) -> Tokenizer:
-        """Return the tokenizer of these tokens. Raise InputError if it is another one than the model's."""
+        """Return the tokenizer of these tokens. Raise InputError if it is not the model's."""
         place = self.text.name
         if META_FILE not in self.paths:
             if known is None or kind != "bpe":

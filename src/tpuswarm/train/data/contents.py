@@ -13,7 +13,7 @@ from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.waiting import waiting
 
 CLOCK_TICK_S = 0.02
-"""Resolution of a file system's clock: a second change within a tick leaves the times as they are."""
+"""Resolution of a file system's clock: a second change within a tick does not change the times."""
 
 
 def stat_identity(found: os.stat_result) -> list[int]:

@@ -65,7 +65,7 @@ class Session:
     lr_scale: float = 1.0
     """Product of the learning-rate factors of hooks."""
     updates_done: int = 0
-    """By all processes before this one, with those that it repeats."""
+    """By all earlier processes, including the updates that this one repeats."""
     save_s: float | None = None
     """How long the restored checkpoint took to save."""
 

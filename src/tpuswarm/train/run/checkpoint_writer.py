@@ -184,9 +184,9 @@ def set_aside(folder: Path, restored: Saved | None) -> None:
 
 @cache
 def _silence_orbax() -> None:
-    """Print nothing about the other writes of a failed save, whose error we raise, for the rest of the process.
+    """Hide what the libraries print about a failed save, for the rest of the process: we raise its error.
 
-    TensorStore reports them to an event loop that Orbax has closed by then.
+    TensorStore reports the other writes to an event loop that Orbax has closed by then.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())

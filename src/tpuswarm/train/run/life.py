@@ -39,7 +39,7 @@ def last_start(folder: Path) -> dict[str, Any]:
 
 
 def updates_done(start: Mapping[str, Any], step: int) -> int:
-    """Return how many updates all processes of a run did, with those that a resumed one repeated.
+    """Return how many updates all processes of a run did, including those repeated after a resume.
 
     start: event of the process that has reached `step`.
     """

@@ -100,7 +100,7 @@ class Status:
     """Steps that all processes did, with those repeated after a resume; None while a process resumes."""
     tokens_done: int | None
     missing_rows: str = ""
-    """Of `missing_rows`, where it was called."""
+    """Result of `missing_rows`; empty where nobody asked for it."""
 
 
 def read_status(folder: Path) -> Status:

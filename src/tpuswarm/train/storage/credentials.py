@@ -10,7 +10,7 @@ SIGN_IN = "`gcloud auth application-default login`"
 
 
 class UsedCredentials(NamedTuple):
-    """Credentials as they are named in errors; by default those of somebody who has none."""
+    """What errors say about the credentials in use; by default there are none."""
 
     remedy: str = f"sign in with {SIGN_IN}"
     place: str = ""

@@ -58,7 +58,7 @@ def _run_metrics(state: State) -> Iterator[Metric]:
     yield _gauge("run_tokens", f"{run.unit.capitalize()} up to this step.", run.tokens)
     yield _gauge("steps_wanted", "Steps of the whole run.", run.steps)
     if run.steps_done is not None and run.tokens_done is not None:
-        yield _counter("steps", "Steps done, also repeated ones; of a swarm whole steps counted.", run.steps_done)
+        yield _counter("steps", "Steps done, including repeated ones; of a swarm whole steps counted.", run.steps_done)
         yield _counter("tokens", f"{run.unit.capitalize()} of these steps; of a swarm those counted.", run.tokens_done)
     yield from _gauge_if_known(
         "tokens_per_second", f"{run.unit.capitalize()} per second, of all members.", run.tokens_per_s

@@ -145,7 +145,7 @@ def test_damaged_download_is_not_kept(server, stored, tmp_path, request_):
     [
         ("400", lambda bucket: bucket.listed(""), "listing it failed: as planned$"),
         ("403", lambda bucket: bucket.put("new", SMALL), "writing new failed: as planned$"),
-        ("401", lambda bucket: bucket.read("there"), r"not signed in to Google Cloud \(Anonymous .*\); `gcloud auth"),
+        ("401", lambda bucket: bucket.read("there"), r"not signed in to Google Cloud \(Anon.*\); sign in with `gcloud"),
     ],
 )
 def test_refusal_is_told_at_once_in_one_sentence(server, stored, code, call, words):

@@ -71,15 +71,23 @@ def blame(failure: str) -> Iterator[None]:
     except TpuswarmError:
         raise
     except (Exception, SystemExit) as error:
-        place = user_line(error)
-        if place is None:
+        if user_line(error) is None:
             raise
-        if isinstance(error, SystemExit):
-            raise InputError(f"{failure}: it ends the program with sys.exit ({place})") from error
-        message = " ".join(str(error).split()) or "no message"
-        is_missing = isinstance(error, ModuleNotFoundError)
-        help_ = f"; install it where tpuswarm is, in {sys.prefix}" if is_missing else ""
-        raise InputError(f"{failure}: {type(error).__name__}: {message[:500]} ({place}){help_}") from error
+        raise InputError(describe_failure(failure, error)) from error
+
+
+def describe_failure(failure: str, error: BaseException) -> str:
+    """Return a sentence about an error, with the user's line if there is one; our own errors are sentences."""
+    if isinstance(error, TpuswarmError):
+        return str(error)
+    line = user_line(error)
+    place = f" ({line})" if line else ""
+    if isinstance(error, SystemExit):
+        return f"{failure}: it ends the program with sys.exit{place}"
+    message = " ".join(str(error).split()) or "no message"
+    is_missing = isinstance(error, ModuleNotFoundError)
+    help_ = f"; install it where tpuswarm is, in {sys.prefix}" if is_missing else ""
+    return f"{failure}: {type(error).__name__}: {message[:500]}{place}{help_}"
 
 
 def user_line(error: BaseException) -> str | None:

@@ -3,18 +3,25 @@
 import importlib.util
 import json
 import os
+import socket
 import struct
-from contextlib import closing
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from unittest import mock
 
+import psutil
 import pytest
 from wandb.proto import wandb_internal_pb2 as messages
 
-from tests.processes import finish, start
+from tests.processes import ROOT, finish, start
 from tests.train import toy
 from tests.waiting import until
-from tpuswarm import InputError, Trainer
+from tpuswarm import Every, InputError, Trainer
 from tpuswarm.train.look.wandb_log import WandbLog
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
 
@@ -82,6 +89,131 @@ def test_all_rows_are_logged_and_a_resumed_run_stays_the_same_run(tmp_path):
     assert event["id"] == again["id"] == run.run_id and "wandb sync" in event["message"]
 
 
+class Server(BaseHTTPRequestHandler):
+    """As much of W&B as its client needs for a run; with a status it refuses, and it hangs once `hangs` is set."""
+
+    status, hangs = 200, threading.Event()
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.hangs.is_set():
+            time.sleep(600)
+        answer = {"errors": [{"message": "permission denied"}]} if self.status != 200 else {}
+        if self.status == 200 and self.path == "/graphql":
+            name = json.loads(body)["variables"].get("name")
+            project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "me"}}
+            bucket = {"id": "b", "name": name, "displayName": "r", "config": "{}", "project": project}
+            files = {"runID": "b", "uploadHeaders": [], "files": []}
+            viewer = {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+            answer["data"] = {
+                "viewer": viewer, "upsertBucket": {"bucket": bucket, "inserted": True}, "createRunFiles": files
+            }  # fmt: skip
+        text = json.dumps(answer).encode()
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_PUT = do_POST  # noqa: N815
+
+    def log_message(self, *given):
+        pass
+
+
+@contextmanager
+def serving(status=200):
+    handler = type("Handler", (Server,), {"status": status, "hangs": threading.Event()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler.hangs
+        server.shutdown()
+
+
+@pytest.fixture
+def online(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # of this process
+
+    def train(url, program=""):
+        """Start a new process, because W&B reads its settings once; it hits its limits after 5 s, not 60."""
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        text = (
+            "import sys\nfrom tests.train import toy\nfrom tpuswarm import Every, Trainer\n"
+            "from tpuswarm.train.look import guarded_logger, wandb_log\n"
+            "guarded_logger.TIMEOUT_S, wandb_log.REPLY_TIMEOUT_S = 5.0, 3.0\n"
+            f"{program or 'hooks = []'}\n"
+            "Trainer(devices=1, wandb='project', hooks=hooks).fit(toy.recipe(), steps=8, batch=8, run='run')\n"
+        )
+        return start(["-c", text], tmp_path, [sys.executable], stdin=subprocess.PIPE)
+
+    return train
+
+
+def logged_steps(folder):
+    return {row["step"] for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")) for row in logged_rows(file)}
+
+
+def notes(folder):
+    return [row["message"] for row in read_rows(folder / EVENTS) if row["event"] == "note"]
+
+
+@pytest.mark.parametrize("kills", [[3], range(1, 9)], ids=["once", "at each step"])
+def test_killed_helper_process_ends_nothing(tmp_path, kills):
+    """An out-of-memory killer does that. Its file lacks its last rows, so the next one repeats them."""
+
+    def kill(step):
+        if step.row["step"] in kills:
+            for process in psutil.Process().children():
+                if process.name().startswith("wandb"):
+                    process.kill()
+
+    trainer = Trainer(devices=1, wandb="project", hooks=[Every(1, kill)])
+    assert trainer.fit(toy.recipe(), steps=8, batch=8, run=tmp_path / "run").ended == "finished"
+    assert [row["step"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row] == list(range(1, 9))
+    first, *others = [note for note in notes(tmp_path / "run") if "W&B" in note]
+    assert "training continues" in first and f"`wandb sync {tmp_path}/run/wandb/*run-*`" in first
+    if len(kills) == 1:
+        assert not others
+        newest = files(tmp_path / "run")[-1]
+        assert {row["step"] for row in logged_rows(newest)} == set(range(1, 9))
+
+
+def test_unreachable_server_costs_no_run(tmp_path, online):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    _, err = finish(online(url))
+    assert "training continues" in err and "wandb sync" in err
+    assert logged_steps(tmp_path / "run") == set(range(1, 9))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_refused_key_or_project_is_wrong_input(tmp_path, online, status):
+    with serving(status) as (url, _):
+        _, err = finish(online(url), 1)
+    assert "InputError: W&B rejected this run: " in err and f"error {status}" in err
+
+
+def test_network_lost_in_the_middle_does_not_keep_a_finished_run(tmp_path, online):
+    program = (
+        "import urllib.request\n"
+        "def cut(step):\n"
+        "    if step.row['step'] == 4: print('cut', flush=True); sys.stdin.readline()\n"
+        "hooks = [Every(1, cut)]"
+    )
+    with serving() as (url, hangs):
+        process = online(url, program)
+        assert process.stdout.readline() == "cut\n"
+        hangs.set()
+        _, err = finish(process)
+    assert "it hung for 5 s" in err and "wandb sync" in err
+    assert logged_steps(tmp_path / "run") == set(range(1, 9))
+
+
 def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'tpuswarm\[wandb\]'"):
@@ -106,10 +238,11 @@ def test_rows_of_a_swarm_are_drawn_by_member_and_evaluations_by_version(tmp_path
         "[chosen]\ntokens_per_row = 1\n[swarm]\nmembers = 2\n"
     )
     log = WandbLog(tmp_path, "project")
+    log.open()
     row = {"step": 1, "tokens": 8, "loss": 2.5, "version": 3}
-    log.write_member({**row, "member": "m0"})
-    log.write_member({**row, "loss": 3.5, "member": "m1"})
-    log.write_member({"step": 1, "tokens": 16, "eval_loss": 2.75, "member": "m0", "version": 3})
+    log.write({**row, "member": "m0"})
+    log.write({**row, "loss": 3.5, "member": "m1"})
+    log.write({"step": 1, "tokens": 16, "eval_loss": 2.75, "member": "m0", "version": 3})
     log.close()
     (file,) = files(tmp_path)
     assert logged_rows(file) == [

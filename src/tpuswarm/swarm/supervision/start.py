@@ -1,8 +1,8 @@
 """`train --members`: prepare a run, then supervise it."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
@@ -34,7 +34,9 @@ from tpuswarm.swarm.views.drawing import About
 from tpuswarm.swarm.views.screen import Screen, auto_screen
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, read_run, read_status, write_status
-from tpuswarm.train.look.outputs import UserLogger, all_loggers
+from tpuswarm.train.look import wandb_log
+from tpuswarm.train.look.guarded_logger import GuardedLogger
+from tpuswarm.train.look.outputs import all_loggers
 from tpuswarm.train.loop.resolve import Resolved, request
 from tpuswarm.train.loop.run_config import run_config
 from tpuswarm.train.process.numerics import run_key
@@ -282,31 +284,22 @@ def _result(run: Run, ended: RunEnd, newest: Record | None) -> SwarmResult:
     return SwarmResult(run.folder, ended, metrics, newest.version if newest else 0, newest.tokens if newest else 0)
 
 
-@contextmanager
-def _logging(
-    run: Run, recipe: Recipe, project: str | None, screen: Screen
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Open the recipe's loggers and W&B; yield a function for metrics rows. Raise InputError if W&B refuses."""
-    with ExitStack() as ends:
-        writers: list[Callable[[dict[str, Any]], None]] = []
-        for logger in map(UserLogger, all_loggers(recipe)):
-            ends.callback(logger.close)
-            writers.append(logger.write)
-        if project is not None:
-            from tpuswarm.train.look import wandb_log
+def _open_loggers(run: Run, recipe: Recipe, project: str | None, screen: Screen) -> list[GuardedLogger]:
+    """Open the recipe's loggers and W&B. Raise InputError if W&B refuses."""
 
-            with waiting("opening W&B"):
-                log = wandb_log.WandbLog(run.folder, project)
-            ends.callback(log.close)
+    def report(message: str) -> None:
+        run.write_event("note", message=message)
+        screen.note(message)
+
+    loggers = all_loggers(recipe, (), report)
+    if project is not None:
+        with waiting("opening W&B"):
+            logger = wandb_log.open_wandb(run.folder, project, report)
+        loggers.append(logger)
+        if log := logger.logger:
             run.write_event(wandb_log.WANDB_EVENT, id=log.id, message=f"W&B: {log.where}")
             screen.note(f"W&B: {log.where}")
-            writers.append(log.write_member)
-
-        def log_row(row: dict[str, Any]) -> None:
-            for write in writers:
-                write(row)
-
-        yield log_row
+    return loggers
 
 
 def _supervise(
@@ -327,13 +320,27 @@ def _supervise(
     for name in (STATUS, REPORT):
         (run.folder / name).unlink(missing_ok=True)  # from an earlier start
     run.write_event("started", message=who, command=command_line())
+    ended: RunEnd | None = None
+
+    def close_logger(logger: GuardedLogger) -> None:
+        logger.close(is_urgent=ended is not None and ended.signal not in (None, Signals.SIGINT))
+
     try:
-        with _logging(run, recipe, prepared.wandb, screen) as log, prepared.cluster as cluster:
+        with ExitStack() as ends:
+            loggers = _open_loggers(run, recipe, prepared.wandb, screen)
+            for logger in loggers:
+                ends.callback(close_logger, logger)
+
+            def log_row(row: dict[str, Any]) -> None:
+                for logger in loggers:
+                    logger.write(row)
+
+            cluster = ends.enter_context(prepared.cluster)
             if not cluster.is_external and not (run.config() or {}).get("swarm", {}).get("demo"):
                 screen.note(f"to add a machine: `tpuswarm join {cluster.address} --token-file {cluster.token}`")
             if cluster.dashboard:
                 screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
-            supervisor = Supervisor(run, plan, cluster, screen, prepared.environment, watch, log)
+            supervisor = Supervisor(run, plan, cluster, screen, prepared.environment, watch, log_row)
             ended = supervisor.run_to_end()
     except TpuswarmError as error:
         run.write_event("failed", message=str(error))

@@ -99,6 +99,10 @@ class Agreement:
             self.stop_signal = Signals(number) if number else None
         return self.stop_signal is not None
 
+    def is_terminating(self) -> bool:
+        """Return whether this process may be killed soon: after SIGTERM or SIGHUP."""
+        return self._signals.requested not in (None, Signals.SIGINT)
+
     def set_stop_callbacks(self, on_slow: Callable[[], None], on_forced: Callable[[], None]) -> None:
         """Set the functions that a thread calls if Ctrl-C does not end the run soon (see StopSignals)."""
         self._signals.on_slow_stop, self._signals.on_forced_exit = on_slow, on_forced

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,14 +12,19 @@ from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.phases import summary_sentence
 from tpuswarm.train.look import pictures, wandb_log
 from tpuswarm.train.look.display import Display
+from tpuswarm.train.look.guarded_logger import GuardedLogger, Report
 from tpuswarm.train.look.tensorboard_log import TensorBoardLog
+from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import SAMPLE_EVENT, Run
-from tpuswarm.train.user_code import blame, require_call
+from tpuswarm.train.user_code import describe_failure, require_call
 
 
 class Logger(Protocol):
-    """Receives the rows of a run: `Trainer(loggers=[…])`."""
+    """Receives the rows of a run: `Trainer(loggers=[…])`.
+
+    An error of a logger is reported, and training continues. One that takes over a minute is not called again.
+    """
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Receive a row of metrics.jsonl: an update has `loss`, an evaluation `eval_loss`, a hook's numbers neither.
@@ -39,32 +45,27 @@ def require_loggers(loggers: Iterable[Any]) -> None:
             raise InputError(f"a logger needs write(row) and close(); got a {type(logger).__name__}")
 
 
-def all_loggers(recipe: Recipe, loggers: Iterable[Logger] = ()) -> list[Logger]:
-    """Return the given loggers and those of the recipe; InputError unless all are loggers."""
+def all_loggers(recipe: Recipe, loggers: Iterable[Logger], report: Report) -> list[GuardedLogger]:
+    """Return the given loggers and those of the recipe; report if that cannot make them.
+
+    Raise InputError unless all are loggers.
+    """
     found: list[Any] = list(loggers)
     require_call(recipe.loggers, "loggers")
-    with blame(f"loggers of {recipe.name} fails"):
+    try:
         theirs = recipe.loggers()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # of any library
+        report(f"{describe_failure(f'loggers of {recipe.name} fails', error)}; training continues without them")
+        theirs = []
     if not isinstance(theirs, list | tuple):
         raise InputError(f"loggers of {recipe.name} returns a {type(theirs).__name__}, not a list of loggers")
     found += theirs
     require_loggers(found)
-    return found
+    return [GuardedLogger("a logger", partial(_return, logger), report) for logger in found]
 
 
-class UserLogger:
-    """A logger whose errors name the user's line."""
-
-    def __init__(self, logger: Logger):
-        self._logger = logger
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        with blame(f"a logger failed at step {row['step']}"):
-            self._logger.write(dict(row))
-
-    def close(self) -> None:
-        with blame("a logger failed at the end"):
-            self._logger.close()
+def _return(logger: Any) -> Any:
+    return logger
 
 
 class Outputs:
@@ -72,24 +73,29 @@ class Outputs:
 
     def __init__(self, run: Run, display: Display, first_step: int):
         self._run, self._display, self._first_step = run, display, first_step
-        self._tensorboard: TensorBoardLog | None = None
-        self._loggers: list[Logger] = []
+        self._step = first_step
+        self._tensorboard: GuardedLogger | None = None
+        self._loggers: list[GuardedLogger] = []
 
-    def open(self, loggers: Callable[[], Iterable[Logger]] = list) -> None:
+    def open(self, loggers: Callable[[Report], Iterable[GuardedLogger]] = lambda report: ()) -> None:
         """loggers: makes the user's loggers; called only on the host that writes."""
         if self._run.writes:
-            self._tensorboard = TensorBoardLog(self._run.folder / "tensorboard", self._first_step)
-            self._loggers += [self._tensorboard, *map(UserLogger, loggers())]
+            folder = self._run.folder / "tensorboard"
+            open_log = partial(TensorBoardLog, folder, self._first_step)
+            self._tensorboard = GuardedLogger("TensorBoard", open_log, self._report)
+            self._loggers += [self._tensorboard, *loggers(self._report)]
 
     def open_wandb(self, step: int, project: str) -> None:
         """Send rows to a project of W&B; InputError if it refuses."""
         if self._run.writes:
-            log = wandb_log.WandbLog(self._run.folder, project)
-            self._loggers.append(log)
-            self.announce(step, wandb_log.WANDB_EVENT, f"W&B: {log.where}", id=log.id)
+            logger = wandb_log.open_wandb(self._run.folder, project, self._report)
+            self._loggers.append(logger)
+            if log := logger.logger:
+                self.announce(step, wandb_log.WANDB_EVENT, f"W&B: {log.where}", id=log.id)
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         self._run.write_metrics(row)
+        self._step = row["step"]
         for logger in self._loggers:
             logger.write(row)
         self._display.row(row)
@@ -121,7 +127,8 @@ class Outputs:
 
     def _write_picture(self, step: int, name: str, file: str, picture: np.ndarray) -> None:
         assert self._tensorboard is not None
-        self._tensorboard.write_picture(step, name, picture)
+        failure = f"TensorBoard failed at step {step}"
+        self._tensorboard.call(failure, lambda log: log.write_picture(step, name, picture))
         pictures.write_picture(self._run.folder, file, picture)
 
     def announce_findings(self, step: int, findings: Iterable[Finding]) -> None:
@@ -133,9 +140,13 @@ class Outputs:
         self.write_event(step, "summary", summary_sentence(facts), **facts)
         self._display.summary(facts)
 
-    def close(self) -> None:
-        """Close loggers and display, but not the run directory."""
+    def close(self, is_urgent: bool) -> None:
+        """Close display and loggers, but not the run directory; is_urgent: the machine may be taken away soon."""
         with ExitStack() as closing:
             for logger in self._loggers:
-                closing.callback(logger.close)
-            closing.callback(self._display.close)
+                closing.callback(logger.close, is_urgent)
+            closing.enter_context(waiting("closing the loggers"))
+            self._display.close()
+
+    def _report(self, message: str) -> None:
+        self.announce(self._step, "note", message)

@@ -21,7 +21,7 @@ from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run import best
 from tpuswarm.train.run.best import Best
 from tpuswarm.train.run.directory import METRICS, read_rows
-from tpuswarm.train.user_code import blame
+from tpuswarm.train.user_code import describe_failure
 
 
 class Evaluations:
@@ -97,11 +97,14 @@ class Evaluations:
         progress.last_row |= eval_metrics(row)
         return row
 
-    def finish(self, row: Mapping[str, Any]) -> None:
-        """Count a written row, which may be the best one; raise InputError if it lacks the metric of `keep_best`."""
+    def finish(self, row: Mapping[str, Any], is_complete: bool) -> None:
+        """Count a written row, which may be the best one; is_complete: no hook failed.
+
+        Raise InputError if a complete row lacks the metric of `keep_best`.
+        """
         self._progress.note_missing(row)
         self._count(row)
-        if self._best:
+        if self._best and is_complete:
             try:
                 self._best.require(row)
             except InputError:
@@ -117,8 +120,11 @@ class Evaluations:
     def _write_picture(self) -> None:
         recipe = self._session.recipe
         if jax.process_count() == 1:
-            with blame(f"{recipe.name}.pictured failed"):
+            try:
                 self._progress.outputs.write_picture(self._progress.step, recipe.pictured(self._progress.state))
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # of any library
+                failure = describe_failure(f"{recipe.name}.pictured failed", error)
+                self._progress.note_once("pictured", f"{failure}; training continues")
 
     def _count(self, row: Mapping[str, Any]) -> None:
         progress = self._progress

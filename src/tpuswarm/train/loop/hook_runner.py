@@ -1,7 +1,8 @@
 """Call the hooks of a run, and act on their results."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tpuswarm.errors import InputError
@@ -14,6 +15,7 @@ from tpuswarm.train.loop.result import eval_metrics
 from tpuswarm.train.loop.run_config import LR_SCALE
 from tpuswarm.train.losses import RESERVED
 from tpuswarm.train.run.directory import METRICS, read_rows
+from tpuswarm.train.user_code import describe_failure
 
 
 class HookRunner:
@@ -24,6 +26,8 @@ class HookRunner:
         self._stopwatch, self._session = diagnostics.stopwatch, progress.session
         self.stop_reason = ""
         """Why a hook has ended the run; empty if no hook has."""
+        self._has_failed = False
+        """Whether a hook of the newest call failed; its numbers are missing then."""
         if hooks.scale_learning_rate:
             self._require_scale()
         names = [*self._session.eval_names, *self._session.compiled.step.out_info[1]]  # type: ignore[attr-defined]
@@ -33,13 +37,14 @@ class HookRunner:
     def call(self, due: Sequence[int], evaluation: dict[str, Any] | None) -> list[Step]:
         """Call hooks; write their numbers into the row of an evaluation, if there is one, or into a row of their own.
 
-        A failing hook prevents the row of the evaluation: the process that resumes evaluates again.
+        A failing hook is reported, and its numbers are missing.
         """
+        self._has_failed = False
         with self._progress.pause_clock():
             results, numbers = self._call(due)
             written = self._write(evaluation, numbers)
             if evaluation:
-                self._evaluations.finish(evaluation)
+                self._evaluations.finish(evaluation, is_complete=not self._has_failed)
             if results:
                 self._act(list(results.values()))
         return written
@@ -51,15 +56,32 @@ class HookRunner:
         with self._stopwatch.during(phases.USER):
             for index in due:
                 if not self.hooks.counts_evaluations(index):
-                    results[index] = self.hooks.call(index, row, progress.state)
-                    merge_numbers(numbers, results[index], self._columns)
-                    progress.outputs.write_hook_result(progress.step, index, results[index])
+                    results[index] = self._call_one(index, row)
+                    with self._survive(index):
+                        merge_numbers(numbers, results[index], self._columns)
+                        progress.outputs.write_hook_result(progress.step, index, results[index])
         if due:
-            numbers = self._session.agreement.broadcast("writing the numbers of hooks", numbers)
+            found = numbers, self._has_failed
+            numbers, self._has_failed = self._session.agreement.broadcast("writing the numbers of hooks", found)
         with self._stopwatch.during(phases.USER):
             for index in filter(self.hooks.counts_evaluations, due):
-                results[index] = self.hooks.call(index, row | numbers, progress.state)
+                results[index] = self._call_one(index, row | numbers)
         return results, numbers
+
+    def _call_one(self, index: int, row: dict[str, Any]) -> Any:
+        with self._survive(index):
+            return self.hooks.call(index, row, self._progress.state)
+        return None  # all hosts act on the same number of results
+
+    @contextmanager
+    def _survive(self, index: int) -> Iterator[None]:
+        """Report the first error of a hook; training continues."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # of any library
+            self._has_failed = True
+            failure = describe_failure(f"a hook failed at step {self._progress.step}", error)
+            self._progress.note_once(f"hook {index}", f"{failure}; training continues")
 
     def _write(self, evaluation: dict[str, Any] | None, numbers: dict[str, Any]) -> list[Step]:
         progress, rows = self._progress, [evaluation] if evaluation else []

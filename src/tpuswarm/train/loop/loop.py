@@ -17,7 +17,8 @@ from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.look.describe import memory_sentence, parameter_rows
 from tpuswarm.train.look.display import Display, RunHeader
-from tpuswarm.train.look.outputs import Logger, Outputs
+from tpuswarm.train.look.guarded_logger import GuardedLogger, Report
+from tpuswarm.train.look.outputs import Outputs
 from tpuswarm.train.look.profile import TRACE_EVENT, Profiler
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES
 from tpuswarm.train.loop.evaluations import Evaluations
@@ -51,7 +52,7 @@ class Loop:
         hooks: Hooks,
         profile: bool,
         wandb: str | None,
-        loggers: Callable[[], list[Logger]] = list,
+        loggers: Callable[[Report], list[GuardedLogger]] = lambda report: [],
         eval_batches: int = EVAL_BATCHES,
     ):
         self._session, self._diagnostics, self._display = session, diagnostics, display
@@ -112,7 +113,7 @@ class Loop:
         finally:
             with ExitStack() as ends:
                 ends.callback(self._session.run.close)
-                ends.callback(self._outputs.close)
+                ends.callback(lambda: self._outputs.close(self._agreement.is_terminating()))
                 ends.callback(self._profiler.close)
                 ends.callback(self._saver.checkpoints.close)
 

@@ -19,9 +19,10 @@ NO_TOKEN = "needs a token; give it in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         ("JAX_NUM_CPU_DEVICES", "abc", 'Invalid value "abc" for JAX flag jax_num_cpu_devices; correct or unset it'),
     ],
 )
-def test_variables_of_jax(tmp_path, name, value, words):
+@pytest.mark.parametrize("members", [[], ["--members", "2"]], ids=["alone", "swarm"])
+def test_variables_of_jax(tmp_path, name, value, words, members):
     program = ["env", f"{name}={value}", sys.executable, "-m", "tpuswarm"]
-    out, err = finish(start(TRAIN.split(), tmp_path, program), 2)
+    out, err = finish(start([*TRAIN.split(), *members], tmp_path, program), 2)
     assert out == "" and words in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 

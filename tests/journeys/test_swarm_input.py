@@ -1,6 +1,7 @@
 """A swarm checks memory, disk, devices, hooks and optimizer before it starts."""
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -70,7 +71,7 @@ def test_files_of_the_run_count_as_room(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "devices", "members", "wanted", "per_member"),
-    [("cpu", [], 4, None, 1), ("cpu", [], 4, 2, 2), ("tpu", [0, 1, 2, 3], 2, None, 2), ("gpu", [1, 3], 2, 1, 1)],
+    [("cpu", [], 4, None, 1), ("cpu", [], 4, 2, 2), ("tpu", list("0123"), 2, None, 2), ("gpu", ["1", "3"], 2, 1, 1)],
 )
 def test_devices_are_divided_among_members(kind, devices, members, wanted, per_member):
     assert local_devices.share_out(kind, devices, members, wanted) == per_member
@@ -79,11 +80,42 @@ def test_devices_are_divided_among_members(kind, devices, members, wanted, per_m
         assert environment(0) == {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(per_member)}
     else:
         name = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}[kind]
-        shares = [[int(index) for index in environment(number)[name].split(",")] for number in range(members)]
-        assert [index for share in shares for index in share] == devices and {len(share) for share in shares} == {
-            per_member
-        }
+        shares = [environment(number)[name].split(",") for number in range(members)]
+        assert [*itertools.chain(*shares)] == devices and {len(share) for share in shares} == {per_member}
     assert environment(None) == {}, "a joined machine uses its own devices"
+
+
+@pytest.mark.parametrize(
+    ("tpus", "gpus", "variables", "expected"),
+    [
+        (4, 0, {}, ("tpu", ["0", "1", "2", "3"])),
+        (4, 0, {"JAX_PLATFORMS": "cpu"}, ("cpu", [])),
+        (4, 0, {"JAX_PLATFORMS": "tpu,cpu", "TPU_VISIBLE_CHIPS": "1,3"}, ("tpu", ["1", "3"])),
+        (4, 0, {"TPU_VISIBLE_CHIPS": "4"}, "TPU_VISIBLE_CHIPS=4: this machine has 4, numbered from 0, and no 4"),
+        (0, 4, {"CUDA_VISIBLE_DEVICES": "2,3"}, ("gpu", ["2", "3"])),
+        (0, 4, {"CUDA_VISIBLE_DEVICES": "GPU-8d1"}, ("gpu", ["GPU-8d1"])),
+        (0, 4, {"CUDA_VISIBLE_DEVICES": ""}, ("cpu", [])),
+        (
+            0,
+            4,
+            {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cuda"},
+            r"JAX_PLATFORMS=cuda\): .* another variable hides",
+        ),
+        (0, 0, {"JAX_PLATFORMS": "tpu"}, r"JAX finds no devices \(JAX_PLATFORMS=tpu\): that platform is not"),
+        (0, 0, {"JAX_PLATFORMS": "bogus"}, r"JAX_PLATFORMS=bogus\): that platform is not"),
+    ],
+)
+def test_swarm_obeys_the_variables_that_choose_devices(monkeypatch, tpus, gpus, variables, expected):
+    monkeypatch.setattr(local_devices, "count_devices", {"tpu": tpus, "gpu": gpus}.__getitem__)
+    for name in ("JAX_PLATFORMS", "TPU_VISIBLE_CHIPS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            local_devices.local_devices("all")
+    else:
+        assert local_devices.local_devices("all") == expected
 
 
 def test_member_has_its_share_whatever_the_shell_had_set():
@@ -105,7 +137,7 @@ sys.stdin.read()
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the plan extra is missing")
 @pytest.mark.parametrize("per_member", local_devices.TPU_BOUNDS)
 def test_members_on_one_host_load_libtpu_at_the_same_time(per_member):
-    environment = local_devices.environments("tpu", range(2 * per_member), per_member)
+    environment = local_devices.environments("tpu", [str(index) for index in range(2 * per_member)], per_member)
     members = [
         subprocess.Popen(
             [sys.executable, "-c", LOAD_LIBTPU], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -122,7 +154,7 @@ def test_members_on_one_host_load_libtpu_at_the_same_time(per_member):
 
 def test_too_few_devices_are_refused():
     with pytest.raises(InputError, match=r"3 members with 2 devices each need 6, .* has 4 "):
-        local_devices.share_out("tpu", [0, 1, 2, 3], 3, 2)
+        local_devices.share_out("tpu", list("0123"), 3, 2)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class RunSpec:
     evaluate_every: int | None
     kind: str
     """Platform of this machine's devices."""
-    devices: list[int]
+    devices: list[str]
     per_member: int
     sizes: machine.Sizes
 

@@ -1,6 +1,7 @@
 """Count this machine's devices and share them out among members; compute the sizes of a recipe's state."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.process.platform import count_tpu_chips, has_gpu, has_tpu
+from tpuswarm.train.process.platform import count_tpu_chips, has_gpu
 from tpuswarm.train.program.contract import abstract_state, check_exchange, program_of
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Average, Options, Recipe
@@ -17,6 +18,10 @@ from tpuswarm.train.supervised_program import SupervisedProgram
 
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Chip layout of one process; https://docs.jax.dev/en/latest/multi_process.html."""
+
+PLATFORMS = {"tpu": "tpu", "cuda": "gpu", "gpu": "gpu", "cpu": "cpu"}
+"""Kinds of devices by JAX's names of platforms."""
+VISIBLE = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": "CUDA_VISIBLE_DEVICES"}
 
 
 class _UnopenedDevice:
@@ -26,12 +31,22 @@ class _UnopenedDevice:
         self.device_kind = kind
 
 
-def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
-    """Return the platform of this machine's devices and the chosen indices; no indices on a CPU machine.
+def local_devices(which: str | int | list[int]) -> tuple[str, list[str]]:
+    """Return the platform of this machine's devices and the names of the chosen ones; no names for the CPU.
 
-    Count devices without opening them. Raise InputError for more than there are.
+    Find devices without opening them, as JAX would: with JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and TPU_VISIBLE_CHIPS.
+    Raise InputError for a platform that is missing, and for more devices than there are.
     """
-    kind = "tpu" if has_tpu() else "gpu" if has_gpu() else "cpu"
+    names = {kind: visible_devices(kind, count_devices(kind)) for kind in VISIBLE}
+    present = [*(kind for kind in VISIBLE if names[kind]), "cpu"]
+    asked = [name.strip() for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name.strip()]
+    for name in asked:
+        if PLATFORMS.get(name) not in present:
+            raise InputError(
+                f"JAX finds no devices (JAX_PLATFORMS={','.join(asked)}): that platform is not installed here, or "
+                "another variable hides its devices; correct or unset it"
+            )
+    kind = PLATFORMS[asked[0]] if asked else present[0]
     if kind == "cpu":
         if which != "all":
             raise InputError(
@@ -39,13 +54,34 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[int]]:
                 "--devices-per-member gives each member its own virtual CPU devices"
             )
         return kind, []
-    count = count_tpu_chips() if kind == "tpu" else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    listed = [_UnopenedDevice(kind) for _ in range(count)]
+    listed = [_UnopenedDevice(kind) for _ in names[kind]]
     chosen = select_devices(which, listed)
-    return kind, [index for index, device in enumerate(listed) if any(device is chosen_one for chosen_one in chosen)]
+    return kind, [
+        name
+        for name, device in zip(names[kind], listed, strict=True)
+        if any(device is chosen_one for chosen_one in chosen)
+    ]
 
 
-def share_out(kind: str, devices: Sequence[int], members: int, asked: int | None) -> int:
+def count_devices(kind: str) -> int:
+    """Return how many TPU chips or GPUs this machine has."""
+    if kind == "tpu":
+        return count_tpu_chips()
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if has_gpu() else 0
+
+
+def visible_devices(kind: str, count: int) -> list[str]:
+    """Return the names of the devices that the variable of their library leaves visible; of GPUs also UUIDs."""
+    value = os.environ.get(VISIBLE[kind])
+    if value is None or not count or (kind == "tpu" and not value):
+        return [str(index) for index in range(count)]
+    names = [name.strip() for name in value.split(",") if name.strip() not in ("", "-1")]
+    if wrong := [name for name in names if name.isdigit() and int(name) >= count]:
+        raise InputError(f"{VISIBLE[kind]}={value}: this machine has {count}, numbered from 0, and no {wrong[0]}")
+    return names
+
+
+def share_out(kind: str, devices: Sequence[str], members: int, asked: int | None) -> int:
     """Return the number of devices of each member. Raise InputError if there are too few."""
     if kind == "cpu" or not members:
         return asked or 1
@@ -58,7 +94,7 @@ def share_out(kind: str, devices: Sequence[int], members: int, asked: int | None
     return per_member
 
 
-def environments(kind: str, devices: Sequence[int], per_member: int) -> Callable[[int | None], dict[str, str]]:
+def environments(kind: str, devices: Sequence[str], per_member: int) -> Callable[[int | None], dict[str, str]]:
     """Return a function that gives the environment of a member by its number; empty for None, a joined one."""
 
     def environment(number: int | None) -> dict[str, str]:
@@ -66,11 +102,11 @@ def environments(kind: str, devices: Sequence[int], per_member: int) -> Callable
             return {}
         if kind == "cpu":
             return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(per_member)}
-        mine = ",".join(str(index) for index in devices[number * per_member : (number + 1) * per_member])
+        mine = ",".join(devices[number * per_member : (number + 1) * per_member])
         if kind == "gpu":
-            return {"CUDA_VISIBLE_DEVICES": mine}
+            return {VISIBLE[kind]: mine}
         return {
-            "TPU_VISIBLE_CHIPS": mine,
+            VISIBLE[kind]: mine,
             "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(per_member, f"1,{per_member},1"),
             "TPU_PROCESS_BOUNDS": "1,1,1",
             # Else a process with the bounds 2,2,1 takes libtpu's lock, and the next one ends (libtpu 0.0.42.1).

@@ -1,5 +1,6 @@
 """Environment variables and Ray clusters that cannot work: one sentence, before anything is written."""
 
+import re
 import socket
 import sys
 
@@ -24,6 +25,15 @@ def test_variables_of_jax(tmp_path, name, value, words, members):
     program = ["env", f"{name}={value}", sys.executable, "-m", "tpuswarm"]
     out, err = finish(start([*TRAIN.split(), *members], tmp_path, program), 2)
     assert out == "" and words in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_members_that_cannot_start_end_the_run_with_their_own_error(tmp_path):
+    program = ["env", "XLA_FLAGS=--xla_bogus=1", sys.executable, "-m", "tpuswarm"]
+    _, err = finish(start([*TRAIN.split(), "--members", "2"], tmp_path, program), 1)
+    assert re.search(
+        r"error: m[01] failed 2 times .*: Unknown flag in XLA_FLAGS: --xla_bogus=1 \(logs/m[01].log\)", err
+    )
+    assert len(re.findall("m0 lost .Unknown flag in XLA_FLAGS", err)) == 2 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(("listens", "token"), [(False, ""), (False, "secret"), (True, "")])

@@ -1,5 +1,7 @@
 """A fake cluster for a supervisor: the test says how its processes stand and how they end."""
 
+from pathlib import Path
+
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Incarnation
 from tpuswarm.swarm.engines.actor import Outcome
@@ -16,8 +18,8 @@ NO_TOKENS = Tokens(0, 0, 0, 0, 0)
 class FakeProcess:
     """A process that answers the supervisor as the test says."""
 
-    def __init__(self, cluster: "FakeCluster", name: str, node: str | None, evaluates: bool | None):
-        self.cluster, self.name, self.node, self.evaluates = cluster, name, node, evaluates
+    def __init__(self, cluster: "FakeCluster", name: str, node: str | None, evaluates: bool | None, log: Path):
+        self.cluster, self.name, self.node, self.evaluates, self._log = cluster, name, node, evaluates, log
         self.ended: Outcome | None = None
         self.answers = not cluster.is_silent
         self.is_slow = False
@@ -53,7 +55,11 @@ class FakeProcess:
         self.incarnation = incarnation * 32
         self.cluster.leased = (self.incarnation,)
 
-    def die(self, reason: str = "killed"):
+    def die(self, reason: str = "killed", written: str = ""):
+        """written: what it writes into its log before."""
+        self._log.parent.mkdir(exist_ok=True)
+        with self._log.open("a") as file:
+            file.write(written)
         self.ended = Outcome("dead", reason)
 
 
@@ -74,7 +80,7 @@ class FakeCluster:
         return dict(self.nodes)
 
     def start(self, name, maker, arguments, environment, log, node):
-        self.started.append(FakeProcess(self, name, node, arguments.get("evaluates")))
+        self.started.append(FakeProcess(self, name, node, arguments.get("evaluates"), log))
         return self.started[-1]
 
     def newest(self, name: str) -> FakeProcess:

@@ -203,6 +203,39 @@ def test_run_that_no_member_can_train_ends_with_the_reason(supervise, how, error
         supervise(script, TWO_MEMBERS)
 
 
+XLA = "F1129 22:32:16.7504 {pid} parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --xla_bogus\n"
+
+
+def test_run_whose_members_cannot_start_ends_with_their_own_error(supervise):
+    def script(supervisor, cluster):
+        for pid in (17, 99):
+            yield from rounds(3)
+            for name in ("m0", "m1"):
+                cluster.newest(name).die(written=XLA.format(pid=pid))
+        yield from rounds(3)
+
+    error = r"m[01] failed 2 times .*: Unknown flag in XLA_FLAGS: --xla_bogus \(logs/m[01]\.log\)"
+    with pytest.raises(RunFailed, match=error):
+        supervise(script, TWO_MEMBERS)
+    assert {event["message"] for event in supervise.events("lost")} == {"Unknown flag in XLA_FLAGS: --xla_bogus"}
+
+
+@pytest.mark.parametrize("case", ["no error", "another error", "after a step"])
+def test_member_that_dies_for_no_lasting_reason_is_restarted(supervise, case):
+    def script(supervisor, cluster):
+        for number in range(module.MAX_DEATHS - 1):
+            yield
+            member = cluster.newest("m0")
+            if case == "after a step":
+                member.rows = [{"step": 1, "tokens": 8, "loss": 1.0, "version": 0}]
+                yield
+            member.die(written="" if case == "no error" else f"OSError: {number * (case == 'another error')}\n")
+            yield from rounds(2)
+
+    supervise.finished(script)
+    assert len(supervise.events("lost")) == module.MAX_DEATHS - 1
+
+
 def test_machine_that_returns_is_the_same_member(supervise):
     def script(supervisor, cluster):
         cluster.nodes = {"n1": "tpu 7", "n2": "tpu-8"}

@@ -4,6 +4,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -35,6 +36,12 @@ class SupervisedProcess:
     restart_at: float = 0.0
     deaths: int = 0
     """Deaths since its last progress."""
+    log: Path | None = None
+    """Its log on this machine, if it has one."""
+    log_start: int = 0
+    """Size of its log when it was started last."""
+    last_error: str = ""
+    """The error in its log when it died last."""
     pid: int | None = None
     last_answer: float = 0.0
     """By the supervisor's Clock."""

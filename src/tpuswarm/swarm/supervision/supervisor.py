@@ -21,6 +21,7 @@ from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan, member_name
+from tpuswarm.swarm.supervision.fatal_line import fatal_line
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.run_reporter import RunReporter
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess, guest_name
@@ -36,7 +37,8 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """Wait before a dead process is restarted; doubles while it makes no progress."""
 MAX_FAILURES, MAX_DEATHS = 4, 12
 """A process may fail with an error, or die silently, this often in a row without a step (of a member) or a commit (of
-the others). Then the run gives up, or only sets a member aside, if another one may train."""
+the others). Then the run gives up, or only sets a member aside, if another one may train. A member that dies twice
+before its first step, with the same error in its log, is not tried again either."""
 SET_ASIDE_RETRY_S = 600.0
 """A member that was set aside is tried again after this time: the user may have fixed the cause."""
 LAST_REPORT_TIMEOUT_S = 5.0
@@ -202,6 +204,8 @@ class Supervisor:
             now = {"steps": self._steps(process.name), "evaluates": self._should_evaluate(process)}
             process.arguments = arguments = {**arguments, **now}
         log = (self.run.folder / "logs" / f"{process.name}.log").resolve()
+        if not process.node:
+            process.log, process.log_start = log, log.stat().st_size if log.exists() else 0
         actor = self._cluster.start(process.name, process.maker, arguments, process.environment, log, process.node)
         if actor is not None:
             process.set_started(actor, self._clock())
@@ -241,6 +245,9 @@ class Supervisor:
 
     def _schedule_restart(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
         process.deaths += 1
+        error = fatal_line(process.log, process.log_start) if process.log and outcome.how == "dead" else ""
+        is_hopeless = process.is_member and not process.rows and error != "" and error == process.last_error
+        process.last_error = error
         process.restart_at = now + min(MIN_BACKOFF_S * 2 ** max(0, process.deaths - 1), MAX_BACKOFF_S)
         if process.is_member:
             facts = {"member": process.name, "incarnation": process.incarnation, "pid": process.pid}
@@ -248,18 +255,18 @@ class Supervisor:
                 process.restart_at = now + MAX_BACKOFF_S
                 self.reporter.event("left", **facts)
             elif process.pid or outcome.how != "dead" or not process.is_guest:  # else Ray lists a lost machine's node
-                reason = "killed" if outcome.how == "dead" else outcome.reason
+                reason = error or ("killed" if outcome.how == "dead" else outcome.reason)
                 lost = {"tokens": (process.report or {}).get("at_risk", 0), "unit": self._unit}
                 self.reporter.event("lost", message=reason, own_machine=process.is_guest, **lost, **facts)
         else:
-            reason = "it died" if outcome.how == "dead" else outcome.reason
+            reason = f"it died{error and f' ({error})'}" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if process.name == COORDINATOR else "shard"
             self.reporter.event(kind, name=process.name, message=f"{reason}; restarting it")
-        if process.deaths >= (MAX_FAILURES if outcome.how == "failed" else MAX_DEATHS):
-            self._give_up(process, outcome, now)
+        if is_hopeless or process.deaths >= (MAX_FAILURES if outcome.how == "failed" else MAX_DEATHS):
+            self._give_up(process, f"{error} (logs/{process.name}.log)" if error else outcome.reason, now)
 
-    def _give_up(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
-        sentence = f"{process.name} failed {process.deaths} times without any progress: {outcome.reason}"
+    def _give_up(self, process: SupervisedProcess, reason: str, now: float) -> None:
+        sentence = f"{process.name} failed {process.deaths} times without any progress: {reason}"
         if process.is_guest:
             process.left = True
             self.reporter.event("note", member=process.name, message=f"{sentence}; giving up on its machine")

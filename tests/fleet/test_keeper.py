@@ -293,3 +293,16 @@ def test_keeper_elsewhere_takes_over_from_a_lost_head_and_returns_the_lease_to_t
     first.stand_back()
     fleet.run(first, LEASE_S + 20)
     assert first.tick().leads, "nobody took it"
+
+
+def test_only_the_keeper_on_the_head_looks_often_while_another_one_leads(tmp_path, monkeypatch):
+    fleet = ManagedFleet(tmp_path, kept_on="head")
+    leader = fleet.keeper("leader")
+    fleet.run(leader, 600)
+    pauses = {}
+    for name, machine in (("other", ""), ("head", "gpt2-head")):
+        monkeypatch.setenv(MACHINE_VARIABLE, machine)
+        found = pauses[name] = []
+        fleet.keeper(name).run(lambda tick: None, lambda tick, found=found: len(found) == 2, found.append)
+        leader.tick()
+    assert max(pauses["head"]) < min(pauses["other"])

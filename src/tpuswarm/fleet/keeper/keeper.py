@@ -44,7 +44,7 @@ from tpuswarm.fleet.store.machine_flags import add_flag_metadata
 from tpuswarm.train.process.computer import computer_id
 
 IDLE_INTERVAL_S, BUSY_INTERVAL_S, WATCH_INTERVAL_S = 3.0, 1.0, 10.0
-"""Between two ticks; WATCH_INTERVAL_S while another keeper leads and nothing changes."""
+"""Between two ticks; WATCH_INTERVAL_S while another keeper leads, nothing changes, and the lease will stay there."""
 MAX_BACKOFF_S, PERSON_RETRY_S = 60.0, 300.0
 """After the cloud failed to answer; PERSON_RETRY_S if a person has to fix the cause."""
 LEASE_S, RENEW_INTERVAL_S, EVENT_SAVE_INTERVAL_S = 60.0, 15.0, 5.0
@@ -202,7 +202,8 @@ class Keeper:
             show(tick)
             if until(tick):
                 return tick
-            idle_s = WATCH_INTERVAL_S if self._renewed_at is None else IDLE_INTERVAL_S
+            leads_soon = self._renewed_at is not None or self._host == tick.document.desired.keeper_machine
+            idle_s = IDLE_INTERVAL_S if leads_soon else WATCH_INTERVAL_S
             sleep(BUSY_INTERVAL_S if tick.is_moving or self._answers else idle_s)
 
     def log(self, text: str) -> None:

@@ -41,9 +41,11 @@ def join(
     from tpuswarm.swarm.supervision import join as joining
 
     if of_machine:
-        from tpuswarm.swarm.engines.notice import read_local_machine
+        from tpuswarm.train.process.metadata import read_local_machine
 
         machine = read_local_machine()
+        if machine is None:
+            raise InputError("no metadata server answers: this machine is not Google's, so omit --of-machine")
         name, count = name or machine.name, len(machine.hosts)
         hosts = host = hosts_at = None
         if count > 1:

@@ -1,0 +1,62 @@
+"""Read Google's metadata server, which describes this machine."""
+
+import http.client
+import os
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+METADATA = "metadata.google.internal"
+TIMEOUT_S = 5
+
+
+class LocalMachine(NamedTuple):
+    """This machine, as Google's metadata server describes it."""
+
+    name: str
+    """Name of the TPU or of the VM."""
+    number: int
+    """Number of this host."""
+    hosts: tuple[str, ...]
+    """Internal addresses of all hosts; at most one for a machine of one host."""
+
+
+def metadata_host() -> str | None:
+    """Return the address of the metadata server; None on a machine that Google did not make.
+
+    GCE_METADATA_HOST names another one, as for Google's own libraries.
+    """
+    return os.environ.get("GCE_METADATA_HOST") or (METADATA if _made_by_google() else None)
+
+
+def read_metadata(host: str, name: str) -> str | None:
+    """Return a value of this instance; None if there is none. Raise OSError or HTTPException without an answer."""
+    url = f"http://{host}/computeMetadata/v1/instance/{name}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        return str(answer.read().decode().strip()) or None
+
+
+def read_local_machine() -> LocalMachine | None:
+    """Describe this machine by its metadata server; None if no server answers."""
+    host = os.environ.get("GCE_METADATA_HOST") or METADATA
+
+    def read(name: str) -> str | None:
+        try:
+            return read_metadata(host, name)
+        except (OSError, http.client.HTTPException):
+            return None
+
+    workers = read("attributes/worker-network-endpoints") or ""
+    name = read("attributes/instance-id") or read("name")
+    if name is None:
+        return None
+    addresses = tuple(worker.rpartition(":")[2] for worker in workers.split(",") if worker)
+    return LocalMachine(name, int(read("attributes/agent-worker-number") or 0), addresses)
+
+
+def _made_by_google() -> bool:
+    try:
+        return "Google" in Path("/sys/class/dmi/id/product_name").read_text()
+    except OSError:
+        return False

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,13 @@ import pytest
 
 from tests.hosts import free_port
 from tests.processes import PROGRAM, Forked, updates, wait_for
+from tests.swarm.bucket import bucket
 from tests.train import wide
 from tpuswarm import Trainer
 from tpuswarm.train.hosts.agreement import SECRET_FILE
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.run.listing import read_status
+from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.user_code import build_recipe
 
 pytestmark = pytest.mark.slow
@@ -28,16 +32,18 @@ FOUR_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.en
 class Hosts:
     """Two processes of `tpuswarm train`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, run: str | None = None, caches: Sequence[Path] = ()):
+        """run: a URL, of which `folder` is host 0's copy; caches: of each host, where they share no disk."""
         self.folder = folder
         at = f"127.0.0.1:{free_port()}"
         line = [PROGRAM, "train", TARGET, "--steps", str(STEPS), "--batch", "16",
-                "--shard", "fsdp", "--save-every", str(SAVE), "--eval-every", str(EVAL), "--run", str(folder),
+                "--shard", "fsdp", "--save-every", str(SAVE), "--eval-every", str(EVAL), "--run", run or str(folder),
                 "--json", "--hosts", "2", "--hosts-at", at]  # fmt: skip
+        own = [{"TPUSWARM_CACHE": str(cache)} for cache in caches] or [{}, {}]
         self.processes = [
             Forked(
                 [*line, "--host", str(index)],
-                env={**os.environ, **FOUR_DEVICES}, text=True,
+                env={**os.environ, **FOUR_DEVICES, **own[index]}, text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for index in range(2)
@@ -79,7 +85,7 @@ def expected(tmp_path_factory):
     return losses(train_here(tmp_path_factory.mktemp("whole") / "run", shard="fsdp"))
 
 
-def train_here(folder: Path, **options) -> Path:
+def train_here(folder: Path | str, **options) -> Path:
     """Train to the end in this process."""
     trainer = Trainer(save_every=SAVE, eval_every=EVAL, **options)
     trainer.fit(build_recipe(TARGET, {}), steps=STEPS, batch=16, run=folder)
@@ -122,3 +128,28 @@ def test_stop_at_any_host_stops_all_at_the_same_step(tmp_path, expected):
     before = (folder / METRICS).read_bytes()
     Hosts(folder).end(0, 0)
     assert (folder / METRICS).read_bytes() == before, "a finished run is finished"
+
+
+def test_hosts_without_a_shared_disk_train_one_run_in_a_bucket(tmp_path, monkeypatch, expected):
+    """It goes on where it stopped although the disk of host 0 is gone, and then on one host."""
+    url, caches = "gs://bucket/runs/wide", [tmp_path / "zero", tmp_path / "one"]
+    (tmp_path / "cloud").mkdir()
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    copies = [cache / "runs/bucket/runs/wide" for cache in caches]
+    with bucket("bucket", tmp_path / "cloud") as served:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", served.endpoint)
+        hosts = Hosts(copies[0], url, caches).reach(SAVE + 5)
+        hosts.processes[1].send_signal(signal.SIGINT)
+        zero, _ = hosts.end(128 + signal.SIGINT, 128 + signal.SIGINT)
+        step = json.loads(zero[0])["step"]
+        files = [path.name for path in (copies[0] / f"checkpoints/{step:08d}").rglob("ocdbt.process_*")]
+        assert files == ["ocdbt.process_0"] and not (copies[1] / "checkpoints").exists()
+        assert SECRET_FILE not in {path.rpartition("/")[2] for path in Bucket(url).listed("")}
+        shutil.rmtree(caches[0])
+        hosts = Hosts(copies[0], url, caches).reach(2 * SAVE + 5)
+        hosts.processes[0].send_signal(signal.SIGINT)
+        (_, printed), _ = hosts.end(128 + signal.SIGINT, 128 + signal.SIGINT)
+        assert f"resumed from the checkpoint of step {step}" in printed
+        monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "alone"))
+        train_here(url, devices=4)
+    check(tmp_path / "alone/runs/bucket/runs/wide", expected)

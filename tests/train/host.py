@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.hosts import SECRET
 from tests.train import toy, wide
 from tpuswarm import supervised
+from tpuswarm.cloud.rehearsal.machines.python.jax_plugins import tpuswarm_slice
 from tpuswarm.train.data import placing
 from tpuswarm.train.data.feed import read_checked_rows
 from tpuswarm.train.hosts import rendezvous
@@ -67,12 +68,12 @@ def main() -> None:
     index, about = int(sys.argv[1]), json.loads(sys.argv[2])
     mesh.MIN_SHARDED_BYTES = SHARDED_BYTES
     folder = Path(about["folder"])
-    if "worker" in about:
-        jax.process_index = lambda: about["worker"]
+    if about.get("numbered_by_slice"):
+        tpuswarm_slice.initialize()
     with rendezvous.initialize(about["address"], 2, index, SECRET, 240):
         if "shards" in about:
             trained = {shard: train(shard, STEPS) for shard in about["shards"]}
-            (folder / f"{index}.json").write_text(json.dumps(trained))
+            (folder / f"{index}.json").write_text(json.dumps([trained, jax.process_index()]))
             for shift in range(4):
                 exchange(shift)
         else:

@@ -276,8 +276,6 @@ class Trainer:
                     raise InputError("a fast dev run is of one host: its folder is not shared; leave --hosts out")
                 run = Path(ends.enter_context(TemporaryDirectory(prefix="tpuswarm-"))) / "fast-dev-run"
                 asked["steps"], tokens, epochs = 2, None, None
-            elif run is not None and is_url(str(run)) and hosts:
-                raise InputError(f"several hosts save on a disk that they share, and {run} is a bucket: use its folder")
             folder = refreshed_folder(str(run)) if run else None
             with open_run(recipe, asked, folder, hosts, ends) as (directory, agreement):
                 session = prepare(directory, agreement, recipe, asked, tokens, epochs, self.accept_code)

@@ -176,7 +176,7 @@ def test_host_is_found_from_options_and_the_slices_environment(options, environm
 def test_incomplete_settings_of_several_hosts_are_refused(tmp_path, monkeypatch, pair):
     monkeypatch.chdir(tmp_path)
     for trainer, run, words in (
-        (Trainer(hosts=2, host=0, hosts_at="127.0.0.1:9"), None, "needs --run, a directory on a shared disk"),
+        (Trainer(hosts=2, host=0, hosts_at="127.0.0.1:9"), None, "needs --run, in a bucket or on a shared disk"),
         (Trainer(hosts=2), "run", "also needs --host and --hosts-at"),
     ):
         with pytest.raises(InputError, match=words):

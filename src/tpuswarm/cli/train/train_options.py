@@ -60,8 +60,6 @@ def read_options(context: typer.Context) -> TrainOptions:
         require_usable(folder)
     swarm = _swarm_options(table, folder, params)
     parse_host_group(params["hosts"], params["host"], params["hosts_at"])
-    if params["hosts"] is not None and table.run and "://" in table.run:
-        raise InputError(f"--hosts needs a run on a disk that all hosts share, and {table.run} is a bucket")
     if table.wandb is not None:
         require_wandb()
     parent = find_parent(table.init_from) if table.init_from else None

@@ -7,6 +7,7 @@ from is chosen in train/loop/session.py.
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -22,9 +23,11 @@ from tpuswarm.train.process import platform
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.mesh import select_devices
+from tpuswarm.train.storage.bucket import Bucket, BucketFailed
+from tpuswarm.train.storage.folders import origin
 
 SECRET_FILE = "secret"
-"""File in the run directory with which hosts authenticate; removed once all are connected."""
+"""File in the run directory or its bucket with which hosts authenticate; removed once all are connected."""
 FILE_VISIBLE_S = 3.0
 """Time until another host sees a file of host 0 on a shared disk."""
 
@@ -60,15 +63,20 @@ class Agreement:
         """Whether this host decides and writes the run directory."""
         return self._hosts.index == 0
 
+    @property
+    def leader_process(self) -> int:
+        """JAX's index of the leader's process."""
+        return self._hosts.processes[0]
+
     def devices(self, selection: str | int | list[int]) -> list[jax.Device]:
-        """Return the devices of all hosts; of a lone host, those selected."""
+        """Return the devices of all hosts, those of host 0 first; of a lone host, those selected."""
         if self._hosts.count == 1:
             return select_devices(selection, platform.local_devices())
         if selection != "all":
             raise InputError(
                 f"devices={selection} works on one host only; a run over several hosts uses all of their devices"
             )
-        return list(jax.devices())
+        return sorted(jax.devices(), key=lambda device: self._hosts.processes.index(device.process_index))
 
     def require_equal(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Raise InputError, naming the first difference, unless all hosts have the same facts."""
@@ -131,41 +139,73 @@ class Agreement:
 def join_hosts(group: HostGroup, folder: Path, on_lost: Callable[[str], None]) -> Agreement:
     """Connect the hosts of a run, before anything else uses JAX.
 
-    folder: the run directory, which host 0 has locked and every host must see; on_lost: gets the sentence with which
-    host 0 ends if it loses another host. Raise InputError like `initialize`, and for a directory that is not shared.
+    folder: the run directory, which host 0 has locked, and of which every other host sees the same or a copy of the
+    bucket's; on_lost: gets the sentence with which host 0 ends if it loses another host. Raise InputError like
+    `initialize`, and for a directory that is neither shared nor in a bucket.
     """
-    path = folder / SECRET_FILE
+    place = _SecretPlace(folder)
     if group.index:
         echo(
             f"this is host {group.index} of {group.count}; connecting to {group.address}; host 0 shows the progress",
             err=True,
         )
-        return Agreement(initialize(group.address, group.count, group.index, lambda: _read_secret(path, group)))
+        return Agreement(initialize(group.address, group.count, group.index, lambda: _read_secret(place, group)))
     echo(f"this is host 0 of {group.count}; waiting for the others at {group.address}", err=True)
     secret = secrets.token_hex(32).encode()
     # Losing a host ends the process inside `initialize`, without the `finally` below.
-    control_channel.exit_callbacks.append(lambda sentence: path.unlink(missing_ok=True))
+    control_channel.exit_callbacks.append(lambda sentence: place.remove())
     control_channel.exit_callbacks.append(on_lost)
     try:
-        path.unlink(missing_ok=True)  # left by a killed process
-        path.touch(mode=0o600)
-        path.write_bytes(secret)
+        place.write(secret)
         return Agreement(initialize(group.address, group.count, 0, secret))
     finally:
-        path.unlink(missing_ok=True)
+        place.remove()
 
 
-def _read_secret(path: Path, group: HostGroup) -> bytes:
-    deadline = time.monotonic() + FILE_VISIBLE_S
-    while True:
+class _SecretPlace:
+    """Where host 0 leaves the secret: the run directory, or the run's bucket."""
+
+    def __init__(self, folder: Path):
+        url = origin(folder)
+        self._bucket = Bucket(url) if url else None
+        self._path = folder / SECRET_FILE
+        self._is_written = False
+        self.name = url or str(folder.absolute())
+
+    def write(self, secret: bytes) -> None:
+        """Replace one that a killed process left."""
+        self._is_written = True
+        if self._bucket:
+            self._bucket.put(SECRET_FILE, secret)
+            return
+        self._path.unlink(missing_ok=True)
+        self._path.touch(mode=0o600)
+        self._path.write_bytes(secret)
+
+    def read(self) -> bytes:
+        """Return the secret; empty if it is not there (yet)."""
         try:
-            if secret := path.read_bytes():
-                return secret
+            return self._bucket.read(SECRET_FILE) if self._bucket else self._path.read_bytes()
         except OSError:
-            pass  # not visible yet
+            return b""
+
+    def remove(self) -> None:
+        if not self._is_written:
+            return
+        self._is_written = False
+        if self._bucket:
+            with suppress(BucketFailed):
+                self._bucket.delete(SECRET_FILE)
+        self._path.unlink(missing_ok=True)
+
+
+def _read_secret(place: _SecretPlace, group: HostGroup) -> bytes:
+    deadline = time.monotonic() + FILE_VISIBLE_S
+    while not (secret := place.read()):
         if time.monotonic() > deadline:
             raise InputError(
                 f"host 0 answers at {group.address}, but host {group.index} cannot see its run directory "
-                f"{path.parent.absolute()}: use the same --run on all hosts, on a shared disk"
+                f"{place.name}: use the same --run on all hosts, in a bucket or on a shared disk"
             )
         time.sleep(0.1)
+    return secret

@@ -64,6 +64,8 @@ class Hosts:
     def __init__(self, index: int, count: int, channels: Mapping[int, ControlChannel]):
         """channels: by the peer's index; host 0 has one to each other host, which has one to host 0."""
         self.index, self.count = index, count
+        self.processes = list(range(count))
+        """JAX's process index of each host: on a TPU slice JAX numbers the processes by itself."""
         self._channels = dict(sorted(channels.items()))
         self._has_runtime = False
         self._exit_status = 1
@@ -141,6 +143,20 @@ class Hosts:
         delay_terminate()
         atexit.register(self._exit)
 
+    def exchange_process_indices(self) -> None:
+        """Set `processes`; all hosts must call it."""
+        process = jax.process_index()  # on all hosts at once: JAX's backend starts
+        if self.index:
+            self.send({"process": process})
+            answer = self.receive()
+            if answer is None:
+                raise InputError("host 0 ended before the program began; start all hosts again")
+            self.processes = answer[0]["processes"]
+        else:
+            others = [message[0]["process"] for message in self.receive_from_all()]
+            self.processes = [process, *others]
+            self.send({"processes": self.processes})
+
     def _connect_runtime(self, address: str) -> None:
         jax.config.update("jax_enable_preemption_service", False)  # it would take over SIGTERM
         try:
@@ -211,10 +227,7 @@ def initialize(
         versions = {package: version(package) for package in ("jax", "jaxlib", "numpy")}
         hosts.require_equal({"number of hosts": str(count), **versions, "tpuswarm": _source_digest()})
         hosts.start_runtime(name)
-        if jax.process_index() != index:
-            raise InputError(
-                f"host {index} is worker {jax.process_index()} of its TPU slice; number the hosts like the workers"
-            )
+        hosts.exchange_process_indices()
         hosts.require_equal({"number of devices": str(jax.local_device_count())})
     except BaseException:
         hosts.__exit__(*sys.exc_info())

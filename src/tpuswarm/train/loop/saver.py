@@ -27,8 +27,11 @@ class Saver:
         session = progress.session
         self._progress, self._stopwatch = progress, diagnostics.stopwatch
         self._interval = parse_every(session.settings["save_every"], "save_every")
-        keep, writes = session.settings["keep"], session.run.writes
-        self.checkpoints = Checkpoints(session.run.checkpoints, keep, session.save_s, writes)
+        self.checkpoints = Checkpoints(
+            session.run.checkpoints, session.settings["keep"], session.save_s, is_leader=session.run.writes,
+            leader_process=session.agreement.leader_process,
+            leader_saves_all=session.run.in_bucket and jax.process_count() > 1,
+        )  # fmt: skip
         self.checkpoints.warn = partial(progress.note_once, "old checkpoint")
         self.checkpoints.pinned = best_step(session.run.folder)
         self._saved_step = session.first_step or None  # a new run has no checkpoint yet

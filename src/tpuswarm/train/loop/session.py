@@ -36,6 +36,7 @@ from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event, last_start, updates_done
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.settings import check_batch, refuse_differences
+from tpuswarm.train.storage.copy import refresh
 from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import blame
 
@@ -118,7 +119,7 @@ def open_run(
     ends: its close releases the directory, and removes it if the session has not begun.
     """
     if hosts and folder is None:
-        raise InputError("a run over several hosts needs --run, a directory on a shared disk")
+        raise InputError("a run over several hosts needs --run, in a bucket or on a shared disk")
     follows = hosts is not None and hosts.index > 0
     with defer_interrupts():  # else the directory could exist without a callback that releases it
         run = FollowedRun(folder) if folder and follows else Run(folder, recipe.name)
@@ -128,7 +129,10 @@ def open_run(
         stored = (run.config() or {}).get("train", {})
         platform.configure_jax(bool(first_given(requested.get("deterministic"), stored.get("deterministic"))))
         if hosts:
+            run.upload()  # the other hosts copy what is in a bucket
             agreement = join_hosts(hosts, run.folder, run.fail)
+            if follows:
+                refresh(run.folder, whole=True)
         yield run, agreement
     except BaseException:
         agreement.__exit__(*sys.exc_info())

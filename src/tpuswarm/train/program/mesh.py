@@ -42,8 +42,12 @@ def select_devices(which: str | int | Sequence[int], devices: Sequence[Any]) -> 
 
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:
-    """Return a one-axis mesh over `devices`; devices of one host are adjacent, like its rows of a batch."""
-    return Mesh(np.asarray(sorted(devices, key=lambda device: device.process_index)), (AXIS,))
+    """Return a one-axis mesh over `devices`; devices of one host are adjacent, like its rows of a batch.
+
+    The hosts keep the order in which they come first.
+    """
+    hosts = [*dict.fromkeys(device.process_index for device in devices)]
+    return Mesh(np.asarray(sorted(devices, key=lambda device: hosts.index(device.process_index))), (AXIS,))
 
 
 def leaf_sharding(shape: tuple[int, ...], itemsize: int, mesh: Mesh, shard: str) -> NamedSharding:

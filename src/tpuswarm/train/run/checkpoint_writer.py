@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from tpuswarm.errors import RunFailed
+from tpuswarm.train.data.placing import replicate_over_hosts
 from tpuswarm.train.process.atomic import fsync_path, write_atomically
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.checkpoint import MANIFEST, POSITION, Saved, checkpoint_folders, file_digest
@@ -32,20 +33,42 @@ START_AGAIN = "start the same command again"
 
 
 class Checkpoints:
-    """The checkpoints of a run; saves one at a time. Several hosts save their shards together, at the same steps."""
+    """The checkpoints of a run; saves one at a time. Several hosts save at the same steps."""
 
-    def __init__(self, folder: Path, keep: int, last_save_s: float | None = None, is_leader: bool = True):
-        """keep: number of checkpoints. is_leader: True on one of several hosts, which makes and verifies folders."""
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        last_save_s: float | None = None,
+        is_leader: bool = True,
+        leader_process: int = 0,
+        leader_saves_all: bool = False,
+    ):
+        """keep: number of checkpoints. is_leader: True on one of several hosts, which makes and verifies folders.
+
+        leader_process: JAX's index of its process. leader_saves_all: other hosts do not see the folder; else each host
+        saves its shards. The leader's devices must be the first of the mesh: then it has the first replica of an array.
+        """
         import orbax.checkpoint as ocp
         from orbax.checkpoint._src.metadata.array_metadata_store import Store
 
         self._folder, self._keep, self._is_leader = folder, keep, is_leader
+        self._leader_saves_all = leader_saves_all
         _silence_orbax()
+        hosts = ocp.options.MultiprocessingOptions(leader_process)
+        if leader_saves_all:  # without a primary host Orbax expects no files of other processes
+            hosts = ocp.options.MultiprocessingOptions(None, active_processes={leader_process})
         array_handler = ocp.type_handlers.ArrayHandler(
-            min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES, array_metadata_store=Store()
+            min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
+            primary_host=hosts.primary_host,
+            use_replica_parallel=not leader_saves_all,
+            array_metadata_store=Store(),
         )
         handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, array_handler))
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=handlers))
+        self._orbax: Any = None
+        if is_leader or not leader_saves_all:
+            handler = ocp.PyTreeCheckpointHandler(type_handler_registry=handlers, multiprocessing_options=hosts)
+            self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=hosts)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.warn: Callable[[str], None] = partial(echo, err=True)
@@ -66,6 +89,11 @@ class Checkpoints:
         self.wait()
         start = time.monotonic()
         folder = self._folder / f"{step:08d}"
+        if self._leader_saves_all:
+            leaves, structure = jax.tree.flatten(state)
+            state = jax.tree.unflatten(structure, replicate_over_hosts(leaves))
+            if not self._is_leader:
+                return
         try:
             if self._is_leader:
                 if os.path.lexists(folder) and _remove(folder):  # a damaged one of the same step
@@ -124,7 +152,8 @@ class Checkpoints:
         """Wait without raising, and stop Orbax's threads."""
         with suppress(RunFailed):
             self.wait()
-        self._orbax.close()
+        if self._orbax is not None:
+            self._orbax.close()
 
     def _finish(self, step: int, folder: Path, about: dict[str, float], start: float) -> None:
         try:

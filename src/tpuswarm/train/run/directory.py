@@ -115,13 +115,17 @@ class Run:
             kept = number if row else kept  # keep a damaged line between intact ones
         with writing(path):
             os.truncate(path, sum(len(line) for line in lines[:kept]))
-        if self._sync:  # upload now: copies are compared by length, and new rows could restore the old one
-            self._sync.upload()
+        self.upload()  # now: copies are compared by length, and new rows could restore the old one
         return len(lines) - kept
 
     @property
     def in_bucket(self) -> bool:
-        return self._sync is not None
+        return origin(self.folder) is not None
+
+    def upload(self) -> None:
+        """Upload what a run in a bucket lacks there."""
+        if self._sync:
+            self._sync.upload()
 
     def upload_soon(self) -> None:
         """Upload new rows to the run's bucket without the usual delay: a person waits for them."""
@@ -195,7 +199,7 @@ class FollowedRun(Run):
 
     def _nothing(self, *given: Any, **facts: Any) -> None: ...
 
-    write_config = write_metrics = write_event = abandon = close = _nothing
+    write_config = write_metrics = write_event = upload = abandon = close = _nothing
 
 
 def command_line() -> str:

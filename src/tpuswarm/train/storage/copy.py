@@ -93,13 +93,13 @@ def download_run(url: str, whole: bool = False) -> Path:
     return folder
 
 
-def refresh(folder: Path, large: str | None = None) -> None:
+def refresh(folder: Path, large: str | None = None, whole: bool = False) -> None:
     """Bring a copy up to date; does nothing for a run of this disk.
 
-    large: a folder of the run from which large files are downloaded too.
+    large: a folder of the run from which large files are downloaded too; whole: as in `download_run`.
     """
     if origin(folder) and read_lock_holder(folder / LOCK) is None:
-        RunCopy(folder).pull(large=large)
+        RunCopy(folder).pull(whole, large)
 
 
 class RunCopy:

@@ -21,6 +21,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TCMALLOC = "usr/lib/x86_64-linux-gnu/libtcmalloc.so.4"
 FAST_COMPILATION = "--xla_backend_optimization_level=0"
 """A program compiles in 0.6 of the time; a step takes 1.3 times as long."""
+PYTHON_FOLDER = Path(__file__).parent / "python"
+"""On the path of a machine's Python programs."""
 UNITS = "run/units"
 """Has a file for each running service."""
 CHATTY_SHELL = "etc/chatty-shell"
@@ -152,6 +154,7 @@ class Root:
             "GCE_METADATA_IP": metadata,
             "STORAGE_EMULATOR_HOST": storage,
             "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(PYTHON_FOLDER),
         }
         if self.profile.exists():  # like PAM, but without the preloaded library, which is empty here
             environment |= dict(re.findall(r"^(TPU_\w+)=(.*)$", self.profile.read_text(), re.MULTILINE))

@@ -28,7 +28,7 @@ class Host:
     proxy: str | None = None
     """A command whose standard input and output connect to the host; %h and %p stand for address and port."""
     exports: str = ""
-    """Shell code that exports the machine's flags."""
+    """Shell code that exports the machine's flags, and the number of a slice's worker."""
 
 
 def openssh_command(host: Host, key: Path) -> list[str]:

@@ -13,7 +13,7 @@ from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.entry_point import entry_point
-from tpuswarm.train.hosts.host_group import parse_host_group
+from tpuswarm.train.hosts.host_group import find_host_group
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.display import Display, auto_display
 from tpuswarm.train.look.outputs import Logger, all_loggers, require_loggers
@@ -64,7 +64,8 @@ class Trainer:
     - keep_best: `eval_loss`, or `eval_accuracy:max`: also keep the checkpoint of the best evaluation.
     - display: where progress goes; the default is a live view on a terminal, else lines.
     - hosts, host, hosts_at: number of hosts that train together, number of this host from 0, and address HOST:PORT of
-      host 0 (docs/hosts.md). Only once per process, before anything else uses JAX.
+      host 0 (docs/hosts.md). Only once per process, before anything else uses JAX. The workers of a slice find each
+      other by themselves; hosts=1 trains on this one alone.
 
     Raises InputError for unknown arguments.
     """
@@ -195,7 +196,7 @@ class Trainer:
 
     def _load(self, recipe: Recipe, run: str | Path, best: bool) -> LoadedRun:
         check_recipe(recipe)
-        if self.hosts is not None:
+        if self.hosts not in (None, 1):
             raise InputError("a run is evaluated on one host: leave out hosts")
         platform.configure_jax(bool(self.deterministic))
         folder = download_run(str(run), whole=True) if is_url(str(run)) else find_run(str(run))
@@ -226,7 +227,7 @@ class Trainer:
         """
         check_recipe(recipe)
         asked = self.settings(steps, batch, init_from, init_only)
-        if self.hosts is not None or asked["batch"] == "auto":
+        if self.hosts not in (None, 1) or asked["batch"] == "auto":
             raise InputError("find_lr runs on one host, with a batch in rows: leave out hosts and batch='auto'")
         platform.configure_jax(bool(self.deterministic))
         devices = select_devices(self.devices, platform.local_devices())
@@ -269,7 +270,9 @@ class Trainer:
         require_loggers(self.loggers)
         if self.wandb is not None:
             wandb_log.require_wandb()
-        hosts = parse_host_group(self.hosts, self.host, self.hosts_at)
+        hosts = find_host_group(
+            self.hosts, self.host, self.hosts_at, run=run, devices=self.devices, is_dev_run=self.fast_dev_run
+        )
         with Diagnostics() as diagnostics, ExitStack() as ends:
             if self.fast_dev_run:
                 if hosts:

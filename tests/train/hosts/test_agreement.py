@@ -16,7 +16,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.hosts import agreement, rendezvous
 from tpuswarm.train.hosts.agreement import SECRET_FILE, Agreement
 from tpuswarm.train.hosts.control_channel import ControlChannel
-from tpuswarm.train.hosts.host_group import PORT, HostGroup, parse_host_group
+from tpuswarm.train.hosts.host_group import PORT, HostGroup, find_host_group, parse_host_group
 from tpuswarm.train.hosts.rendezvous import Hosts
 from tpuswarm.train.loop import run_config
 from tpuswarm.train.run.loaded import initial_parameters
@@ -171,6 +171,31 @@ def test_host_is_found_from_options_and_the_slices_environment(options, environm
     """Options that a command refuses: cli/test_wrong_input.py."""
     with pytest.raises(InputError, match=expected) if isinstance(expected, str) else nullcontext():
         assert parse_host_group(*options, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({}, "which train together; --hosts 1 (hosts=1) trains on this one alone"),
+        (
+            {"run": None},
+            "it trains alone: it needs a run (--run, run=) in a bucket or on a disk that all workers share",
+        ),
+        ({"devices": 2}, "it trains alone: devices=2 selects devices of one host"),
+        ({"is_dev_run": True}, "it trains alone: a fast dev run uses one host"),
+    ],
+)
+def test_worker_of_a_slice_joins_the_others_or_says_why_not(monkeypatch, capfd, given, sentence):
+    for name, value in WORKERS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+    group = find_host_group(None, None, None, **{"run": "gs://bucket/run", **given})
+    assert group == (None if given else HostGroup(4, 2, f"t-0:{PORT}"))
+    assert f"this is worker 2 of the 4 of a slice{';' if given else ','} {sentence}" in capfd.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    assert find_host_group(None, None, None, run="gs://bucket/run") is None and not capfd.readouterr().err
 
 
 def test_incomplete_settings_of_several_hosts_are_refused(tmp_path, monkeypatch, pair):

@@ -27,13 +27,15 @@ LOG = "train.log"
 POLL_INTERVAL_S = 0.1
 
 
-def start_detached(options: TrainOptions, hosts: int | None, as_json: bool) -> None:
+def start_detached(options: TrainOptions, as_json: bool) -> None:
     """Start this process's command in the background, and print how to follow and stop it.
 
     If it ends before its first step, repeat its output and its exit code.
     """
-    if hosts is not None:
-        raise InputError("--detach and --hosts exclude each other; start each host's command with nohup")
+    if options.hosts is not None:
+        raise InputError(
+            "--detach and --hosts exclude each other; start each host's command with nohup, or all with `exec --detach`"
+        )
     with defer_interrupts():
         run = Run(options.folder, options.recipe.name)  # raises, with the pid, while another process uses it
         run.close()

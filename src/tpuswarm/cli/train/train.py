@@ -84,11 +84,11 @@ def train(
     dry: Annotated[
         bool, option("Show what would be trained, and where; change nothing.", KEPT, flag="--dry-run")
     ] = False,
-    hosts: Annotated[int | None, option("Number of hosts that train together as one program.", HOSTS)] = None,
-    host: Annotated[int | None, option("Number of this host, from 0. Default: $TPU_WORKER_ID.", HOSTS)] = None,
+    hosts: Annotated[int | None, option("Hosts that train together as one program. Default: a slice's.", HOSTS)] = None,
+    host: Annotated[int | None, option("Number of this host, from 0. Default: the slice's.", HOSTS)] = None,
     hosts_at: Annotated[
         str | None,
-        option("Address of host 0, HOST:PORT. Default: the first of $TPU_WORKER_HOSTNAMES, port 8590.", HOSTS),
+        option("Address of host 0, HOST:PORT. Default: worker 0 of the slice, port 8590.", HOSTS),
     ] = None,
     members: Annotated[
         int | None, option("Train as a swarm of this many members; 0: only those that join.", SWARM)
@@ -140,9 +140,9 @@ def train(
         _print_dry_run(describe_dry_run(options), as_json)
         return
     if detach:
-        start_detached(options, hosts, as_json)
+        start_detached(options, as_json)
         return
-    if options.folder and hosts is None:  # with several hosts, host 0 uses the folder
+    if options.folder and options.hosts is None:  # with several hosts, host 0 uses the folder
         require_not_in_use(options.folder)
     signal = _train_swarm(options, as_json) if options.swarm is not None else _train_here(options, context.params)
     if signal is not None:
@@ -171,8 +171,10 @@ def _make_trainer(options: TrainOptions, **more: Any) -> Any:
 
 def _train_here(options: TrainOptions, params: dict[str, Any]) -> int | None:
     """Train in this process; return the signal that stopped it."""
-    trainer = _make_trainer(options, **{name: params[name] for name in ("hosts", "host", "hosts_at", "accept_code")})
-    if params["hosts"] is not None:
+    group = options.hosts
+    hosts = {"hosts": group.count, "host": group.index, "hosts_at": group.address} if group else {"hosts": 1}
+    trainer = _make_trainer(options, **hosts, accept_code=params["accept_code"])
+    if group:
         _send_libraries_to_stderr()
     recipe = options.recipe
     init = {"init_from": options.parent, "init_only": options.table.init_only}

@@ -15,7 +15,7 @@ from tpuswarm.config.train_table import LENGTH_KEYS, Train, read_train
 from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.engines.ports import parse_ports
-from tpuswarm.train.hosts.host_group import parse_host_group
+from tpuswarm.train.hosts.host_group import HostGroup, find_host_group
 from tpuswarm.train.look.wandb_log import require_wandb
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
@@ -45,6 +45,8 @@ class TrainOptions(NamedTuple):
     """The run or published model whose parameters it starts from."""
     swarm: dict[str, Any] | None
     """None for a plain run."""
+    hosts: HostGroup | None
+    """None for a run of one host."""
     with_lr: Callable[[float], Recipe] | None = None
     """With `--lr auto`: makes the recipe for the learning rate that was found."""
 
@@ -59,20 +61,24 @@ def read_options(context: typer.Context) -> TrainOptions:
     if folder:
         require_usable(folder)
     swarm = _swarm_options(table, folder, params)
-    parse_host_group(params["hosts"], params["host"], params["hosts_at"])
+    hosts = None
+    if swarm is None:
+        told = params["hosts"], params["host"], params["hosts_at"]
+        hosts = find_host_group(*told, run=table.run, devices=table.devices, is_dev_run=bool(table.fast_dev_run))
     if table.wandb is not None:
         require_wandb()
     parent = find_parent(table.init_from) if table.init_from else None
     given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
     options = dict(table.options)
-    finds_lr = _takes_lr_auto(table, options, folder, swarm is not None or params["hosts"] is not None)
+    finds_lr = _takes_lr_auto(table, options, folder, swarm is not None or hosts is not None)
 
     def make(**more: str) -> Recipe:
         return make_recipe(table.recipe, dict(given), options | more, context, folder, parent)
 
     recipe = make()
     recipe.require_data()
-    return TrainOptions(table, recipe, folder, parent, swarm, (lambda lr: make(lr=repr(lr))) if finds_lr else None)
+    with_lr = (lambda lr: make(lr=repr(lr))) if finds_lr else None
+    return TrainOptions(table, recipe, folder, parent, swarm, hosts, with_lr)
 
 
 def _takes_lr_auto(table: Train, options: dict[str, Any], folder: Path | None, has_processes: bool) -> bool:

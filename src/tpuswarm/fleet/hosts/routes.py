@@ -179,7 +179,8 @@ class Routes:
             hosts.append(
                 Host(
                     target.label, external or worker.internal or "", self._port, login_user(pool), target.alias,
-                    keys[target.alias], self.known.path, proxy, machine_exports(snapshot.document, target.machine),
+                    keys[target.alias], self.known.path, proxy,
+                    machine_exports(snapshot.document, target.machine) + target.exports,
                 )
             )  # fmt: skip
         return hosts, [target for target in targets if target.alias not in keys]

@@ -26,6 +26,17 @@ class Target(NamedTuple):
         """The name in `known_hosts`; a machine that is created again gets another one."""
         return f"{self.machine.name}.{self.worker}.{self.machine.zone}.{self.machine.created * 1000:.0f}"
 
+    @property
+    def exports(self) -> str:
+        """Shell code that exports a worker's number in its slice, and the addresses of all workers.
+
+        JAX and libtpu read the same from the metadata server (agent-worker-number, worker-network-endpoints).
+        """
+        addresses = [worker.internal for worker in self.machine.workers if worker.internal]
+        if len(addresses) < 2 or len(addresses) < len(self.machine.workers):
+            return ""
+        return f"export TPU_WORKER_ID={self.worker} TPU_WORKER_HOSTNAMES={','.join(addresses)}; "
+
 
 class Selection(NamedTuple):
     targets: tuple[Target, ...]

@@ -184,7 +184,7 @@ class JobRunner:
                 async with asyncio.timeout(HOST_TIMEOUT_S):
                     if isinstance(action, StartRun):
                         spec = {
-                            "line": in_environment(job.line, job.folder, action.flags),
+                            "line": in_environment(job.line, job.folder, action.flags + target.exports),
                             "alive_s": job.alive_s,
                             "again": _may_restart_itself(job, target),
                         }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, timedelta
 from math import prod
 from pathlib import Path
 
@@ -11,10 +11,10 @@ import pytest
 from tpuswarm import catalog
 from tpuswarm.catalog import network
 from tpuswarm.catalog.figures import Figure
-from tpuswarm.catalog.prices import region_of
+from tpuswarm.catalog.prices import describe_old_prices, region_of
 from tpuswarm.errors import InputError
 
-ZONE = re.compile(r"[a-z]+-[a-z]+\d+-([a-z]|ai\d+[a-z]?)")
+ZONE = re.compile(r"[a-z]+-[a-z]+\d+-([a-z]|ai\d+[a-z])")
 ALL = catalog.accelerators()
 
 
@@ -141,6 +141,8 @@ def test_vm_prices_match_the_list():
     for name, place, on_demand, spot in (  # sizes that the rates were not derived from
         ("n2-highmem-80", "us-central1", 5.24056, 1.71296),
         ("n2-highmem-80", "europe-west4-a", 5.76912, 2.0096),
+        ("n1-standard-96", "us-central1-f", 4.55998, 1.25352),
+        ("n1-highmem-96", "europe-west4-a", 6.25133, 2.5007),
         ("c3d-standard-360", "us-central1-f", 16.34364, 2.47032),
     ):
         price = by_name[name].price(place)
@@ -151,6 +153,13 @@ def test_vm_prices_match_the_list():
     for vm in catalog.machines():
         assert all(0 < price.spot <= price.on_demand for price in vm.prices)
         assert all(figure.source.read for figure in vm.figures.values())
+
+
+@pytest.mark.parametrize(("days", "old"), [(90, False), (91, True)])
+def test_prices_are_called_old_after_three_months(days, old):
+    read = max(price.source.read for tpu in ALL for price in tpu.prices())
+    warning = describe_old_prices(read + timedelta(days=days))
+    assert warning is None if not old else f"{days} days ago. Compare https://" in warning
 
 
 def test_traffic_of_an_unknown_region_is_refused():

@@ -44,8 +44,9 @@ def signed_out(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def golden(signed_out):
+def golden(signed_out, monkeypatch):
     """Compare a command's output with a file of golden/; TPUSWARM_GOLDEN=write writes the file instead."""
+    monkeypatch.setattr("tpuswarm.catalog.prices.MAX_AGE_DAYS", 10**6)
 
     def compare(name: str, line: str, output: str) -> None:
         text = f"$ tpuswarm {line}\n{output}"

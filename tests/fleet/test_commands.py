@@ -58,6 +58,13 @@ def test_preview_matches_the_golden_file_and_requests_nothing(name, cli, golden)
     assert cli.cloud.requests == [] and not (cli.folder / "state").exists()
 
 
+@pytest.mark.parametrize("line", ["up --dry-run", "catalog"])
+@pytest.mark.parametrize(("max_age_days", "old"), [(10**6, False), (-1, True)])
+def test_old_prices_are_called_old(cli, monkeypatch, line, max_age_days, old):
+    monkeypatch.setattr("tpuswarm.catalog.prices.MAX_AGE_DAYS", max_age_days)
+    assert ("the prices are old: they were read on 20" in cli.run(line)) == old
+
+
 @pytest.mark.parametrize(("line", "others"), [("up --dry-run", set()), ("catalog", {"numpy"})])
 def test_command_that_asks_nobody_imports_neither_google_nor_jax(tmp_path, line, others):
     (tmp_path / "swarm.toml").write_text(TRC)

@@ -13,7 +13,7 @@ class Machine:
 
     name: str
     vcpus: int
-    memory_gib: int
+    memory_gib: float
     network_gbps: float
     prices: tuple[Price, ...] = field(repr=False)
     """By region, cheapest first."""

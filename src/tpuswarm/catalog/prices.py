@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 
 from tpuswarm.catalog.figures import Source, find_source, read_data
+
+MAX_AGE_DAYS = 90
+PRICE_PAGE = "https://cloud.google.com/tpu/pricing"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,15 @@ def cheapest_first(prices: Iterable[Price]) -> tuple[Price, ...]:
     """Sort by the price on demand, then spot; unknown prices last."""
     unknown = float("inf")
     return tuple(sorted(prices, key=lambda price: (price.on_demand or unknown, price.spot or unknown, price.region)))
+
+
+def describe_old_prices(today: date) -> str | None:
+    """Return a warning if the prices were read more than MAX_AGE_DAYS ago."""
+    read = max(find_source(block["source"]).read for block in read_data("prices")["prices"])
+    age_days = (today - read).days
+    if age_days <= MAX_AGE_DAYS:
+        return None
+    return f"the prices are old: they were read on {read}, {age_days} days ago. Compare {PRICE_PAGE}"
 
 
 @cache

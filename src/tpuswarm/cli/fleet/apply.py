@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpuswarm import recipes
+from tpuswarm.catalog.prices import describe_old_prices
 from tpuswarm.cli.console import confirm, make_console, print_checks
 from tpuswarm.cli.fleet.progress import FleetProgress
 from tpuswarm.cli.machine.flags import update_pods
@@ -222,6 +224,8 @@ def print_preview(steps: Preview, desired: Desired, provider: str, has_keeper: b
     money = f"{steps.rate.hour} an hour, {steps.rate.day} a day" if steps.paid else "nothing"
     rehearsed = ", at Google's prices (a rehearsal is free)" if provider == "rehearsal" and steps.paid else ""
     echo(f"total: {total:,} machine{'s' * (total != 1)}, {steps.free:,} under grants; {money}{rehearsed}")
+    if steps.paid and (old := describe_old_prices(date.today())):
+        echo(f"note: {old}")
     if has_keeper:
         echo(f"keeper: {_keeper_home(desired)}")
     has_limits = desired.budget.total is not None or desired.down_when or any(grant.expires for grant in desired.grants)

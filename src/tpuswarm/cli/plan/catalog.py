@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterable
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tpuswarm.catalog import Accelerator, Figure, Generation, Source, accelerators, find, generations
 from tpuswarm.catalog.accelerators import ACCESSES, Access, format_topology
-from tpuswarm.catalog.prices import region_of
+from tpuswarm.catalog.prices import describe_old_prices, region_of
 from tpuswarm.cli.console import Json, make_console
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import GIB
@@ -54,6 +55,8 @@ def catalog(
     console.print(_types_table(chosen, zone, console.width))
     if dates := {price.source.read for tpu in chosen for price in tpu.prices()}:
         echo(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
+    if dates and (old := describe_old_prices(date.today())):
+        echo(f"note: {old}")
     echo("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
 
 

@@ -249,7 +249,7 @@ def _machine_type(call: Call, name: str) -> Resource:
         "kind": "compute#machineType",
         "name": name,
         "guestCpus": machine.vcpus,
-        "memoryMb": machine.memory_gib * 1024,
+        "memoryMb": int(machine.memory_gib * 1024),
         "zone": zone,
         "selfLink": f"{BASE}projects/{call.path['project']}/zones/{zone}/machineTypes/{name}",
     }

@@ -74,6 +74,14 @@ class Accelerator:
         return self.chips * self.generation.devices_per_chip
 
     @property
+    def is_for_serving(self) -> bool:
+        """Whether it takes Google's quota for serving, which v5e has besides the one for training.
+
+        https://cloud.google.com/tpu/docs/v5e
+        """
+        return self.generation.name == "v5e" and self.hosts == 1
+
+    @property
     def host(self) -> HostSize:
         return self.generation.hosts.get(self.chips_per_host, HostSize(None, None, {}))
 

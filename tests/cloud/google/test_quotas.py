@@ -23,7 +23,7 @@ QUOTAS = quotas_from_infos(
         info("TPUV2sPerProjectPerZoneForTPUAPI", us_central1_b="16", us_central1_c="0", others="8"),
         info("TPUV2sPodPerProjectPerZoneForTPUAPI", us_central1_a="512"),
         info("TPUV2sPreemptiblePerProjectPerZoneForTPUAPI", us_central1_b="48"),
-        info("TPUV5sLitepodPerProjectPerZoneForTPUAPI", us_central1_a="0"),
+        info("TPUV5sLitepodPerProjectPerZoneForTPUAPI", us_central1_a="16"),
         info("TPUV5sLitepodServingPerProjectPerZoneForTPUAPI", us_central1_a="4"),
         info("TPUV5sPreemptibleLitepodPerProjectPerRegionForTPUAPI", us_west4="10000"),
         info("TPUV6EPreemptiblePerProjectPerZoneForTPUAPI", us_east5_b="64"),
@@ -42,8 +42,9 @@ QUOTAS = quotas_from_infos(
         ("v2-8", False, "asia-east1-c", 8, "TPUV2sPerProjectPerZoneForTPUAPI"),
         ("v2-8", True, "us-central1-b", 48, "TPUV2sPreemptiblePerProjectPerZoneForTPUAPI"),
         ("v2-32", False, "us-central1-a", 512, "TPUV2sPodPerProjectPerZoneForTPUAPI"),
-        # v5e has quotas for training and serving; either may count.
-        ("v5e-4", False, "us-central1-a", 4, "TPUV5sLitepodServingPerProjectPerZoneForTPUAPI"),
+        # A public log of 2026: v5litepod-8 is refused for the quota for serving, 4, in spite of 16 for training.
+        ("v5e-8", False, "us-central1-a", 4, "TPUV5sLitepodServingPerProjectPerZoneForTPUAPI"),
+        ("v5e-16", False, "us-central1-a", 16, "TPUV5sLitepodPerProjectPerZoneForTPUAPI"),
         ("v5e-16", True, "us-west4-a", 10000, "TPUV5sPreemptibleLitepodPerProjectPerRegionForTPUAPI"),
         # https://github.com/marin-community/marin/pull/1612: quota in the zone and none in its region.
         ("v6e-8", True, "us-east5-b", 0, "TPUV6EPreemptiblePerProjectPerRegionForTPUAPI"),

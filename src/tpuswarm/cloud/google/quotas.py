@@ -47,8 +47,7 @@ def allowance(quotas: Iterable[Quota], type_: str, spot: bool, zone: str) -> All
         if kind is None or not _is_for(kind, find(type_), spot):
             continue
         limit = quota.limits.get(zone if kind[3] == "Zone" else region_of(zone))
-        # v5e has a quota for training and one for serving; which one applies is unknown, so take the larger.
-        if limit is not None and limit >= found.get(kind[3], Allowance(-1, "")).limit:
+        if limit is not None:
             found[kind[3]] = Allowance(limit, quota.id)
     return min(found.values(), default=None)
 
@@ -62,6 +61,8 @@ def quota_units(type_: str) -> int:
 def _is_for(kind: re.Match[str], accelerator: Accelerator, spot: bool) -> bool:
     generation = accelerator.generation.name
     if GENERATIONS[kind[1]] != generation or ("Preemptible" in kind[2]) != spot:
+        return False
+    if ("Serving" in kind[2]) != accelerator.is_for_serving:
         return False
     return generation not in ("v2", "v3") or ("Pod" in kind[2]) == (accelerator.hosts > 1)
 

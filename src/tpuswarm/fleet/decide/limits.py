@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import Desired
@@ -62,7 +63,7 @@ class Limits:
         """Whether the machine's grant has expired and the user has not allowed paid machines."""
         if self._desired.paid or machine.kind != "tpu" or self.is_free(machine):
             return False
-        key = machine_quota(machine)
+        key = _grant_key(machine)
         return any(
             not grant.is_active(self._now) and quota_key(grant.type, grant.zone, grant.spot) == key
             for grant in self._desired.grants
@@ -127,6 +128,15 @@ def _quota(kind: str, type_: str, zone: str, spot: bool) -> QuotaKey:
     if kind == "vm":
         return QuotaKey("vm", False, zone, False)
     try:
-        return quota_key(type_, zone, spot)
+        key, is_for_serving = quota_key(type_, zone, spot), find(type_).is_for_serving
     except InputError:  # the catalogue does not know the type
         return QuotaKey(type_, False, zone, spot)
+    return key._replace(generation=f"{key.generation} for serving") if is_for_serving else key
+
+
+def _grant_key(machine: Machine) -> QuotaKey | None:
+    """Return the key of grants that cover the machine; None if the catalogue does not know its type."""
+    try:
+        return quota_key(machine.type, machine.zone, machine.spot)
+    except InputError:
+        return None

@@ -48,7 +48,10 @@ class ZoneFaults:
         return [zone for zone in self._faults if self.has_fault(zone, "unreachable")]
 
     def set_quota(self, zone: str, generation: str | None, limit: int | None) -> None:
-        """Limit a generation (None: each one) in a zone, in cores or chips as in names of TPU types. None: no limit."""
+        """Limit a generation (None: each one) in a zone, in cores or chips as in names of TPU types. None: no limit.
+
+        `v5e-serving` is the part of v5e that Google counts apart from `v5e`.
+        """
         key = f"{zone} {generation or '*'}"
         if limit is None:
             self._quotas.pop(key)
@@ -63,20 +66,22 @@ class ZoneFaults:
         limits: dict[str, dict[str, int]] = {}
         for zone, accelerators in offers.items():
             for accelerator in accelerators:
-                limit = self._quota(zone, accelerator.generation.name)
+                limit = self._quota(zone, accelerator)
                 for is_spot in (False, True):
                     limits.setdefault(_quota_name(accelerator, is_spot), {})[zone] = -1 if limit is None else limit
         return limits
 
-    def _quota(self, zone: str, generation: str) -> int | None:
-        limit = self._quotas.get(f"{zone} {generation}")
-        return self._quotas.get(f"{zone} *") if limit is None else limit
+    def _quota(self, zone: str, accelerator: Accelerator) -> int | None:
+        generation = accelerator.generation.name
+        names = [f"{generation}-serving"] if accelerator.is_for_serving else []
+        limits = (self._quotas.get(f"{zone} {name}") for name in (*names, generation, "*"))
+        return next((limit for limit in limits if limit is not None), None)
 
     def check_quota(
         self, zone: str, requested: Accelerator, is_spot: bool, held: Iterable[tuple[Accelerator, bool]]
     ) -> None:
         """Raise Refused if `requested` on top of `held` (accelerator, is_spot) exceeds the zone's quota."""
-        limit = self._quota(zone, requested.generation.name)
+        limit = self._quota(zone, requested)
         quota = _quota_name(requested, is_spot)
         used = sum(_quota_units(accelerator) for accelerator, spot in held if _quota_name(accelerator, spot) == quota)
         if limit is None or used + _quota_units(requested) <= limit:
@@ -103,12 +108,16 @@ def _quota_units(accelerator: Accelerator) -> int:
 
 
 def _quota_name(accelerator: Accelerator, is_spot: bool) -> str:
-    """Return e.g. TPUV2sPreemptiblePodPerProjectPerZoneForTPUAPI: pods of v2 and v3 have quotas of their own."""
+    """Return e.g. TPUV2sPreemptiblePodPerProjectPerZoneForTPUAPI: pods of v2 and v3 have quotas of their own.
+
+    So have single hosts of v5e: public logs of 2026 have TPUV5sPreemptibleLitepodServingPerProjectPerZoneForTPUAPI.
+    """
     generation = accelerator.generation.name
     pod = "Pod" if generation in ("v2", "v3") and accelerator.hosts > 1 else ""
     litepod = "Litepod" if generation == "v5e" else ""
+    serving = "Serving" if accelerator.is_for_serving else ""
     preemptible = "Preemptible" if is_spot else ""
-    return f"{QUOTA_PREFIXES[generation]}{preemptible}{litepod}{pod}PerProjectPerZoneForTPUAPI"
+    return f"{QUOTA_PREFIXES[generation]}{preemptible}{litepod}{serving}{pod}PerProjectPerZoneForTPUAPI"
 
 
 def no_capacity(zone: str) -> Refused:

@@ -24,6 +24,10 @@ FLEET_LABEL, POOL_LABEL = "tpuswarm-fleet", "tpuswarm-pool"
 """Labels of all resources of a fleet: its random id, and the pool."""
 
 
+ADDRESSES, INSTANCES = REGION_QUOTAS = "IN_USE_ADDRESSES", "INSTANCES"
+"""Quotas that Compute Engine has for a region: external addresses, and machines. Each host of a TPU takes one."""
+
+
 class Worker(NamedTuple):
     """The addresses of one host; None: it has none (yet)."""
 

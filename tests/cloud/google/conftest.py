@@ -3,10 +3,11 @@ import pytest
 from tests.local_cloud import local_cloud, until
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.provider import GoogleProvider
-from tpuswarm.cloud.protocol import Machine, TpuSpec
+from tpuswarm.cloud.protocol import Machine, TpuSpec, VmSpec
 from tpuswarm.cloud.rehearsal.connect import connect, send_command
 
 AVAILABLE, STOCKOUT, NO_QUOTA = "europe-west4-a", "us-central1-b", "us-central1-c"
+HEAD = VmSpec("head", AVAILABLE, "n2-highmem-2", "f1e2", "head", "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 20)
 HIDDEN, UNREACHABLE = "us-central1-f", "asia-east1-c"
 
 

@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cloud.google.conftest import AVAILABLE, in_state, only_machine
+from tests.cloud.google.conftest import AVAILABLE, HEAD, in_state, only_machine
 from tests.local_cloud import until
 from tpuswarm.cloud.errors import Changed, NotFound, Taken
 from tpuswarm.cloud.google.project import Project
-from tpuswarm.cloud.protocol import VmSpec
-
-HEAD = VmSpec("head", AVAILABLE, "n2-highmem-2", "f1e2", "head", "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 20)
 
 
 def test_vm_is_created_stopped_started_changed_and_deleted(google):
@@ -57,3 +54,12 @@ def test_object_is_written_only_over_the_generation_read(google):
     assert first.write("fleet.json", b"two", one) == two, "the same bytes: the answer was lost, not the race"
     with pytest.raises(NotFound, match="there is no bucket absent"):
         google.bucket("absent").read("fleet.json")
+
+
+def test_cloud_nat_is_found_for_its_network_and_region(google):
+    project, network = Project(google.access), "projects/my-project/global/networks/default"
+    assert not project.has_nat("default", "us-east5")
+    url = google.access.url("compute.googleapis.com", "compute/v1/projects/my-project/regions/us-east5/routers")
+    google.access.post("making a router", url, {"name": "r", "network": network, "nats": [{"name": "n"}]})
+    assert project.has_nat("default", "us-east5")
+    assert not project.has_nat("other", "us-east5") and not project.has_nat("default", "us-central1")

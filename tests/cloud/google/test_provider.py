@@ -6,6 +6,7 @@ import pytest
 
 from tests.cloud.google.conftest import (
     AVAILABLE,
+    HEAD,
     HIDDEN,
     NO_QUOTA,
     STOCKOUT,
@@ -18,6 +19,7 @@ from tests.local_cloud import slow_clock, until
 from tpuswarm.cloud.errors import Invalid, NoCapacity, NoQuota, NotFound, NotSignedIn, Taken
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
+from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.rehearsal.connect import send_command
 
@@ -89,6 +91,24 @@ def test_zones_without_capacity_quota_access_or_answer(google):
         google.create(spec("n1", zone=HIDDEN))
     listing = google.machines([AVAILABLE, HIDDEN])
     assert HIDDEN not in listing.unreachable and UNREACHABLE in listing.unreachable
+
+
+def test_exhausted_addresses_of_a_region_are_a_quota_by_name(google, place):
+    send_command(place, "quota", zone="europe-west4", generation="IN_USE_ADDRESSES", limit=5)
+    google.create(spec("n1", type_="v2-32"))
+    google.create(spec("inside", type_="v2-32", external_ips=False))
+    failed = google.create(spec("n2", type_="v2-32"))
+    error = until(lambda: google.outcome(failed).error)
+    google.create(spec("n3", type_="v2-32", how="queued"))
+    queued = until(lambda: next((one for one in google.machines([AVAILABLE]).machines if one.said == "FAILED"), None))
+    google.create(HEAD)
+    with pytest.raises(NoQuota) as refused:
+        google.create(replace(HEAD, name="second"))
+    for found in (error, queued.error, refused.value):
+        assert isinstance(found, NoQuota) and found.limit == "IN_USE_ADDRESSES" and "external_ips = false" in str(found)
+    quotas = Project(google.access).region_quotas("europe-west4")
+    assert quotas["IN_USE_ADDRESSES"] == (5, 5) and quotas["INSTANCES"].usage == 9
+    send_command(place, "quota", zone="europe-west4", generation="IN_USE_ADDRESSES", limit=None)
 
 
 def test_types_runtimes_and_forgotten_operations(google):

@@ -37,6 +37,9 @@ def test_start_status_and_weather(rehearsal, tpu, place):
     assert rehearsal("stockout", "us-south1-a")[0] == rehearsal("quota", "us-south1-a/v5e=8")[0] == 0
     _, out, _ = rehearsal("status")
     assert "us-south1-a: stockout" in out and "us-south1-a: at most 8 of v5e" in out
+    assert rehearsal("quota", "us-south1/IN_USE_ADDRESSES=8")[0] == 0
+    assert "us-south1: at most 8 of IN_USE_ADDRESSES" in rehearsal("status")[1]
+    assert rehearsal("quota", "us-south1/IN_USE_ADDRESSES=none")[0] == 0
     assert rehearsal("stockout", "us-south1-a", "--over")[0] == rehearsal("quota", "us-south1-a/v5e=none")[0] == 0
     assert "us-south1-a" not in rehearsal("status")[1]
 
@@ -49,6 +52,7 @@ def test_start_status_and_weather(rehearsal, tpu, place):
         ("stockout us-south1-x", "there is no zone 'us-south1-x'; did you mean us-south1-"),
         ("stockout nowhere", "there is no zone 'nowhere'; zones look like us-central1-f\n"),
         ("quota us-south1-a", "a quota is ZONE=N, such as us-central1-f=16, or ZONE=none, not us-south1-a"),
+        ("quota us-soth1/INSTANCES=1", "there is no region 'us-soth1'; did you mean us-south1?"),
         ("quota us-south1-a/v55=1", "there is no generation 'v55' of TPUs; did you mean v5"),
         ("break us-south1-a hiden", "there is no fault 'hiden'; did you mean hidden?"),
         ("break no-such lock", "the local cloud has no machine 'no-such'"),

@@ -86,6 +86,42 @@ def test_queued_request_waits_becomes_a_node_and_ends_with_it(tpu, tpu_by_rest, 
         tpu.get_queued_resource(name=name)
 
 
+def test_requests_count_against_the_quota_until_they_are_deleted(tpu, weather):
+    zone = "asia-east1-c"
+    parent = f"projects/husks/locations/{zone}"
+    weather("quota", zone=zone, generation="v2", limit=8)
+
+    def is_refused():
+        try:
+            tpu.create_node(parent=parent, node_id="second", node=TPU)
+        except exceptions.ResourceExhausted as error:
+            return "Quota limit 'TPUV2s" in str(error)
+        return False
+
+    name = queue(tpu, parent, "first", {"node_id": "first-n"})
+    assert is_refused(), "in flight"
+    until(lambda: tpu.get_queued_resource(name=name).state.state == QueueState.ACTIVE)
+    weather("preempt", name="first-n", ending="gone")
+    until(lambda: tpu.get_queued_resource(name=name).state.state == QueueState.SUSPENDED)
+    assert is_refused(), "suspended"
+    wait_until_done(tpu, tpu.delete_queued_resource(name=name))
+    assert not is_refused()
+    weather("quota", zone=zone, generation="v2", limit=None)
+
+
+def test_single_hosts_of_v5e_have_a_quota_of_their_own(tpu, weather):
+    zone = "us-west4-a"
+    parent = f"projects/serving/locations/{zone}"
+    weather("quota", zone=zone, generation="v5e", limit=16)
+    weather("quota", zone=zone, generation="v5e-serving", limit=4)
+    fits, refused = (
+        tpu_v2.Node(accelerator_type=f"v5litepod-{chips}", runtime_version="v2-alpha-tpuv5-lite") for chips in (16, 8)
+    )
+    tpu.create_node(parent=parent, node_id="training", node=fits)
+    with pytest.raises(exceptions.ResourceExhausted, match="TPUV5sLitepodServingPerProjectPerZoneForTPUAPI"):
+        tpu.create_node(parent=parent, node_id="serving", node=refused)
+
+
 def test_expired_request_fails_at_its_time_though_the_clocks_speed_changes_and_stays_listed(tpu, weather, place):
     parent = f"{PROJECT}/locations/us-central1-a"
     weather("stockout", zone="us-central1-a")

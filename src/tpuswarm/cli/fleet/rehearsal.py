@@ -123,11 +123,12 @@ def quota(
         str,
         typer.Argument(
             metavar="ZONE=N",
-            help="Cores (chips for v5e and v6e) at a time; ZONE/v3=N: one generation; N none: no limit.",
+            help="Cores (chips for v5e and v6e) at a time; ZONE/v3=N: one generation; ZONE/v5e-serving=N: single "
+            "hosts of v5e; REGION/IN_USE_ADDRESSES=N, REGION/INSTANCES=N: hosts of all kinds; N none: no limit.",
         ),
     ],
 ) -> None:
-    """Limit how many TPUs a project may have in a zone at a time."""
+    """Limit how many TPUs a project may have in a zone, or external addresses or machines in a region, at a time."""
     where, _, number = limit.partition("=")
     zone, _, generation = where.partition("/")
     if not (number.isdecimal() or number == "none"):

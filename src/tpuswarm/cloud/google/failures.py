@@ -16,6 +16,7 @@ from tpuswarm.cloud.errors import (
     Taken,
     Unreachable,
 )
+from tpuswarm.cloud.protocol import ADDRESSES, INSTANCES
 from tpuswarm.train.storage.credentials import UsedCredentials
 
 ROLES = {
@@ -65,6 +66,8 @@ ZONE_LACKS_TYPE = re.compile(
     r"was not found in zone |requested zone \"[^\"]+\" is not supported|model is not supported for accelerator type"
 )
 """In answers with INVALID_ARGUMENT; other zones may offer the type."""
+REGION_LIMIT = re.compile(r"You have reached (\w+) limit")
+"""The TPU API's phrase for a quota of Compute Engine, with code 8, 9 or 13."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,7 @@ def cloud_error_for(
     if _is_rate_limit(answer):
         return Unreachable(message)
     if (limit := _quota_name(answer)) is not None:
-        ask = f"https://console.cloud.google.com/iam-admin/quotas?project={project}"
-        return NoQuota(f"{message}; request more at {ask}, or use another zone", limit or None)
+        return NoQuota(f"{message}; {_quota_remedy(limit, project)}", limit or None)
     if _is_stockout(answer):
         return NoCapacity(message)
     if answer.code in ("PERMISSION_DENIED", "forbidden", "SERVICE_ACCOUNT_ACCESS_DENIED"):
@@ -176,12 +178,28 @@ def _is_rate_limit(answer: Answer) -> bool:
 
 def _quota_name(answer: Answer) -> str | None:
     """Return the name of the exhausted quota, empty if the answer names none; None if it is not about quota."""
+    if of_region := REGION_LIMIT.search(answer.message):
+        return of_region[1]
     is_quota = answer.code == "RESOURCE_EXHAUSTED" and "quota" in answer.message.lower()
     is_quota = is_quota or answer.quota is not None or "quota_limit" in answer.metadata
     if not is_quota and answer.code != "QUOTA_EXCEEDED" and answer.reason != "quotaExceeded":
         return None
     named = re.search(r"[Qq]uota (?:limit )?'([^']+)'", answer.message)
     return answer.metadata.get("quota_limit") or (named[1] if named else answer.quota or "")
+
+
+def _quota_remedy(limit: str, project: str) -> str:
+    ask = f"request more at {quota_page(project)}"
+    if limit == ADDRESSES:
+        return (
+            f"each host takes one external address of its region: {ask}, use fewer machines or another region, or set "
+            "external_ips = false"
+        )
+    return f"{ask}, or use another {'region' if limit == INSTANCES else 'zone'}"
+
+
+def quota_page(project: str) -> str:
+    return f"https://console.cloud.google.com/iam-admin/quotas?project={project}"
 
 
 def _is_stockout(answer: Answer) -> bool:

@@ -46,6 +46,13 @@ class Subnetwork(NamedTuple):
     """Whether machines without external addresses reach Google's services (Private Google Access)."""
 
 
+class RegionQuota(NamedTuple):
+    """What a project may use of a region, such as external addresses, and what it uses."""
+
+    limit: int
+    usage: int
+
+
 class Project:
     """The set-up of one project. Every method may raise any CloudError."""
 
@@ -155,6 +162,21 @@ class Project:
             if resource["network"].rsplit("/", 1)[-1] == network and subnetwork in (None, resource["name"])
         )
         return next(matching, None)
+
+    def region_quotas(self, region: str) -> dict[str, RegionQuota]:
+        """Return Compute Engine's quotas of a region by name, such as IN_USE_ADDRESSES."""
+        resource = self._access.get(f"asking for the quotas of {region}", self._compute(f"regions/{region}"))
+        return {
+            quota["metric"]: RegionQuota(int(quota["limit"]), int(quota["usage"]))
+            for quota in resource.get("quotas", ())
+        }
+
+    def has_nat(self, network: str, region: str) -> bool:
+        """Return whether Cloud NAT connects machines without external addresses to the internet."""
+        routers = self._list_all(
+            f"asking for Cloud NAT of network {network}", self._compute(f"regions/{region}/routers"), "items", {}
+        )
+        return any(router.get("nats") and router["network"].rsplit("/", 1)[-1] == network for router in routers)
 
     def rules(self) -> tuple[firewall.Rule, ...]:
         """Return the enabled rules for incoming traffic of all networks."""

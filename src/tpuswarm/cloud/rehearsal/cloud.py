@@ -6,6 +6,7 @@ from typing import Any
 
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.records import Records
+from tpuswarm.cloud.rehearsal.common.region_quotas import RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.instances import Instances
@@ -32,11 +33,19 @@ class Cloud:
         self.guests = GuestAttributes(self.records, self.hosts)
         self.projects = Projects(self.records, self.timetable, self.zone_faults)
         self.resources = Resources(self.records, self.timetable)
-        self.instances = Instances(self.resources, self.timetable, self.zone_faults, self.hosts)
-        self.networks = Networks(self.resources, self.zone_faults)
+        self.region_quotas = RegionQuotas(self.records)
+        self.instances = Instances(self.resources, self.timetable, self.zone_faults, self.hosts, self.region_quotas)
+        self.networks = Networks(self.resources, self.zone_faults, self.region_quotas)
         operations, offers = Operations(self.records), Offers(self.zone_faults)
         self.nodes = Nodes(
-            self.records, self.timetable, self.zone_faults, self.hosts, offers, operations, self.networks.check
+            self.records,
+            self.timetable,
+            self.zone_faults,
+            self.hosts,
+            offers,
+            operations,
+            self.region_quotas,
+            self.networks.check,
         )
         self.queue = Queue(self.records, self.timetable, self.zone_faults, self.nodes, operations)
         self.tpu = TpuService(self.projects.check, self.nodes, self.queue, offers, self.guests, operations)

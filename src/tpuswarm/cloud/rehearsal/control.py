@@ -5,10 +5,11 @@ from typing import Any
 from starlette.routing import Route
 
 from tpuswarm.catalog import generations
+from tpuswarm.cloud.protocol import REGION_QUOTAS
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.api import Call, Rejected
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZONE_FAULTS
-from tpuswarm.cloud.rehearsal.compute.networks import list_zones
+from tpuswarm.cloud.rehearsal.compute.networks import list_regions, list_zones
 from tpuswarm.cloud.rehearsal.connect import CloudFolder
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS, FaultyMachine
 from tpuswarm.cloud.rehearsal.machines.root import Root
@@ -76,7 +77,7 @@ class Control:
             "requests": requests,
             "zones": self._cloud.zone_faults.faults(),
             "buckets": self._buckets.all(),
-            "quotas": self._cloud.zone_faults.quotas(),
+            "quotas": self._cloud.zone_faults.quotas() | self._cloud.region_quotas.limits(),
             "failures": self._cloud.timetable.failures,
         }
 
@@ -103,7 +104,11 @@ class Control:
 
     def _set_quota(self, call: Call) -> dict[str, Any]:
         generation = call.body.get("generation")
-        known = [generation.name for generation in generations()]
+        if generation in REGION_QUOTAS:
+            region = _check_place(call.body["zone"], list_regions(), "region")
+            self._cloud.region_quotas.set_limit(region, generation, call.body["limit"])
+            return {}
+        known = [*(generation.name for generation in generations()), "v5e-serving"]
         if generation is not None and generation not in known:
             raise _invalid(f"there is no generation {generation!r} of TPUs; {did_you_mean(generation, known)}")
         self._cloud.zone_faults.set_quota(_check_zone(call.body["zone"]), generation, call.body["limit"])
@@ -189,10 +194,14 @@ def _name_and_location(path: str) -> dict[str, Any]:
 
 
 def _check_zone(name: str) -> str:
-    if name not in list_zones():
-        near = nearest_name(name, list_zones())
-        suggestion = f"did you mean {near}?" if near else "zones look like us-central1-f"
-        raise _invalid(f"there is no zone {name!r}; {suggestion}")
+    return _check_place(name, list_zones(), "zone")
+
+
+def _check_place(name: str, places: list[str], kind: str) -> str:
+    if name not in places:
+        near = nearest_name(name, places)
+        suggestion = f"did you mean {near}?" if near else f"{kind}s look like us-central1{'-f' * (kind == 'zone')}"
+        raise _invalid(f"there is no {kind} {name!r}; {suggestion}")
     return name
 
 

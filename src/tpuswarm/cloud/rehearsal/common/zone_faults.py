@@ -132,6 +132,11 @@ def no_capacity(zone: str) -> Refused:
     )
 
 
+def region_quota_exhausted(quota: str) -> Refused:
+    """Return the TPU API's refusal for a quota of Compute Engine, as in public logs of 2026."""
+    return Refused(RESOURCE_EXHAUSTED, f"You have reached {quota} limit. [EID: 0x{uuid.uuid4().hex[:15]}]")
+
+
 def billing_disabled(project: str) -> Refused:
     metadata = {"consumer": f"projects/{project}", "service": "compute.googleapis.com"}
     return Refused(

@@ -1,10 +1,11 @@
 """VMs of Compute Engine, from PROVISIONING to their end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from tpuswarm.cloud.rehearsal.common.api import PERMISSION_DENIED, Call, Refused, Rejected
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
+from tpuswarm.cloud.rehearsal.common.region_quotas import Held, RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, fingerprint, format_now, zone_region
@@ -17,13 +18,28 @@ GUESTS_KEY = "enable-guest-attributes"
 class Instances:
     """compute.instances."""
 
-    def __init__(self, resources: Resources, timetable: Timetable, zone_faults: ZoneFaults, hosts: Hosts):
+    def __init__(
+        self,
+        resources: Resources,
+        timetable: Timetable,
+        zone_faults: ZoneFaults,
+        hosts: Hosts,
+        region_quotas: RegionQuotas,
+    ):
+        self._region_quotas = region_quotas
+        region_quotas.sources.append(self._hosts_of_project)
         self._resources, self._timetable, self._zone_faults, self._hosts = resources, timetable, zone_faults, hosts
         for what in ("created", "deleted", "stopped", "started", "taken", "repaired"):
             timetable.register(f"instance {what}", getattr(self, f"_{what}"))
 
     def all(self) -> list[tuple[str, Resource]]:
         return [(path, resource) for path, resource in self._resources.table.items() if "/instances/" in path]
+
+    def _hosts_of_project(self, project: str) -> Iterator[Held]:
+        for path, instance in self.all():
+            if path.startswith(f"projects/{project}/"):
+                has_external = _has_external(instance["networkInterfaces"]) and instance["status"] != "TERMINATED"
+                yield Held(path.split("/")[3], 1, has_external)
 
     def facts(self, host: RehearsedHost) -> Facts | None:
         """Return the facts of a host's VM; None if it is gone."""
@@ -71,6 +87,10 @@ class Instances:
             interface["network"], interface["name"] = f"{BASE}{network}", "nic0"
             subnetwork = _last(interface.get("subnetwork") or network)
             interface["subnetwork"] = f"{BASE}projects/{project}/regions/{zone_region(zone)}/subnetworks/{subnetwork}"
+        if quota := self._region_quotas.find_exhausted(project, Held(zone, 1, _has_external(interfaces))):
+            region = zone_region(zone)
+            limit = float(self._region_quotas.limit(region, quota))
+            raise Rejected(403, "quotaExceeded", f"Quota '{quota}' exceeded.  Limit: {limit} in region {region}.")
         metadata = {"kind": "compute#metadata", "items": list((body.get("metadata") or {}).get("items", []))}
         tags = {"items": list((body.get("tags") or {}).get("items", []))}
         labels = dict(body.get("labels") or {})
@@ -192,8 +212,7 @@ class Instances:
                 "request. Try a different zone, or try again later.",
             )
             return
-        has_external = any(interface.get("accessConfigs") for interface in instance["networkInterfaces"])
-        self._hosts.add(path, 0, has_external)
+        self._hosts.add(path, 0, _has_external(instance["networkInterfaces"]))
         self._set_running(path)
 
     def _deleted(self, path: str, instance_id: str, operation: str) -> None:
@@ -268,6 +287,10 @@ class Instances:
         """Return the instance, or None if it is gone or another one has its name."""
         instance = self._resources.table.get(path)
         return instance if instance is not None and instance["id"] == instance_id else None
+
+
+def _has_external(interfaces: Iterable[Resource]) -> bool:
+    return any(interface.get("accessConfigs") for interface in interfaces)
 
 
 def _is_spot(instance: Resource) -> bool:

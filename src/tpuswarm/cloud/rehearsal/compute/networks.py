@@ -1,9 +1,10 @@
-"""Networks, subnetworks, firewall rules, disks, zones, regions and machine types of Compute Engine."""
+"""Networks, subnetworks, routers, firewall rules, disks, zones, regions and machine types of Compute Engine."""
 
 from typing import Any
 
 from tpuswarm import catalog
 from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, Call, Refused, Rejected
+from tpuswarm.cloud.rehearsal.common.region_quotas import RegionQuotas
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, zone_region
 from tpuswarm.cloud.rehearsal.tpu.offers import list_offers
@@ -28,15 +29,15 @@ def list_zones() -> list[str]:
     return sorted({*list_offers(), *OTHER_ZONES})
 
 
-def _list_regions() -> list[str]:
+def list_regions() -> list[str]:
     return sorted({zone_region(zone) for zone in list_zones()})
 
 
 class Networks:
-    """compute.networks, subnetworks, firewalls, disks, zones, regions and machineTypes."""
+    """compute.networks, subnetworks, routers, firewalls, disks, zones, regions and machineTypes."""
 
-    def __init__(self, resources: Resources, zone_faults: ZoneFaults):
-        self._resources, self._zone_faults = resources, zone_faults
+    def __init__(self, resources: Resources, zone_faults: ZoneFaults, region_quotas: RegionQuotas):
+        self._resources, self._zone_faults, self._region_quotas = resources, zone_faults, region_quotas
 
     def add_default(self, project: str) -> None:
         """Give a new project its default network."""
@@ -78,13 +79,31 @@ class Networks:
         self._resources.table.put(network_path, network)
         return self._resources.begin("insert", path, NETWORK_S)
 
+    def set_private_google_access(self, call: Call) -> Resource:
+        path = f"projects/{call.path['project']}/regions/{call.path['region']}/subnetworks/{call.path['name']}"
+        is_on = bool(call.body.get("privateIpGoogleAccess"))
+        self._resources.table.put(path, {**self._resources.get(path), "privateIpGoogleAccess": is_on})
+        return self._resources.begin("setPrivateIpGoogleAccess", path, NETWORK_S)
+
+    def insert_router(self, call: Call) -> Resource:
+        """Add a Cloud Router. Its `nats` let machines without external addresses reach the internet."""
+        path = f"projects/{call.path['project']}/regions/{call.path['region']}/routers/{call.body.get('name', '')}"
+        self._resources.get(f"projects/{call.body.get('network', '').partition('projects/')[2]}")
+        self._resources.add(path, call.body, "router")
+        return self._resources.begin("insert", path, NETWORK_S)
+
+    def patch_router(self, call: Call) -> Resource:
+        path = f"projects/{call.path['project']}/regions/{call.path['region']}/routers/{call.path['name']}"
+        self._resources.table.put(path, {**self._resources.get(path), **call.body})
+        return self._resources.begin("patch", path, NETWORK_S)
+
     def _add_network(self, path: str, body: Resource) -> None:
         has_subnetworks = bool(body.get("autoCreateSubnetworks", True))
         body = {"routingConfig": {"routingMode": "REGIONAL"}, **body, "autoCreateSubnetworks": has_subnetworks}
         network = self._resources.add(path, body, "network")
         project, name = path.split("/")[1], path.rsplit("/", 1)[-1]
         network["subnetworks"] = []
-        for number, region in enumerate(_list_regions() if has_subnetworks else []):
+        for number, region in enumerate(list_regions() if has_subnetworks else []):
             subnetwork = {
                 "network": network["selfLink"],
                 "ipCidrRange": f"10.{128 + number // 16}.{number % 16 * 16}.0/20",
@@ -160,7 +179,7 @@ class Networks:
         scopes = (
             [f"zones/{zone}" for zone in list_zones()]
             if is_zonal
-            else [f"regions/{region}" for region in _list_regions()]
+            else [f"regions/{region}" for region in list_regions()]
         )
         items: dict[str, Any] = {}
         for scope in scopes:
@@ -191,12 +210,28 @@ class Networks:
         return self._resources.page([_zone(call.path["project"], zone) for zone in list_zones()], call, "zone")
 
     def region(self, call: Call) -> Resource:
-        return _region(call.path["project"], _check_known(call.path["region"], _list_regions(), "regions"))
+        return self._region(call.path["project"], _check_known(call.path["region"], list_regions(), "regions"))
 
     def list_regions(self, call: Call) -> Resource:
-        return self._resources.page(
-            [_region(call.path["project"], region) for region in _list_regions()], call, "region"
-        )
+        regions = [self._region(call.path["project"], region) for region in list_regions()]
+        return self._resources.page(regions, call, "region")
+
+    def _region(self, project: str, region: str) -> Resource:
+        link = f"{BASE}projects/{project}/"
+        quotas = {"CPUS": (2400, 0)}
+        for quota, usage in self._region_quotas.usage(project, region).items():
+            quotas[quota] = self._region_quotas.limit(region, quota), usage
+        return {
+            "kind": "compute#region",
+            "name": region,
+            "status": "UP",
+            "selfLink": f"{link}regions/{region}",
+            "zones": [f"{link}zones/{zone}" for zone in list_zones() if zone_region(zone) == region],
+            "quotas": [
+                {"metric": quota, "limit": float(limit), "usage": float(usage)}
+                for quota, (limit, usage) in quotas.items()
+            ],
+        }
 
     def project(self, call: Call) -> Resource:
         project = call.path["project"]
@@ -228,18 +263,6 @@ def _zone(project: str, zone: str) -> Resource:
     link = f"{BASE}projects/{project}/"
     region = f"{link}regions/{zone_region(zone)}"
     return {"kind": "compute#zone", "name": zone, "status": "UP", "region": region, "selfLink": f"{link}zones/{zone}"}
-
-
-def _region(project: str, region: str) -> Resource:
-    link = f"{BASE}projects/{project}/"
-    return {
-        "kind": "compute#region",
-        "name": region,
-        "status": "UP",
-        "selfLink": f"{link}regions/{region}",
-        "zones": [f"{link}zones/{zone}" for zone in list_zones() if zone_region(zone) == region],
-        "quotas": [{"metric": "CPUS", "limit": 2400.0, "usage": 0.0}],
-    }
 
 
 def _machine_type(call: Call, name: str) -> Resource:

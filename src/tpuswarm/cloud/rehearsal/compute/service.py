@@ -48,6 +48,9 @@ def compute_routes(cloud: Cloud) -> list[Route]:
         ("POST", f"{PROJECT}/global/networks", networks.insert_network),
         ("DELETE", PROJECT + "/global/networks/{name}", networks.delete_network),
         ("POST", f"{REGION}/subnetworks", networks.insert_subnetwork),
+        ("POST", REGION + "/subnetworks/{name}/setPrivateIpGoogleAccess", networks.set_private_google_access),
+        ("POST", f"{REGION}/routers", networks.insert_router),
+        ("PATCH", REGION + "/routers/{name}", networks.patch_router),
         ("POST", f"{PROJECT}/global/firewalls", networks.insert_rule),
         ("PATCH", PROJECT + "/global/firewalls/{name}", networks.patch_rule),
         ("PUT", PROJECT + "/global/firewalls/{name}", networks.patch_rule),
@@ -67,7 +70,7 @@ def compute_routes(cloud: Cloud) -> list[Route]:
         ]
     for scope, kinds in (
         (ZONE, ["disks"]),
-        (REGION, ["subnetworks"]),
+        (REGION, ["subnetworks", "routers"]),
         (f"{PROJECT}/global", ["networks", "firewalls"]),
     ):
         for kind in kinds:

@@ -1,8 +1,10 @@
 """Nodes of the TPU API, one slice each, from CREATING to their end."""
 
+import math
+import random
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from google.cloud.tpu_v2.types import cloud_tpu
@@ -19,19 +21,25 @@ from tpuswarm.cloud.rehearsal.common.api import (
 )
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.records import Records
+from tpuswarm.cloud.rehearsal.common.region_quotas import Held, RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
-from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults, no_capacity
+from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults, no_capacity, region_quota_exhausted
 from tpuswarm.cloud.rehearsal.tpu.offers import Offers, accelerator_config, parse_location, requested_accelerator
 from tpuswarm.cloud.rehearsal.tpu.operations import Operations, now
 
 CREATE_S, DELETE_S, STOP_S, START_S, UPDATE_S = 60, 30, 30, 40, 5
-STOCKOUT_S = 30
-"""How long after the request a zone reports that it has no capacity."""
+SHORTEST_REFUSAL_S, LONGEST_REFUSAL_S = 5, 1800
+"""How long after the request a zone reports that it has no capacity: mostly within two minutes. A public log of 2026
+has a spot v6e refused after 23 minutes in CREATING."""
+REGION_QUOTA_S = 60
+"""How long after the request an exhausted quota of the region is reported: within two minutes in public logs."""
 PREEMPTION_NOTICE_S, REPAIR_S = 30, 120
 Ending = Literal["preempted", "terminated", "gone"]
 """The state in which a preempted node is listed; gone: it is not listed."""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 State, Health = cloud_tpu.Node.State, cloud_tpu.Node.Health
+ENDED_STATES = (State.PREEMPTED, State.TERMINATED)
+"""Nodes in these states hold no quota."""
 
 
 class Nodes:
@@ -45,6 +53,7 @@ class Nodes:
         hosts: Hosts,
         offers: Offers,
         operations: Operations,
+        region_quotas: RegionQuotas,
         check_network: Callable[[str, str, str, str], None],
     ):
         """check_network: raises Refused if the project's network has no such subnetwork in the zone's region."""
@@ -55,6 +64,10 @@ class Nodes:
         )
         self._timetable, self._zone_faults, self._hosts = timetable, zone_faults, hosts
         self._offers, self._operations, self._check_network = offers, operations, check_network
+        self._region_quotas = region_quotas
+        region_quotas.sources.append(self._hosts_of_project)
+        self.list_requested: Callable[[str], Iterable[tuple[Accelerator, bool]]] = lambda location: ()
+        """Returns what queued resources of a location hold of its quota beside their nodes: accelerator, is_spot."""
         self.on_ready: Callable[[str], None] = lambda request: None
         """Called with the queued resource of a node that is ready."""
         self.on_end: Callable[[str, str | None], None] = lambda request, error: None
@@ -91,9 +104,16 @@ class Nodes:
         held = [
             (_accelerator(node), _is_spot(node))
             for node in self._table.values()
-            if node.name.startswith(f"{location.name}/") and node.state not in (State.PREEMPTED, State.TERMINATED)
+            if node.name.startswith(f"{location.name}/") and node.state not in ENDED_STATES
         ]
+        held += self.list_requested(location.name)
         self._zone_faults.check_quota(location.zone, requested, is_spot, held)
+
+    def _hosts_of_project(self, project: str) -> Iterator[Held]:
+        for node in self._table.values():
+            if node.name.startswith(f"projects/{project}/") and node.state not in ENDED_STATES:
+                has_external = node.network_config.enable_external_ips and node.state != State.STOPPED
+                yield Held(parse_location(node.name).zone, _accelerator(node).hosts, has_external)
 
     def make(self, parent: str, node_id: str, node: Any, request: str = "") -> Any:
         """Begin to create a checked node, of a queued resource or none; return the operation."""
@@ -105,10 +125,14 @@ class Nodes:
         node.accelerator_type, node.accelerator_config = accelerator.api_name, accelerator_config(accelerator)
         node.queued_resource = request
         node.network_config.network = node.network_config.network or "default"
+        wanted = Held(location.zone, accelerator.hosts, node.network_config.enable_external_ips)
+        quota = self._region_quotas.find_exhausted(location.project, wanted)
         self._table.put(node.name, node)
         operation = self._operations.begin(node.name, "create")
-        if self._zone_faults.has_fault(location.zone, "stockout"):
-            self._timetable.schedule(STOCKOUT_S, "node refused", node.name, node.id, operation.name)
+        if quota is not None:
+            self._timetable.schedule(REGION_QUOTA_S, "node refused", node.name, node.id, operation.name, quota)
+        elif self._zone_faults.has_fault(location.zone, "stockout"):
+            self._timetable.schedule(_draw_refusal_s(), "node refused", node.name, node.id, operation.name)
         elif not self._zone_faults.has_fault(location.zone, "stuck"):
             self._timetable.schedule(CREATE_S, "node created", node.name, node.id, operation.name)
         return operation
@@ -243,8 +267,8 @@ class Nodes:
         if node.queued_resource:
             self.on_ready(node.queued_resource)
 
-    def _refused(self, name: str, node_number: int, operation: str) -> None:
-        error = no_capacity(parse_location(name).zone)
+    def _refused(self, name: str, node_number: int, operation: str, quota: str | None = None) -> None:
+        error = region_quota_exhausted(quota) if quota else no_capacity(parse_location(name).zone)
         if node := self._find_same(name, node_number, State.CREATING):
             self._table.pop(name)
             if node.queued_resource:
@@ -351,6 +375,10 @@ def list_page(request: Any, items: list[tuple[str, Any]], zone_faults: ZoneFault
     ]
     start, size = int(request.page_token or 0), request.page_size or 1000
     return matches[start : start + size], str(start + size) if start + size < len(matches) else "", unreachable
+
+
+def _draw_refusal_s() -> float:
+    return math.exp(random.uniform(math.log(SHORTEST_REFUSAL_S), math.log(LONGEST_REFUSAL_S)))
 
 
 def _is_spot(node: Any) -> bool:

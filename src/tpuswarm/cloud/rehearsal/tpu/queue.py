@@ -1,11 +1,13 @@
 """Queued resources of the TPU API: each waits for its node's capacity, and ends when the node ends."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from google.cloud.tpu_v2.types import cloud_tpu
 from google.protobuf import empty_pb2
 from google.rpc import status_pb2
 
+from tpuswarm.catalog import Accelerator
 from tpuswarm.cloud.rehearsal.common.api import (
     ALREADY_EXISTS,
     DEADLINE_EXCEEDED,
@@ -18,9 +20,9 @@ from tpuswarm.cloud.rehearsal.common.api import (
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
-from tpuswarm.cloud.rehearsal.tpu.nodes import NAME, Nodes, list_page
+from tpuswarm.cloud.rehearsal.tpu.nodes import ENDED_STATES, NAME, Nodes, list_page
 from tpuswarm.cloud.rehearsal.tpu.nodes import State as NodeState
-from tpuswarm.cloud.rehearsal.tpu.offers import parse_location
+from tpuswarm.cloud.rehearsal.tpu.offers import parse_location, requested_accelerator
 from tpuswarm.cloud.rehearsal.tpu.operations import Operations, now
 
 ACCEPT_S, RETRY_S, SUSPEND_S, DELETE_S = 5, 30, 20, 20
@@ -42,11 +44,23 @@ class Queue:
         )
         self._timetable, self._zone_faults, self._nodes, self._operations = timetable, zone_faults, nodes, operations
         nodes.on_ready, nodes.on_end = self._handle_ready_node, self._handle_ended_node
+        nodes.list_requested = self._list_requested
         for what in ("accepted", "tried", "expired", "suspended", "deleted", "reset"):
             timetable.register(f"request {what}", getattr(self, f"_{what}"))
 
     def all(self) -> list[Any]:
         return self._table.values()
+
+    def _list_requested(self, location: str) -> Iterator[tuple[Accelerator, bool]]:
+        """List what requests hold of a location's quota, also SUSPENDED and FAILED ones, until they are deleted."""
+        for queued in self._table.values():
+            if queued.state.state == State.ACTIVE:
+                continue
+            living = {node.name for node in self._nodes_of(queued) if node.state not in ENDED_STATES}
+            for spec in queued.tpu.node_spec:
+                names = (f"{spec.parent}/nodes/{node_id}" for node_id in _node_ids(spec))
+                missing = [name for name in names if name not in living and name.startswith(f"{location}/")]
+                yield from [(requested_accelerator(spec.node), "spot" in queued)] * len(missing)
 
     def CreateQueuedResource(self, request: Any) -> Any:
         name = f"{parse_location(request.parent).name}/queuedResources/{request.queued_resource_id}"

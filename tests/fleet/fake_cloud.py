@@ -141,6 +141,10 @@ class FakeCloud:
     def start(self, machine: Machine) -> str:
         return self._switch(machine, "stopped", "starting")
 
+    def grow_disk(self, machine: Machine, gib: int) -> str:
+        self.update((machine.zone, machine.name), disk_gib=gib)
+        return "growing"
+
     def outcome(self, operation: str) -> Outcome:
         self.requests.append("outcome")
         target = self.operations[operation]
@@ -202,8 +206,9 @@ class FakeCloud:
         labels = {**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool}
         kind, status = ("tpu", "CREATING") if isinstance(spec, TpuSpec) else ("vm", "STAGING")
         machine = Machine(
-            spec.name, spec.zone, kind, spec.type, "creating", status, how=spec.how, created=self.now, labels=labels
-        )
+            spec.name, spec.zone, kind, spec.type, "creating", status, how=spec.how, created=self.now, labels=labels,
+            metadata=spec.metadata, runtime=getattr(spec, "runtime", None), disk_gib=getattr(spec, "disk_gib", None),
+        )  # fmt: skip
         if self._is_queued(spec):
             return replace(machine, state="waiting", said="WAITING_FOR_RESOURCES", request=f"{spec.name}-q")
         return machine

@@ -129,6 +129,8 @@ class Loop:
                     operation = self.cloud.create(spec)
                 case actions.Delete(found):
                     operation = self.cloud.delete(found)
+                case actions.Grow(found, disk_gib):
+                    operation = self.cloud.grow_disk(found, disk_gib)
                 case actions.Stop(found):
                     operation = self.cloud.stop(found)
                 case _:

@@ -13,7 +13,7 @@ from tpuswarm.cloud.google.instances import instance_from_spec
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, VmSpec
 from tpuswarm.fleet.apply.gcloud import create
 from tpuswarm.fleet.decide import choose_actions
-from tpuswarm.fleet.decide.actions import Create, Delete
+from tpuswarm.fleet.decide.actions import Create, Delete, Grow
 from tpuswarm.fleet.decide.desired import DownWhen
 from tpuswarm.fleet.decide.fleet_state import FleetState, Observed, WorkStatus
 from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, quota_key
@@ -227,6 +227,31 @@ def test_planning_time_grows_no_faster_than_linearly_up_to_ten_thousand_machines
     actions, seconds = planned(10_000, listing)
     assert actions == 2_667 + 2_667 + 2_000, "delete the dead, replace them in another zone at once, and fill up"
     assert seconds < 400 * max(planned(100, Listing(machines[:80], frozenset()))[1], 1e-3)
+
+
+@pytest.mark.parametrize(("disk_gib", "grown"), [(200, True), (100, False), (50, False)])
+def test_disk_of_a_vm_grows_with_the_file_and_never_shrinks(cloud, disk_gib, grown):
+    loop = started(cloud, vm("head"))
+    key, head = (A, "gpt2-head"), loop.desired.pools[0]
+    loop.change(pools=(replace(head, spec=replace(head.spec, disk_gib=disk_gib)),))
+    loop.run(300)
+    assert cloud.existing[key].disk_gib == (200 if grown else 100)
+    assert [type(action) for action in loop.actions[1:]] == ([Grow] if grown else []), "once"
+    assert ["a disk of 100 GiB; only a new machine" in wait.why for wait in loop.waits] == [True] * (disk_gib < 100)
+    assert not cloud.deleted
+
+
+def test_machines_with_another_runtime_or_metadata_stay_and_are_named(cloud):
+    loop = started(cloud, pool(count=2))
+    small = loop.desired.pools[0]
+    metadata = {"startup-script": "true", "ssh-keys": "me:key"}
+    loop.change(pools=(replace(small, count=3, spec=replace(small.spec, runtime="new", metadata=metadata)),))
+    loop.run(600)
+    assert len(cloud.names("ready")) == 3 and not cloud.deleted
+    assert [wait.why for wait in loop.waits] == [
+        "v2-usc1f-0 and 1 more still have the runtime tpu-ubuntu2204-base, other metadata startup-script; only a new "
+        "machine gets what the file says: `tpuswarm down v2-usc1f-0` and `tpuswarm up` replace it"
+    ]
 
 
 KEY = (A, "v2-usc1f-0")

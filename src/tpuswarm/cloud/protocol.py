@@ -16,14 +16,14 @@ How = Literal["spot", "on-demand", "queued", "reserved"]
 State = Literal["waiting", "creating", "ready", "repairing", "stopping", "stopped", "starting", "deleting", "dead"]
 """`waiting`: in a queue, nothing exists yet. `repairing`: the cloud restarts or repairs it. `dead`: it will not come
 back (PREEMPTED, TERMINATED, SUSPENDED, FAILED) and must be deleted."""
+SSH_KEYS = "ssh-keys"
+"""Metadata key for who may log in, one USER:KEY per line."""
 ENV_VARS = "tensorflow-env-vars"
 """Metadata key of a TPU; its service tpu-runtime reads it at the start, if it has that service."""
 ENV_VARS_NEW = "tpuswarm-env-vars-new"
 """Metadata key that is TRUE from before a change of ENV_VARS until that service has restarted."""
 FLEET_LABEL, POOL_LABEL = "tpuswarm-fleet", "tpuswarm-pool"
 """Labels of all resources of a fleet: its random id, and the pool."""
-
-
 ADDRESSES, INSTANCES = REGION_QUOTAS = "IN_USE_ADDRESSES", "INSTANCES"
 """Quotas that Compute Engine has for a region: external addresses, and machines. Each host of a TPU takes one."""
 
@@ -135,6 +135,12 @@ class Machine:
     workers: tuple[Worker, ...] = ()
     """By number."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    runtime: str | None = None
+    """A TPU's image; None: unknown, or a VM."""
+    metadata: Mapping[str, str] | None = field(default=None, compare=False)
+    """None: unknown. Never stored."""
+    disk_gib: int | None = None
+    """The size of a VM's boot disk; None: unknown, or a TPU."""
     runtime_env: str | None = field(default="", compare=False)
     """Its metadata ENV_VARS; None: its service may still run with older ones."""
     request: str | None = None
@@ -213,6 +219,9 @@ class Provider(Protocol):
 
     def start(self, machine: Machine) -> str:
         """Begin to start a stopped machine."""
+
+    def grow_disk(self, machine: Machine, gib: int) -> str:
+        """Begin to grow a VM's boot disk. Its file system grows when it boots."""
 
     def outcome(self, operation: str) -> Outcome:
         """Return the state of an operation; one that the cloud has forgotten is done."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cloud.google.conftest import AVAILABLE, HEAD, in_state, only_machine
 from tests.local_cloud import until
-from tpuswarm.cloud.errors import Changed, NotFound, Taken
+from tpuswarm.cloud.errors import Changed, Invalid, NotFound, Taken
 from tpuswarm.cloud.google.project import Project
 
 
@@ -24,6 +24,10 @@ def test_vm_is_created_stopped_started_changed_and_deleted(google):
     machine = in_state(google, "ready")
     operation = google.set_metadata(machine, {"b": "2"})
     until(lambda: google.outcome(operation).done)
+    with pytest.raises(Invalid, match="must be larger than existing size '20' GB"):
+        google.grow_disk(machine, 20)
+    operation = google.grow_disk(machine, 30)
+    until(lambda: google.outcome(operation).done and only_machine(google).disk_gib == 30)
     items = google.access.get("looking", google._instance_url(machine))["metadata"]["items"]
     assert {item["key"]: item["value"] for item in items} == {
         "a": "1",

@@ -1,6 +1,6 @@
 """Convert VMs between our types and Compute Engine's messages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -80,6 +80,8 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
         created=parse_timestamp(instance.get("creationTimestamp")),
         workers=_workers(instance.get("networkInterfaces", ())),
         labels=instance.get("labels", {}),
+        metadata={item["key"]: item.get("value", "") for item in instance.get("metadata", {}).get("items", ())},
+        disk_gib=_boot_disk_gib(instance.get("disks", ())),
     )
 
 
@@ -93,6 +95,10 @@ def _scheduling(spec: VmSpec) -> dict[str, str]:
         # A preempted or expired machine is deleted with its disk, so that it costs nothing.
         scheduling["instanceTerminationAction"] = "DELETE"
     return scheduling
+
+
+def _boot_disk_gib(disks: Iterable[Mapping[str, Any]]) -> int | None:
+    return next((int(disk["diskSizeGb"]) for disk in disks if disk.get("boot") and "diskSizeGb" in disk), None)
 
 
 def _workers(interfaces: Any) -> tuple[Worker, ...]:

@@ -135,6 +135,8 @@ def machine_from_node(node: Mapping[str, Any]) -> Machine:
             for endpoint in node.get("networkEndpoints", ())
         ),
         labels=node.get("labels", {}),
+        runtime=node.get("runtimeVersion"),
+        metadata=metadata,
         runtime_env=None if metadata.get(ENV_VARS_NEW) == "TRUE" else metadata.get(ENV_VARS, ""),
         request=request,
     )

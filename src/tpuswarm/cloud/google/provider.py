@@ -101,6 +101,11 @@ class GoogleProvider:
             return self._compute(doing, "POST", f"{self._instance_url(machine)}/start")
         return self._tpu(doing, functools.partial(self.access.tpu.start_node, request={"name": self._node(machine)}))
 
+    def grow_disk(self, machine: Machine, gib: int) -> str:
+        doing = f"growing the disk of {machine.name} in {machine.zone}"
+        url = self._zone_url(machine.zone, f"disks/{machine.name}/resize")
+        return self._compute(doing, "POST", url, {"sizeGb": str(gib)})
+
     def outcome(self, operation: str) -> Outcome:
         try:
             if "/locations/" in operation:

@@ -32,6 +32,11 @@ def stop_or_start(machine: Machine, verb: str, project: str) -> str:
     return shlex.join([*words, verb, machine.name, f"--project={project}", f"--zone={machine.zone}"])
 
 
+def grow_disk(machine: Machine, gib: int, project: str) -> str:
+    options = [f"--size={gib}GB", f"--project={project}", f"--zone={machine.zone}", "--quiet"]
+    return shlex.join(["gcloud", "compute", "disks", "resize", machine.name, *options])
+
+
 def _create_tpu(spec: TpuSpec, project: str) -> str:
     queued = spec.how in ("queued", "reserved")
     program = [*(QUEUED if queued else TPU_VM), "create"]

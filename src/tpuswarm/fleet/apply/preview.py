@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
 from tpuswarm.fleet.apply import gcloud
-from tpuswarm.fleet.decide.actions import Action, Create, Delete, Plan, Start, Stop, Wait
+from tpuswarm.fleet.decide.actions import Action, Create, Delete, Grow, Plan, Start, Stop, Wait
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.limits import is_billable
 from tpuswarm.fleet.decide.money import GrantCover, Rate, covered_machines, machine_price, spec_price
@@ -92,9 +92,13 @@ def _steps(group: Sequence[Action], project: str, cover: GrantCover) -> Iterable
     first = group[0]
     assert not isinstance(first, Create)
     machine = first.machine
-    verb = {Delete: "delete", Stop: "stop", Start: "start"}[type(first)]
-    is_deletion = isinstance(first, Delete)
-    command = gcloud.delete(machine, project) if is_deletion else gcloud.stop_or_start(machine, verb, project)
+    verb = {Delete: "delete", Stop: "stop", Start: "start", Grow: "grow the disk of"}[type(first)]
+    if isinstance(first, Delete):
+        command = gcloud.delete(machine, project)
+    elif isinstance(first, Grow):
+        command = gcloud.grow_disk(machine, first.disk_gib, project)
+    else:
+        command = gcloud.stop_or_start(machine, verb, project)
     names = [machine.name for machine in machines]
     says = f"{verb} {_times(len(machines))}{machine.type} in {machine.zone}: {_name_range(names)}; {first.why}"
     yield PreviewStep(says, "", _repeat(command, names))

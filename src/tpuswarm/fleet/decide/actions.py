@@ -31,7 +31,15 @@ class Start(NamedTuple):
     why: str
 
 
-Action = Create | Delete | Stop | Start
+class Grow(NamedTuple):
+    """Grow the boot disk of a VM."""
+
+    machine: Machine
+    disk_gib: int
+    why: str
+
+
+Action = Create | Delete | Stop | Start | Grow
 
 
 class Wait(NamedTuple):
@@ -77,5 +85,6 @@ class Event(NamedTuple):
     machine: str
     """Empty if the event concerns the whole pool."""
     kind: str
-    """asked, ready, preempted, lost, gone, unhealthy, deleting, stopping, starting, refused, job or clock."""
+    """asked, ready, preempted, lost, gone, unhealthy, deleting, stopping, starting, growing, refused, job
+    or clock."""
     text: str

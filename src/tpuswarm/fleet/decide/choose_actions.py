@@ -24,6 +24,7 @@ from tpuswarm.fleet.decide.fleet_state import (
 from tpuswarm.fleet.decide.limits import Limits, Refusal, machine_quota, spec_quota
 from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, HOUR_S, QuotaKey, format_dollars, machine_price
 from tpuswarm.fleet.decide.names import by_number, free_names
+from tpuswarm.fleet.decide.settings import explain_outdated, plan_disks
 
 BOOT_TIMEOUT_S = 1800.0
 """Twice this from 64 hosts, three times from 256."""
@@ -167,6 +168,9 @@ class _Planner:
                 alive.remove(machine)
         for machine in alive:
             self._stop_or_start(pool, machine)
+        self.actions += [grow for grow in plan_disks(pool, alive) if self._may_call(grow.machine)]
+        if outdated := explain_outdated(pool, alive):
+            self.waits.append(outdated)
         if unpaid := [machine for machine in alive if self.limits.is_unpaid(machine)]:
             rate = format_dollars(sum(machine_price(machine) or 0.0 for machine in unpaid))
             why = f"no grant covers {len(unpaid):,} of its machines, which cost {rate} an hour: "
@@ -285,14 +289,18 @@ class _Planner:
         return False
 
     def _stop_or_start(self, pool: PoolSpec, machine: Machine) -> None:
-        last_call = self.state.last_call.get(machine_key(machine), -DELETE_RETRY_S)
-        if machine.zone in self.unreachable or self.now - last_call < DELETE_RETRY_S:
+        if not self._may_call(machine):
             return
         paused = machine.name in self.desired.paused
         if paused and machine.state == "ready":
             self.actions.append(Stop(machine, "it is paused"))
         elif not paused and machine.state == "stopped":
             self.actions.append(Start(machine, f"pool {pool.name} needs it, and it is stopped"))
+
+    def _may_call(self, machine: Machine) -> bool:
+        """Whether the zone answers, and no change of the machine was requested just now."""
+        last_call = self.state.last_call.get(machine_key(machine), -DELETE_RETRY_S)
+        return machine.zone not in self.unreachable and self.now - last_call >= DELETE_RETRY_S
 
     def _delete(
         self, machine: Machine, why: str, blame: Literal["late", "bad"] | None = None, pause_s: float = 0.0

@@ -103,7 +103,7 @@ class _Observer:
             elif not isinstance(error, Unreachable):
                 self._report(machine, "refused", f"it cannot be deleted: {error}")
             return
-        verb = "stopping" if isinstance(action, Stop) else "starting"
+        verb = "stopping" if isinstance(action, Stop) else "starting" if isinstance(action, Start) else "growing"
         if error is None:
             self._report(machine, verb, action.why)
         elif not isinstance(error, Unreachable):
@@ -232,7 +232,7 @@ class _Observer:
         if machine.state == "dead" and (seen.machine.state != "dead" or seen.since == self.now):
             self.requests.pop(key, None)
             self._add_death(replace(seen, ready_at=ready_at), machine, machine.why or machine.said)
-        stored = machine if machine.error is None else replace(machine, error=None)
+        stored = replace(machine, error=None, metadata=None)
         is_dead = machine.state == "dead" or (seen.dead and machine.state == "deleting")
         since = seen.since if same_state else self.now
         return SeenMachine(stored, since, ready_at, unhealthy_since, is_dead, seen.born or machine.created)

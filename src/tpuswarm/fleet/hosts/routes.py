@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpuswarm.cloud.errors import CloudError
-from tpuswarm.cloud.protocol import Listing, Machine, Provider, VmSpec
+from tpuswarm.cloud.protocol import SSH_KEYS, Listing, Machine, Provider, VmSpec
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.ssh_config import refresh_config
@@ -22,7 +22,7 @@ from tpuswarm.fleet.hosts.targets import (
     select_targets,
     unreachable_reason,
 )
-from tpuswarm.fleet.spec.desired_from_file import SSH_KEYS, add_ssh_key, login_user
+from tpuswarm.fleet.spec.desired_from_file import add_ssh_key, login_user
 from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
 from tpuswarm.fleet.store.machine_flags import machine_exports

@@ -28,6 +28,7 @@ from tpuswarm.fleet.decide.actions import (
     CreateResult,
     Delete,
     Event,
+    Grow,
     Plan,
     Stop,
 )
@@ -324,6 +325,8 @@ class Keeper:
                 return ActionResult(action, provider.create(add_flag_metadata(action.spec, document)), None)
             if isinstance(action, Delete):
                 return ActionResult(action, provider.delete(action.machine), None)
+            if isinstance(action, Grow):
+                return ActionResult(action, provider.grow_disk(action.machine, action.disk_gib), None)
             call = provider.stop if isinstance(action, Stop) else provider.start
             return ActionResult(action, call(action.machine), None)
         except CloudError as error:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tpuswarm.catalog import find
 from tpuswarm.cloud.google.firewall import network_tag
 from tpuswarm.cloud.google.settings import find_zone
-from tpuswarm.cloud.protocol import Disk, Listing, TpuSpec, VmSpec
+from tpuswarm.cloud.protocol import SSH_KEYS, Disk, Listing, TpuSpec, VmSpec
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import Budget, Desired, PoolSpec
@@ -28,8 +28,6 @@ from tpuswarm.fleet.spec.providers import check_provider
 ID_PLACEHOLDER = "xxxxxx"
 """Replaces the random part of an id before a fleet exists."""
 ID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
-SSH_KEYS = "ssh-keys"
-"""The metadata key for who may log in, one USER:KEY per line."""
 
 
 def new_fleet_id(name: str, mark: str) -> str:

@@ -153,7 +153,21 @@ class Networks:
 
     def resize_disk(self, call: Call) -> Resource:
         path = f"projects/{call.path['project']}/zones/{call.path['zone']}/disks/{call.path['name']}"
-        self._resources.table.put(path, {**self._resources.get(path), "sizeGb": str(call.body["sizeGb"])})
+        disk, size = self._resources.get(path), int(call.body["sizeGb"])
+        if size <= int(disk["sizeGb"]):
+            message = (
+                f"Invalid value for field 'sizeGb': '{size}'. New disk size '{size}' GB must be larger than existing "
+                f"size '{disk['sizeGb']}' GB."
+            )
+            raise Rejected(400, "invalid", message)
+        self._resources.table.put(path, {**disk, "sizeGb": str(size)})
+        for owner, instance in self._resources.table.items():
+            attached = instance.get("disks", ()) if "/instances/" in owner else ()
+            if any(one["source"] == disk["selfLink"] for one in attached):
+                disks = [
+                    one | {"diskSizeGb": str(size)} if one["source"] == disk["selfLink"] else one for one in attached
+                ]
+                self._resources.table.put(owner, {**instance, "disks": disks})
         return self._resources.begin("resize", path, DISK_S)
 
     # Methods of several kinds.

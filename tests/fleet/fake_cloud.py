@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import Changed, CloudError, Invalid, NoCapacity, NoQuota, NotFound, Taken, Unreachable
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Outcome, Spec, Stored, TpuSpec, Worker
-from tpuswarm.fleet.decide.money import quota_key
+from tpuswarm.fleet.decide.limits import machine_quota, spec_quota
 
 BOOT_S, STOP_S = 180.0, 60.0
 UNLIMITED = 10**9
@@ -77,6 +78,10 @@ class FakeCloud:
         self.capacity: dict[str, int] = {}
         """The most machines in a zone; a missing zone is unlimited."""
         self.quota: dict[object, int] = {}
+        self.addresses: dict[str, int] = {}
+        """The most machines in a region; the operation fails beyond it."""
+        self.refusal_s = 20.0
+        """How long a creation runs that fails."""
         self.unreachable: set[str] = set()
         self.listing_lag_s = 0.0
         self.listed_from: dict[Key, float] = {}
@@ -84,6 +89,7 @@ class FakeCloud:
         """How many of the next requests are carried out without a response."""
         self.refuses_late = True
         """Whether lack of capacity fails the operation rather than the request."""
+        self.without_address: set[Key] = set()
         self.requests: list[str] = []
         self.deleted: list[Machine] = []
         """Machines as they were when their deletion was requested."""
@@ -112,12 +118,15 @@ class FakeCloud:
             raise Taken(f"{spec.name} exists already in {spec.zone}")
         if self._exceeds_quota(spec):
             raise NoQuota(f"quota of {spec.type} in {spec.zone} is used up", "TPUS")
+        without_address = self._lacks_address(spec.zone)
         full = self._is_full(spec.zone)
         if full and not self.refuses_late and not self._is_queued(spec):
             raise NoCapacity(f"no more capacity in the zone {spec.zone}")
         operation = f"operation-{next(self._number)}"
         self.existing[key] = self._new_machine(spec)
-        self.transitions[key] = self.now + (20.0 if full else BOOT_S)
+        self.transitions[key] = self.now + (self.refusal_s if full or without_address else BOOT_S)
+        if without_address:
+            self.without_address.add(key)
         self.listed_from[key] = self.now + self.listing_lag_s
         self.operations[operation] = key
         self._respond()
@@ -163,7 +172,10 @@ class FakeCloud:
         for key in [key for key, at in self.transitions.items() if at <= self.now]:
             machine = self.existing[key]
             del self.transitions[key]
-            if machine.state == "creating" and self._is_full(machine.zone, ("ready", "repairing", "starting")):
+            if key in self.without_address:
+                self.without_address.remove(key)
+                self._fail(key, NoQuota("You have reached IN_USE_ADDRESSES limit", "IN_USE_ADDRESSES"))
+            elif machine.state == "creating" and self._is_full(machine.zone, ("ready", "repairing", "starting")):
                 self._fail(key)
             elif machine.state in ("creating", "starting"):
                 self.update(key, state="ready", said="READY", healthy=True, workers=(Worker("10.0.0.2", None),))
@@ -227,13 +239,17 @@ class FakeCloud:
     def _exceeds_quota(self, spec: Spec) -> bool:
         if not isinstance(spec, TpuSpec):
             return False
-        wanted = quota_key(spec.type, spec.zone, spec.how == "spot")
-        tpus = [machine for machine in list(self.existing.values()) if machine.kind == "tpu"]
-        used = sum(quota_key(machine.type, machine.zone, machine.spot) == wanted for machine in tpus)
+        wanted = spec_quota(spec)
+        used = sum(machine_quota(machine) == wanted for machine in list(self.existing.values()))
         return used >= self.quota.get(wanted, UNLIMITED)
 
-    def _fail(self, key: Key) -> None:
-        error = NoCapacity(f"There is no more capacity in the zone {key[0]!r}")
+    def _lacks_address(self, zone: str) -> bool:
+        region = region_of(zone)
+        used = sum(region_of(machine.zone) == region for machine in list(self.existing.values()))
+        return used >= self.addresses.get(region, UNLIMITED)
+
+    def _fail(self, key: Key, error: CloudError | None = None) -> None:
+        error = error or NoCapacity(f"There is no more capacity in the zone {key[0]!r}")
         self.operations |= {operation: error for operation, target in self.operations.items() if target == key}
         del self.existing[key]
 

@@ -16,6 +16,7 @@ from tpuswarm.fleet.decide import choose_actions
 from tpuswarm.fleet.decide.actions import Create, Delete, Grow
 from tpuswarm.fleet.decide.desired import DownWhen
 from tpuswarm.fleet.decide.fleet_state import FleetState, Observed, WorkStatus
+from tpuswarm.fleet.decide.limits import spec_quota
 from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, quota_key
 from tpuswarm.fleet.decide.observe import observe
 
@@ -227,6 +228,48 @@ def test_planning_time_grows_no_faster_than_linearly_up_to_ten_thousand_machines
     actions, seconds = planned(10_000, listing)
     assert actions == 2_667 + 2_667 + 2_000, "delete the dead, replace them in another zone at once, and fill up"
     assert seconds < 400 * max(planned(100, Listing(machines[:80], frozenset()))[1], 1e-3)
+
+
+def test_quota_for_serving_stops_single_hosts_of_v5e_alone(cloud):
+    serving, training = (pool(type_, 2, (EUROPE,), type_=type_) for type_ in ("v5e-8", "v5e-16"))
+    cloud.quota[spec_quota(replace(serving.spec, zone=EUROPE))] = 1
+    loop = started(cloud, serving, training)
+    assert sorted(machine.type for machine in cloud.existing.values()) == ["v5e-16", "v5e-16", "v5e-8"]
+    (wait,) = loop.waits
+    assert (wait.subject, wait.until) == ("1 of pool v5e-8", None)
+    loop.change(pools=(serving, replace(training, count=1)))
+    loop.run(300)
+    requests = sum(isinstance(action, Create) for action in loop.actions)
+    loop.run(600)
+    assert sum(isinstance(action, Create) for action in loop.actions) == requests, "a free v5e-16 makes no room"
+
+
+def test_exhausted_addresses_of_a_region_stop_its_zones_and_leave_others(cloud):
+    cloud.addresses["us-central1"] = 3
+    loop = started(cloud, pool(count=5, zones=(A, B, EUROPE)), pool("four", type_="v2-32", zones=(C,)), seconds=1200)
+    assert cloud.names("ready") == ["v2-euw4a-0", "v2-euw4a-1", "v2-usc1f-0", "v2-usc1f-1", "v2-usc1f-2"]
+    (wait,) = loop.waits
+    assert wait.pool == "four" and wait.until is None, "a retry does not help"
+    assert wait.why == "us-central1: You have reached IN_USE_ADDRESSES limit; `tpuswarm up` tries again"
+    requests = len(loop.actions)
+    loop.run(3600)
+    assert len(loop.actions) == requests
+    cloud.preempt((A, "v2-usc1f-1"), "404")
+    loop.run(600)
+    assert "v2-usc1f-1" in cloud.names("ready"), "its address is free again"
+    cloud.addresses.clear()
+    loop.change()
+    loop.run(600)
+    assert not loop.waits
+
+
+def test_zone_that_refuses_late_is_probed_for_as_long(cloud):
+    """A spot v6e was refused after 23 minutes in CREATING."""
+    cloud.capacity[A], cloud.refusal_s = 0, 1380.0
+    loop = started(cloud, pool(count=20), seconds=1380)
+    start = len(loop.times)
+    loop.run(1380)
+    assert len(loop.times) - start == 1, "no more requests while the first may still be refused"
 
 
 @pytest.mark.parametrize(("disk_gib", "grown"), [(200, True), (100, False), (50, False)])

@@ -10,8 +10,9 @@ from tests.fleet.conftest import GOLDEN
 from tpuswarm.cli.fleet import apply
 from tpuswarm.cloud.errors import Denied, NoQuota, NotSignedIn, Unreachable
 from tpuswarm.cloud.google.firewall import Rule, fleet_rules
-from tpuswarm.cloud.google.project import APIS, BucketSettings, Subnetwork
+from tpuswarm.cloud.google.project import APIS, BucketSettings, RegionQuota, Subnetwork
 from tpuswarm.cloud.google.quotas import Quota
+from tpuswarm.cloud.protocol import Machine, Worker
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.apply.preflight import Check, run_checks
@@ -34,9 +35,12 @@ FACTS = ProjectFacts(
     runtimes={ZONE: ("tpu-ubuntu2204-base", "tpu-vm-tf-2.18.0")},
     bucket=BucketSettings("us-central1"),
     subnetworks={NET: Subnetwork("10.128.0.0/20", False)},
+    region_quotas={"us-central1": {"IN_USE_ADDRESSES": RegionQuota(8, 1), "INSTANCES": RegionQuota(24, 1)}},
+    nats={NET: False},
     rules=fleet_rules(NETWORK, "tpuswarm-mine", "tpuswarm mine"),
     account="1-compute@developer.gserviceaccount.com",
 )
+TWO_ZONES = {ZONE: (), "europe-west4-a": ()}
 REQUIRED_APIS = frozenset(APIS) - {"cloudquotas.googleapis.com", "cloudbilling.googleapis.com"}
 OPEN_RULE = Rule("allow-all", NETWORK, (("all", ()),), ("0.0.0.0/0",))
 
@@ -93,6 +97,12 @@ def test_all_checks_pass_where_all_is_right():
         ({"subnetworks": {NET: None}}, "addresses", "no addresses", "gcloud compute networks subnets create"),
         ({"subnetworks": {NET: Subnetwork("10.0.0.0/29", False)}},
          "addresses", "4 addresses (10.0.0.0/29) for 5 hosts", "expand-ip-range"),
+        ({"region_quotas": {"us-central1": {"IN_USE_ADDRESSES": RegionQuota(8, 4)}}},
+         "region", "us-central1: 4 of 8 external addresses are free or", "in [[pool]], with Cloud NAT"),
+        ({"region_quotas": {"us-central1": {"IN_USE_ADDRESSES": RegionQuota(8, 4)}}, "nats": {NET: True}},
+         "region", "(quota IN_USE_ADDRESSES)", "external_ips = false in [[pool]]; or 4 hosts at most"),
+        ({"region_quotas": {"us-central1": {"INSTANCES": RegionQuota(8, 4)}}},
+         "region", "and 5 hosts need one each (quota INSTANCES)", "4 hosts at most, another region"),
         ({"rules": ()}, "firewall", "tag tpuswarm-mine", "gcloud compute firewall-rules create tpuswarm-mine-inside"),
         ({"rules": (*FACTS.rules, OPEN_RULE)},
          "firewall", "allow-all lets 0.0.0.0/0 in to every port", "gcloud compute firewall-rules delete allow-all"),
@@ -146,6 +156,31 @@ def test_machines_without_external_addresses_need_private_google_access():
         f"update {NETWORK} --region=us-central1 --project=my-project --enable-private-ip-google-access"
     )
     assert all(check.ok for check in run(text, subnetworks={NET: Subnetwork("10.128.0.0/20", True)}))
+
+
+@pytest.mark.parametrize(("zones", "fits"), [(f'["{ZONE}", "europe-west4-a"]', True), (f'["{ZONE}"]', False)])
+def test_pool_may_share_the_addresses_of_its_regions(zones, fits):
+    """Four hosts of the pool go to either region, the head to the first."""
+    free = {"us-central1": RegionQuota(8, 5), "europe-west4": RegionQuota(8, 6)}
+    quotas = {region: {"IN_USE_ADDRESSES": quota} for region, quota in free.items()}
+    facts = dataclasses.replace(FACTS, region_quotas=quotas, types=TWO_ZONES, runtimes={zone: () for zone in TWO_ZONES})
+    text = TEXT.replace(f'zones = ["{ZONE}"]', f"zones = {zones}")
+    region = [check for check in run_checks(read(text), facts, NOW, True) if check.id == "region"]
+    assert all(check.ok for check in region) == fits, region
+
+
+def test_addresses_of_the_fleet_itself_count_as_free():
+    quotas = {"us-central1": {"IN_USE_ADDRESSES": RegionQuota(5, 5)}}
+    assert failed(region_quotas=quotas).id == "region"
+    machine = Machine("v", ZONE, "tpu", "v2-8", "ready", "READY", workers=(Worker("10.0.0.2", "192.0.2.1"),) * 5)
+    assert all(check.ok for check in run(region_quotas=quotas, own=(machine,)))
+
+
+def test_machines_without_external_addresses_take_none():
+    text = TEXT.replace("count = 4\nnetwork", "count = 4\nexternal_ips = false\nnetwork")
+    quotas = {"us-central1": {"IN_USE_ADDRESSES": RegionQuota(1, 0)}}
+    subnetworks = {NET: Subnetwork("10.128.0.0/20", True)}
+    assert all(check.ok for check in run(text, region_quotas=quotas, subnetworks=subnetworks))
 
 
 @pytest.mark.parametrize("fact", ["apis", "billing", "quotas", "account"])

@@ -29,7 +29,7 @@ from tpuswarm.train.process.waiting import waiting
 GRANTS_INTRODUCTION = """TPUs that you were granted, for example by TPU Research Cloud, are free. Type
 one grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
 End with an empty line."""
-INFORMATIVE_CHECKS = ("bucket", "quota", "price")
+INFORMATIVE_CHECKS = ("bucket", "quota", "region", "price")
 """Printed even if they pass."""
 
 Question = Callable[[str, str, str | None], str]

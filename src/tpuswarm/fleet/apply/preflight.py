@@ -11,9 +11,11 @@ from tpuswarm.catalog import find, generations, machines
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import firewall
+from tpuswarm.cloud.google.failures import quota_page
 from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.cloud.google.quotas import allowance, quota_units
 from tpuswarm.cloud.google.settings import gcloud_account
+from tpuswarm.cloud.protocol import ADDRESSES, REGION_QUOTAS, Machine
 from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts
@@ -24,6 +26,7 @@ from tpuswarm.fleet.spec.file import HeadTable, MachineTable, Pool, SwarmFile
 from tpuswarm.train.storage.credentials import used_credentials
 
 UNLIMITED_COUNT = 10**6
+NAT_PAGE = "https://cloud.google.com/nat/docs/set-up-manage-network-address-translation"
 OPTIONAL_APIS = (BILLING_API, "cloudquotas.googleapis.com")
 RESERVED_ADDRESSES = 4
 """Google keeps these for itself in every range."""
@@ -93,6 +96,7 @@ def run_checks(
         checks += dict.fromkeys(_runtime(pool, zone, facts) for zone in pool.zones)
     checks += [_bucket(file, file.storage.bucket, facts)] if file.storage else []
     checks += [_addresses(file, key, facts) for key in facts.subnetworks]
+    checks += [_region_quota(file, quota, facts) for quota in REGION_QUOTAS]
     checks += _firewalls(file, facts)
     checks += [_account(facts), _policy(facts), *_price(file, now, paid)]
     checks += [_head(file.head, head_bytes)] if file.head and head_bytes is not None else []
@@ -153,8 +157,7 @@ def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
     return (
         f"pool {pool.name} wants {pool.count} {'spot ' if spot else ''}{pool.type}, each takes "
         f"{quota_units(pool.type)} of the quota; the project may have {limits}",
-        f"ask for more at https://console.cloud.google.com/iam-admin/quotas?project={facts.project}, take another "
-        f"zone{f', or set count = {fits}' if fits else ''}",
+        f"ask for more at {quota_page(facts.project)}, take another zone{f', or set count = {fits}' if fits else ''}",
     )
 
 
@@ -231,6 +234,50 @@ def _addresses(file: SwarmFile, key: NetworkKey, facts: ProjectFacts) -> Verdict
         return f"{where} has {room:,} addresses for {hosts:,} hosts"
     remedy = f"gcloud compute networks subnets expand-ip-range {options} --prefix-length=20"
     return f"{where} has {room:,} addresses ({subnetwork.addresses}) for {hosts:,} hosts", remedy
+
+
+@_check("region", optional=True)
+def _region_quota(file: SwarmFile, quota: str, facts: ProjectFacts) -> Verdict:
+    """Compare the hosts of the file with a quota of its regions; a pool may go to any of its own."""
+    tables = [
+        (frozenset(map(region_of, zones)), _host_count(table))
+        for _, table, zones in file.machine_tables
+        if table.external_ips or quota != ADDRESSES
+    ]
+    quotas = {region: _answer(answer).get(quota) for region, answer in facts.region_quotas.items()}
+    known = {region: found for region, found in quotas.items() if found is not None}
+    what = "external addresses" if quota == ADDRESSES else "machines"
+    verdicts: list[str] = []
+    choices = {regions for regions, _ in tables}
+    for regions in sorted({*choices, frozenset[str]().union(*choices)}, key=sorted):
+        if not regions or not regions.issubset(known):
+            continue
+        hosts = sum(count for choice, count in tables if choice <= regions)
+        limit = sum(known[region].limit for region in regions)
+        own = sum(_taken(machine, quota) for machine in facts.own if region_of(machine.zone) in regions)
+        free = own + sum(max(0, known[region].limit - known[region].usage) for region in regions)
+        names = ", ".join(sorted(regions))
+        sentence = f"{names}: {free:,} of {limit:,} {what} are free or the fleet's, and {hosts:,} hosts need one each"
+        if free < hosts:
+            return f"{sentence} (quota {quota})", _region_remedy(file, quota, free, facts)
+        verdicts.append(sentence)
+    return "; ".join(verdicts) or f"the hosts take no {what}, or Google does not tell how many are free"
+
+
+def _taken(machine: Machine, quota: str) -> int:
+    """Return how much of a region's quota a machine takes."""
+    return len([worker for worker in machine.workers if worker.external or quota != ADDRESSES])
+
+
+def _region_remedy(file: SwarmFile, quota: str, free: int, facts: ProjectFacts) -> str:
+    others = f"{free:,} hosts at most, another region, or more at {quota_page(facts.project)}"
+    if quota != ADDRESSES:
+        return others
+    has_nat = facts.nats and all(nat is True for nat in facts.nats.values())
+    nat = "" if has_nat else f", with Cloud NAT for what they download ({NAT_PAGE})"
+    has_vm = any(isinstance(table, HeadTable) and table.external_ips for _, table, _ in file.machine_tables)
+    vm = "" if has_vm else ", with a [head] or [[vm]] to reach them through"
+    return f"external_ips = false in [[pool]]{nat}{vm}; or {others}"
 
 
 def _host_count(table: MachineTable) -> int:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied
+from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.fleet.spec.file import SwarmFile
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.google.firewall import Rule
-    from tpuswarm.cloud.google.project import BucketSettings, Project, Subnetwork
+    from tpuswarm.cloud.google.project import BucketSettings, Project, RegionQuota, Subnetwork
     from tpuswarm.cloud.google.provider import GoogleProvider
     from tpuswarm.cloud.google.quotas import Quota
 
@@ -38,6 +39,12 @@ class ProjectFacts:
     bucket: "BucketSettings | CloudError | None" = None
     """None if there is no bucket, or the file names none."""
     subnetworks: "Mapping[NetworkKey, Subnetwork | CloudError | None]" = field(default_factory=dict)
+    region_quotas: "Mapping[str, Mapping[str, RegionQuota] | CloudError]" = field(default_factory=dict)
+    """Compute Engine's quotas by region and name."""
+    nats: Mapping[NetworkKey, bool | CloudError] = field(default_factory=dict)
+    """Whether machines without external addresses reach the internet."""
+    own: tuple[Machine, ...] = ()
+    """The fleet's machines that exist already and have not ended."""
     rules: "tuple[Rule, ...] | CloudError" = ()
     account: str | CloudError | None = None
     os_login: bool | CloudError = False
@@ -66,6 +73,10 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
         storage = file.storage
         bucket = ask(project.find_bucket, storage.bucket, storage.project) if storage else lambda: None
         subnetworks = {key: ask(project.subnetwork, key.network, key.region, key.subnetwork) for key in keys}
+        regions = sorted({key.region for key in keys})
+        region_quotas = {region: ask(project.region_quotas, region) for region in regions}
+        listing = ask(google.machines, zones)
+        nats = {key: ask(project.has_nat, key.network, key.region) for key in keys}
         rules, account, os_login = ask(project.rules), ask(project.default_account), ask(project.forces_os_login)
         return ProjectFacts(
             project.id,
@@ -76,10 +87,19 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
             {zone: answer() for zone, answer in runtimes.items()},
             bucket(),
             {key: answer() for key, answer in subnetworks.items()},
+            {region: answer() for region, answer in region_quotas.items()},
+            {key: answer() for key, answer in nats.items()},
+            _own_machines(listing(), file.name),
             rules(),
             account(),
             os_login(),
         )
+
+
+def _own_machines(listing: Listing | CloudError, name: str) -> tuple[Machine, ...]:
+    """Return the living machines of fleets with this name, whose ids are NAME-LETTERS."""
+    living = () if isinstance(listing, CloudError) else (one for one in listing.machines if one.state != "dead")
+    return tuple(machine for machine in living if (machine.fleet or "").rpartition("-")[0] == name)
 
 
 def network_keys(file: SwarmFile) -> set[NetworkKey]:

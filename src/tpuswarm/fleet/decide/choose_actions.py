@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Literal
 
 from tpuswarm.catalog import find
-from tpuswarm.cloud.protocol import Machine
+from tpuswarm.catalog.prices import region_of
+from tpuswarm.cloud.protocol import Machine, Spec
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.actions import Action, Create, Delete, Plan, Start, Stop, Wait
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
@@ -24,6 +25,7 @@ from tpuswarm.fleet.decide.fleet_state import (
 from tpuswarm.fleet.decide.limits import Limits, Refusal, machine_quota, spec_quota
 from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, HOUR_S, QuotaKey, format_dollars, machine_price
 from tpuswarm.fleet.decide.names import by_number, free_names
+from tpuswarm.fleet.decide.region_quotas import count_hosts, spec_hosts
 from tpuswarm.fleet.decide.settings import explain_outdated, plan_disks
 
 BOOT_TIMEOUT_S = 1800.0
@@ -36,8 +38,9 @@ LONG_REPAIR_TIMEOUT_S = 4 * HOUR_S
 job: a guest agent that does not answer says little about the job."""
 DELETE_RETRY_S, DELETE_OVERDUE_S = 120.0, 600.0
 """An overdue deletion no longer holds up the successor."""
-REFUSAL_WINDOW_S = 45.0
-"""A request that is not refused within this time has probably found capacity."""
+REFUSAL_WINDOW_S, REFUSAL_MARGIN = 45.0, 1.5
+"""A request that is not refused within this time, or within REFUSAL_MARGIN times what the zone took for its last
+refusal, has probably found capacity. Google refuses after seconds, or after half an hour in CREATING."""
 CREATES_PER_SUCCESS = 10
 """After a failure, one machine is requested at a time; each that finds capacity allows this many more at once."""
 MAX_REPLACEMENTS, MAX_FAILED_SETUPS, REPLACEMENT_WINDOW_S = 3, 2, 24 * HOUR_S
@@ -117,19 +120,27 @@ class _Planner:
         self.quota_used: dict[QuotaKey, int] = defaultdict(int)
         self.creating: dict[str, int] = defaultdict(int)
         """Machines that are not ready yet, by backoff key."""
-        for machine in (machine for machines in self.pools.values() for machine in machines):
-            if machine.state not in ("dead", "deleting") and machine_key(machine) not in self.state.failed:
-                self.quota_used[machine_quota(machine)] += 1
-                self.creating[machine_backoff_key(machine)] += machine.state in ("creating", "waiting")
+        alive = [
+            machine
+            for machines in self.pools.values()
+            for machine in machines
+            if machine.state not in ("dead", "deleting") and machine_key(machine) not in self.state.failed
+        ]
+        self.region_hosts = count_hosts(desired.pools, alive, self.unlisted)
+        for machine in alive:
+            self.quota_used[machine_quota(machine)] += 1
+            self.creating[machine_backoff_key(machine)] += machine.state in ("creating", "waiting")
         for spec in self.unlisted:
             self.quota_used[spec_quota(spec)] += 1
             self.creating[spec_backoff_key(spec)] += 1
         self.succeeding: dict[str, int] = defaultdict(int)
-        """Requests that were not refused within REFUSAL_WINDOW_S, by backoff key."""
+        """Requests that have probably found capacity, by backoff key."""
         self.next_success: dict[str, float] = {}
-        """When the next request leaves that window."""
+        """When the next request will probably have found some."""
         for request in self.state.requests.values():
-            key, window_end = spec_backoff_key(request.spec), request.at + REFUSAL_WINDOW_S
+            key = spec_backoff_key(request.spec)
+            refused_after_s = self.state.backoffs.get(key, ZoneBackoff()).refused_after_s
+            window_end = request.at + max(REFUSAL_WINDOW_S, REFUSAL_MARGIN * refused_after_s)
             self.succeeding[key] += now >= window_end
             if now < window_end:
                 self.next_success[key] = min(window_end, self.next_success.get(key, window_end))
@@ -332,7 +343,7 @@ class _Planner:
                 if refusal is None and name is None:
                     refusal = Refusal(f"{zone} has a machine named {pool.spec.name} already")
                 spec = replace(pool.spec, name=name or "", zone=zone)
-                refusal = refusal or self.limits.refusal(spec)
+                refusal = refusal or self._refuse_region(spec) or self.limits.refusal(spec)
                 if refusal is not None:
                     refusals.append(refusal)
                     break
@@ -345,6 +356,7 @@ class _Planner:
                 missing, has = missing - 1, has + 1
                 self.creating[key] += 1
                 self.quota_used[quota] += 1
+                self.region_hosts.update(spec_hosts(spec))
         if missing:
             until = min((refusal.until for refusal in refusals if refusal.until is not None), default=None)
             why = "; ".join(dict.fromkeys(refusal.why for refusal in refusals))
@@ -373,6 +385,14 @@ class _Planner:
         if backoff.failures and self.creating[key] - succeeding >= at_once:
             why = f"{zone}: {backoff.why}; {at_once} at a time until one succeeds"
             return Refusal(why, self.next_success.get(key))
+        return None
+
+    def _refuse_region(self, spec: Spec) -> Refusal | None:
+        """Return which quota of the region has no room for the machine; None if all may have."""
+        for key, hosts in spec_hosts(spec).items():
+            limit = self.state.region_limits.get(key)
+            if limit is not None and self.region_hosts[key] + hosts > limit.hosts:
+                return Refusal(f"{region_of(spec.zone)}: {limit.why}; `tpuswarm up` tries again")
         return None
 
 

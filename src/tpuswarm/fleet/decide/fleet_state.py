@@ -76,6 +76,8 @@ class ZoneBackoff:
     """When unhealthy machines were replaced."""
     lost: tuple[float, ...] = ()
     """When the cloud took machines away, recently."""
+    refused_after_s: float = 0.0
+    """How long the last creation ran that ended without capacity."""
 
     def after_failure(self, seed: str, now: float, why: str, pause_s: float = 0.0) -> "ZoneBackoff":
         """Back off after a failure; failures of one burst count once."""
@@ -85,6 +87,16 @@ class ZoneBackoff:
         jitter = 1 + JITTER_SHARE * (2 * random.Random(f"{seed}/{failures}").random() - 1)
         wait = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(failures - 1, 20)) * jitter
         return replace(self, failures=failures, not_before=now + max(wait, pause_s), failed_at=now, why=why)
+
+
+@dataclass(frozen=True)
+class RegionLimit:
+    """A quota of a region that was exhausted."""
+
+    hosts: int
+    """How many hosts of the fleet it may have allowed."""
+    why: str
+    """In the cloud's words."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,8 @@ class FleetState:
     taken: Mapping[str, float] = field(default_factory=dict)
     """Names that exist according to the cloud though no listing shows them, and when it said so."""
     backoffs: Mapping[str, ZoneBackoff] = field(default_factory=dict)
+    region_limits: Mapping[str, RegionLimit] = field(default_factory=dict)
+    """By `region_key`."""
     stopped: Mapping[str, str] = field(default_factory=dict)
     """Pools that create nothing until the user asks again, and why."""
     answered: frozenset[str] = frozenset()

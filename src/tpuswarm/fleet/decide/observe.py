@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import (
     CloudError,
     Denied,
@@ -14,12 +15,13 @@ from tpuswarm.cloud.errors import (
     Taken,
     Unreachable,
 )
-from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
+from tpuswarm.cloud.protocol import REGION_QUOTAS, Listing, Machine, Spec, TpuSpec
 from tpuswarm.fleet.decide.actions import ActionResult, CloudAnswer, Create, CreateResult, Delete, Event, Start, Stop
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.fleet_state import (
     CreateRequest,
     FleetState,
+    RegionLimit,
     SeenMachine,
     ZoneBackoff,
     machine_backoff_key,
@@ -28,6 +30,7 @@ from tpuswarm.fleet.decide.fleet_state import (
     spec_key,
 )
 from tpuswarm.fleet.decide.limits import machine_quota, spec_quota
+from tpuswarm.fleet.decide.region_quotas import count_hosts, region_key, spec_hosts
 
 UNLISTED_TIMEOUT_S, OPERATION_TIMEOUT_S = 300.0, 3600.0
 """A creation has failed if no listing shows the machine after UNLISTED_TIMEOUT_S; after OPERATION_TIMEOUT_S if its
@@ -65,6 +68,7 @@ class _Observer:
         self.deleting, self.last_call, self.failed = dict(state.deleting), dict(state.last_call), dict(state.failed)
         self.taken = {key: at for key, at in state.taken.items() if now - at < TAKEN_NAME_RETRY_S}
         self.backoffs, self.stopped = dict(state.backoffs), dict(state.stopped)
+        self.region_limits = dict(state.region_limits)
         self.answered = state.answered | (frozenset(desired.zones) - listing.unreachable)
         self.own = {machine_key(machine): machine for machine in desired.own(listing.machines)}
         self.events: list[Event] = []
@@ -72,7 +76,7 @@ class _Observer:
     def result(self) -> FleetState:
         return FleetState(
             self.seen, self.requests, self.deleting, self.last_call, self.failed, self.taken, self.backoffs,
-            self.stopped, self.answered, self.desired.revision,
+            self.region_limits, self.stopped, self.answered, self.desired.revision,
         )  # fmt: skip
 
     def _report(self, subject: Machine | Spec, kind: str, text: str) -> None:
@@ -80,6 +84,7 @@ class _Observer:
 
     def forgive_failures(self) -> None:
         self.stopped.clear()
+        self.region_limits.clear()
         self.backoffs = {
             key: replace(backoff, quota_limit=None, not_before=0.0, replaced=())
             for key, backoff in self.backoffs.items()
@@ -133,13 +138,19 @@ class _Observer:
         del self.requests[result.key]
         self.failed[result.key] = str(result.error)
         self._add_refusal(request.spec, result.key, result.error)
+        if isinstance(result.error, NoCapacity):
+            key = spec_backoff_key(request.spec)
+            self.backoffs[key] = replace(self.backoffs[key], refused_after_s=self.now - request.at)
 
     def _add_refusal(self, spec: Spec, key: str, error: CloudError) -> None:
         why, backoff_key = str(error), spec_backoff_key(spec)
         self._report(spec, "refused", why)
-        if isinstance(error, NoQuota) and not self._quota_may_be_freed(spec):
-            backoff = self.backoffs.get(backoff_key, ZoneBackoff())
-            self.backoffs[backoff_key] = replace(backoff, quota_limit=self._quota_used(spec, key), why=why)
+        if isinstance(error, NoQuota) and not self._quota_may_be_freed(spec, error.limit):
+            if error.limit in REGION_QUOTAS:
+                self._limit_region(spec, error.limit, key, why)
+            else:
+                backoff = self.backoffs.get(backoff_key, ZoneBackoff())
+                self.backoffs[backoff_key] = replace(backoff, quota_limit=self._quota_used(spec, key), why=why)
         elif isinstance(error, Taken):
             self.taken[key] = self.now
         elif isinstance(error, Denied | Invalid) and not isinstance(error, NotSignedIn):
@@ -165,13 +176,23 @@ class _Observer:
         in_zone = (machine for machine in self.own.values() if machine.zone == spec.zone)
         return [machine for machine in in_zone if machine_quota(machine) == quota]
 
-    def _quota_may_be_freed(self, spec: Spec) -> bool:
+    def _quota_may_be_freed(self, spec: Spec, limit: str | None) -> bool:
         """Whether another machine of ours that is being deleted may still hold the quota."""
+        region = region_of(spec.zone)
+        in_region = (machine for machine in self.own.values() if region_of(machine.zone) == region)
         return any(
             machine.state in ("dead", "deleting") or machine_key(machine) in {**self.deleting, **self.failed}
-            for machine in self._same_quota(spec)
+            for machine in (in_region if limit in REGION_QUOTAS else self._same_quota(spec))
             if machine_key(machine) != spec_key(spec)
         )
+
+    def _limit_region(self, spec: Spec, quota: str, key: str, why: str) -> None:
+        """Remember that the quota of the region has no room for this machine beside the others."""
+        others = [machine for other, machine in self.own.items() if other != key]
+        unlisted = [it.spec for other, it in self.requests.items() if other != key and other not in self.own]
+        counts = count_hosts(self.desired.pools, others, unlisted)
+        quota_key = region_key(spec.zone, quota)
+        self.region_limits[quota_key] = RegionLimit(counts[quota_key] + spec_hosts(spec)[quota_key] - 1, why)
 
     def _quota_used(self, spec: Spec, key: str) -> int:
         listed = {machine_key(machine) for machine in self._same_quota(spec)}

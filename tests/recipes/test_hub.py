@@ -1,6 +1,10 @@
 """Models fetched from a hub on loopback that works, is down or slow, or sends half a file."""
 
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +101,38 @@ def test_refused_connection_and_timeout_are_reported(hub, monkeypatch):
     hub.server_close()
     with pytest.raises(RunFailed, match=r"could not be downloaded \(.*refused\); try again"):
         open_published("gpt2")
+
+
+CUT_OFF = """
+import sys, time
+time.sleep = lambda seconds: sys.exit("it tries again")
+from tpuswarm.recipes.gpt2.hub import open_published
+print(open_published("gpt2").get("model.safetensors", "weights").name)
+try:
+    open_published("gpt2-medium")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_machine_without_a_network_uses_the_cache_or_fails_without_retries(hub, tmp_path):
+    open_published("gpt2").get("model.safetensors", "weights")
+    names = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+    env = {name: value for name, value in os.environ.items() if name.upper() not in names}
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", sys.executable, "-c", CUT_OFF],
+        env=env | {"HF_HUB_CACHE": str(tmp_path / "hub-cache")}, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode != 0 and "unshare" in done.stderr:
+        pytest.skip(f"this machine does not allow network namespaces: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    cached, missing = done.stdout.splitlines()
+    assert cached == "model.safetensors"
+    assert re.match(
+        r"RunFailed config.json of openai-community/gpt2-medium at https://huggingface.co could not be downloaded "
+        r"\(this machine has no network\); try again, set HF_ENDPOINT to another hub, or put the files into a folder",
+        missing,
+    )
 
 
 def test_half_a_file_is_resumed(hub):

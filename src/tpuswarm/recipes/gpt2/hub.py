@@ -2,8 +2,12 @@
 
 import errno
 import re
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, RunFailed
@@ -22,6 +26,8 @@ RELEASED = {
     "1558m": "openai-community/gpt2-xl",
 }
 """OpenAI's released models by name; it labels those of 124 and 355 million parameters 117M and 345M."""
+UNUSED_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Reserved for documentation (RFC 5737, RFC 3849): only a default route leads there."""
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -89,8 +95,9 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
 
     disable_propagation()  # the library prints its warnings itself; other handlers would repeat them
     where = f"{repository} at {constants.ENDPOINT}"
+    is_cut_off = _is_cut_off(constants.ENDPOINT)
     try:
-        return Path(hf_hub_download(repository, file, revision=revision))
+        return Path(hf_hub_download(repository, file, revision=revision, local_files_only=is_cut_off))
     except errors.RemoteEntryNotFoundError:
         return None
     except errors.LocalEntryNotFoundError as error:
@@ -101,7 +108,8 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
                 f"{file} of {where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it "
                 "once, or put the model's files into a folder and use hf:DIR"
             ) from error
-        raise RunFailed(_not_fetched(file, where, error.__cause__ or error)) from error
+        reason = ConnectionError("this machine has no network") if is_cut_off else error.__cause__ or error
+        raise RunFailed(_not_fetched(file, where, reason)) from error
     except errors.GatedRepoError as error:
         raise InputError(f"{where} is gated: request access there, then set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
@@ -114,6 +122,21 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
                 f"the disk of {constants.HF_HUB_CACHE} is full: make room for {file} of {repository}, or set HF_HOME"
             ) from error
         raise RunFailed(_not_fetched(file, where, error)) from error
+
+
+def _is_cut_off(endpoint: str) -> bool:
+    """Whether this machine has no route to others, so that retries are in vain. Sends nothing but a DNS request."""
+    if getproxies().keys() & {"http", "https", "all"}:
+        return False
+    for family, address in UNUSED_ADDRESSES:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+            datagrams.connect((address, 9))
+            return False
+    try:
+        socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+    except socket.gaierror:
+        return True
+    return False  # a hub on this machine or its own network
 
 
 def _not_fetched(file: str, where: str, error: BaseException) -> str:

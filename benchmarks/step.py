@@ -36,10 +36,11 @@ def main(
 ) -> None:
     """Serve blocks of steps on one batch of random tokens. shape: options of the recipe."""
     device = local_devices()[0]
-    default = request.attention_and_loop(device.platform, device.device_kind)
+    kind = device.platform, device.device_kind, compiling.lowest_capability([device])
+    default = request.attention_and_loop(*kind)
     # The trainer has no options for these: patch its modules.
     module: Any = request
-    module.attention_and_loop = lambda platform, kind: (attention or default[0], loop or default[1])
+    module.attention_and_loop = lambda *_: (attention or default[0], loop or default[1])
     if chunk_bytes is not None:
         module = program
         module.GPU_CHUNK_BYTES = loss.CHUNK_BYTES = chunk_bytes
@@ -48,7 +49,7 @@ def main(
         module.logits = _bf16_logits
     recipe = GPT2(size=size, data="fake", **shape)
     start = time.perf_counter()
-    options = default_request(recipe, batch=batch).options(device.platform, device.device_kind)
+    options = default_request(recipe, batch=batch).options(*kind)
     choice = Choice("replicate", remat, 1, "")
     compiled = compiling.compile_traced(compiling.trace(recipe, options, choice, batch, make_mesh([device])))
     if not isinstance(compiled, Compiled):

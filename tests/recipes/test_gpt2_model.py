@@ -69,6 +69,17 @@ def test_124m_step_lowers_for_cuda_with_cudnn_attention_and_unrolled_layers(monk
     assert text.count("stablehlo.while") == 1, "only the chunks of the head are a loop"
 
 
+def test_124m_step_for_a_gpu_before_ampere_has_no_bfloat16_and_smaller_chunks():
+    recipe = GPT2(size="124m", data="fake")
+    options = default_request(recipe).options("gpu", "Tesla T4", (7, 5))
+    program = recipe.program(replace(options, memory=11 * 2**30))
+    state = jax.eval_shape(program.init, jax.eval_shape(lambda: jax.random.key(0)))
+    traced = jax.jit(program.step).trace(state, dict(program.batch_spec(64)), clock(0))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "cudnn" not in text and "bf16" not in text
+    assert "tensor<64x32x50304xf32>" in text, "a 24th of 11 GiB: 2048 tokens a chunk"
+
+
 @pytest.mark.parametrize("change", [{"loop": "unroll"}, {"remat": "full"}, {"loop": "unroll", "remat": "dots"}])
 def test_unrolled_and_recomputed_layers_have_the_same_gradients(params, plain, change):
     other = loss_and_gradients(params, Options(**change))

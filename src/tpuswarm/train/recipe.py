@@ -50,9 +50,16 @@ Precision = Literal["bf16", "f32", "highest"]
 Remat = Literal["none", "dots", "full"]
 
 
-def default_precision(platform: str) -> Precision:
-    """Return the precision of a run without `precision`: f32 on CPU, else bf16."""
-    return "f32" if platform == "cpu" else "bf16"
+Capability = tuple[int, int]
+"""Compute capability of an NVIDIA GPU, such as (7, 5)."""
+
+AMPERE: Capability = (8, 0)
+"""First GPUs with units for bfloat16 and TF32, and with cuDNN's attention (docs.nvidia.com/cudnn: SM80 or newer)."""
+
+
+def default_precision(platform: str, capability: Capability | None = None) -> Precision:
+    """Return the precision of a run without `precision`: f32 on CPUs and on GPUs before Ampere, else bf16."""
+    return "f32" if platform == "cpu" or (capability or AMPERE) < AMPERE else "bf16"
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class Options:
     - freeze, decay: regular expressions, searched in parameter paths such as `blocks/attn/qkv/w`.
     - ema: decay per step of the moving average of the parameters.
     - platform: `cpu`, `gpu` or `tpu`.
+    - capability: lowest compute capability of the GPUs, if known.
+    - memory: bytes of one device, if known.
     - attention: `xla`, `cudnn` or `splash`.
     - remat: the backward pass recomputes nothing of a layer (`none`), all but its products (`dots`), or all (`full`).
     - loop: over layers, `scan` or `unroll`.
@@ -81,6 +90,8 @@ class Options:
     decay: str | None = None
     ema: float | None = None
     platform: str = "cpu"
+    capability: Capability | None = None
+    memory: int | None = None
     attention: Literal["xla", "cudnn", "splash"] = "xla"
     remat: Remat = "none"
     loop: Literal["scan", "unroll"] = "scan"
@@ -89,7 +100,7 @@ class Options:
     def require_only(self, *honoured: str, by: str) -> None:
         """Raise InputError if the user set an option that `by` does not support; honoured: the supported ones."""
         defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        defaults["precision"] = default_precision(self.platform)
+        defaults["precision"] = default_precision(self.platform, self.capability)
         for name in ("precision", "accumulate", "clip", "freeze", "decay", "ema"):
             if name not in honoured and getattr(self, name) != defaults[name]:
                 raise InputError(f"{by} does not support {name} ({getattr(self, name)}); leave it out")

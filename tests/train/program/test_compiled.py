@@ -1,4 +1,5 @@
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ from tpuswarm.train.program.compiled import (
     TooLarge,
     compile_step,
     compile_traced,
+    lowest_capability,
     place_program,
     trace,
 )
 from tpuswarm.train.program.mesh import bytes_per_device, make_mesh
-from tpuswarm.train.program.request import REMATS, Choice, Request, attention_and_loop, choices
+from tpuswarm.train.program.request import REMATS, Choice, Request, attention_and_loop, capability_note, choices
 from tpuswarm.train.settings import check_batch
 
 
@@ -203,8 +205,28 @@ def test_batch_that_devices_do_not_divide_is_refused_with_two_ways_out(batch, de
 def test_attention_and_loop_follow_the_platform():
     assert attention_and_loop("cpu", "cpu") == ("xla", "unroll")
     assert attention_and_loop("gpu", "NVIDIA H200") == ("cudnn", "unroll")
+    assert attention_and_loop("gpu", "NVIDIA A10", (8, 6)) == ("cudnn", "unroll")
+    assert attention_and_loop("gpu", "Tesla T4", (7, 5)) == ("xla", "unroll")
     assert attention_and_loop("tpu", "TPU v3") == ("xla", "scan")
     assert attention_and_loop("tpu", "TPU v4") == ("splash", "scan")
+
+
+def test_gpu_before_ampere_trains_in_float32_and_recomputes_attention():
+    t4 = Request(batch=64).options("gpu", "Tesla T4", (7, 5))
+    assert t4.precision == "f32" and Request(batch=64).options("gpu", "NVIDIA A10", (8, 6)).precision == "bf16"
+    t4.require_only("clip", by="a program in float32")
+    tried = choices(Request(batch=1), ["remat"], "gpu", "Tesla T4", 1, 1, 2**30, (7, 5))
+    assert [choice.remat for choice in tried] == ["dots", "full"]
+    [note] = capability_note((7, 5))
+    assert "(compute capability 7.5) has no bfloat16 units and no attention kernel, which need 8.0" in note
+    assert capability_note((8, 0)) == capability_note(None) == []
+
+
+def test_capability_of_devices_is_the_lowest():
+    gpus = [SimpleNamespace(compute_capability=text) for text in ("12.0", "7.5", "8.6")]
+    assert lowest_capability(gpus) == (7, 5)
+    assert lowest_capability([SimpleNamespace(compute_capability="gfx90a")]) is None, "AMD"
+    assert lowest_capability(jax.devices()) is None
 
 
 def test_failing_evaluation_is_reported_before_the_step_is_compiled(devices, monkeypatch):

@@ -13,6 +13,8 @@ CHUNK_BYTES = 2**27
 GPU_CHUNK_BYTES = 2**31
 """On a GPU, whose kernels for a few hundred tokens end before the next is launched. 2 GiB are 8,192 tokens
 of GPT-2's vocabulary, the tile of marin-community/marin, pull request 6572, on an H100. Not measured here."""
+GPU_CHUNK_SHARE = 1 / 24
+"""At most this share of a GPU's memory; the gradient takes the same again. All 2 GiB from 48 GiB on."""
 
 
 def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:

@@ -11,7 +11,7 @@ from optax import contrib
 
 from tpuswarm.recipes.gpt2 import model
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.recipes.gpt2.loss import GPU_CHUNK_BYTES, mean_loss
+from tpuswarm.recipes.gpt2.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, GPU_CHUNK_SHARE, mean_loss
 from tpuswarm.train.losses import in_precision
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Batch, Options
@@ -32,7 +32,7 @@ def make_program(
     optimizer and moments: from config.OPTIMIZERS and config.MOMENTS.
     """
     moment_dtype = jnp.bfloat16 if moments == "bf16" else None
-    chunk_bytes = GPU_CHUNK_BYTES if options.platform == "gpu" else None
+    chunk_bytes = _gpu_chunk_bytes(options.memory) if options.platform == "gpu" else None
 
     def loss(params: model.Params, batch: Batch, key: jax.Array | None) -> jax.Array:
         tokens_BxT1 = batch["tokens"]
@@ -65,6 +65,13 @@ def make_program(
         tied={"wte": "head"},
         micro_batches=True,
     )
+
+
+def _gpu_chunk_bytes(memory: int | None) -> int:
+    """Return how many bytes of logits to compute at a time on a GPU with this memory."""
+    if memory is None:
+        return GPU_CHUNK_BYTES
+    return max(CHUNK_BYTES, min(GPU_CHUNK_BYTES, int(memory * GPU_CHUNK_SHARE)))
 
 
 def muon(

@@ -21,7 +21,7 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine
 from tpuswarm.train.loop.resolve import Resolved, held_out, resolve
-from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.recipe import Recipe, default_precision
 from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
 from tpuswarm.train.settings import check_batch, differences
 from tpuswarm.train.storage.folders import shown
@@ -96,7 +96,7 @@ def decide(
     members = stored.get("members", 1) if swarm.members is None else swarm.members
     kind, devices = machine.local_devices(asked["devices"])
     per_member = machine.share_out(kind, devices, members, swarm.devices_per_member or stored.get("devices_per_member"))
-    resolved = resolve(run, recipe, asked, tokens, epochs, kind, per_member)
+    resolved = resolve(run, recipe, asked, tokens, epochs, default_precision(kind), per_member)
     check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
     if resolved.settings["eval_batch"]:
         check_batch(resolved.settings["eval_batch"], per_member, 1, name="eval_batch")

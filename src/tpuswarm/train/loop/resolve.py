@@ -12,7 +12,7 @@ from tpuswarm.train.data.stream import StreamSource
 from tpuswarm.train.loop.evaluate import FiniteSource
 from tpuswarm.train.program.contract import program_of
 from tpuswarm.train.program.request import Request, default_batch
-from tpuswarm.train.recipe import Options, Recipe, Source, default_precision
+from tpuswarm.train.recipe import Options, Precision, Recipe, Source
 from tpuswarm.train.run.directory import Run
 from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS, REMEMBERED_SETTINGS, count_steps, differences
 from tpuswarm.train.user_code import blame
@@ -41,14 +41,14 @@ def resolve(
     requested: dict[str, Any],
     tokens: int | None,
     epochs: float | None,
-    platform: str,
+    precision: Precision,
     devices: int,
     may_grow: bool = False,
 ) -> Resolved:
     """Resolve every setting of a run.
 
-    requested: the user's settings, None for those without a value; may_grow: accept more steps than the run has, if no
-    step depends on the progress of the run.
+    requested: the user's settings, None for those without a value; precision: the default on these devices; may_grow:
+    accept more steps than the run has, if no step depends on the progress of the run.
     """
     config = run.config()
     stored = dict(config["train"]) if config else {}
@@ -57,7 +57,7 @@ def resolve(
         stored_free["eval_batch"] = math.ceil(rows / devices) * devices
     defaults = {
         "steps": DEFAULT_STEPS, "seed": 0, "deterministic": False, "save_every": "5m", "keep": 3,
-        **recipe.defaults, "precision": default_precision(platform),
+        **recipe.defaults, "precision": precision,
     }  # fmt: skip
     seed = first_given(requested.get("seed"), stored.get("seed"), defaults["seed"])
     with blame(f"the data of {recipe.name} failed"):

@@ -26,10 +26,10 @@ from tpuswarm.train.process.numerics import changed_numerics, numerics, run_key
 from tpuswarm.train.process.stop import defer_interrupts
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.batch_search import AUTO, largest_batch
-from tpuswarm.train.program.compiled import Compiled, compile_step, place_program
+from tpuswarm.train.program.compiled import Compiled, compile_step, lowest_capability, place_program
 from tpuswarm.train.program.digest import is_other_program, is_same_program, step_digest
-from tpuswarm.train.program.request import DEFAULT_BATCH
-from tpuswarm.train.recipe import Clock, Recipe, Source, State
+from tpuswarm.train.program.request import DEFAULT_BATCH, capability_note
+from tpuswarm.train.recipe import Clock, Recipe, Source, State, default_precision
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.checkpoint_writer import set_aside
 from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
@@ -154,13 +154,15 @@ def prepare(
     continue with a program that differs from the run's. Raise InputError for impossible settings.
     """
     devices = agreement.devices(requested["devices"])
+    capability = lowest_capability(devices)
     found_batch = _find_largest_batch(run, agreement, recipe, requested, devices)
     with waiting(f"reading the data of {recipe.name}"):
-        resolved = resolve(run, recipe, requested, tokens, epochs, devices[0].platform, len(devices), may_grow=True)
+        precision = default_precision(devices[0].platform, capability)
+        resolved = resolve(run, recipe, requested, tokens, epochs, precision, len(devices), may_grow=True)
     settings, source, config = resolved.settings, resolved.source, resolved.config
     batch = settings["batch"]
     with waiting(f"tracing {recipe.name}"):
-        program = step_digest(recipe, request(settings), devices[0].platform)
+        program = step_digest(recipe, request(settings), devices[0].platform, capability)
     recorded = (config or {}).get("program", {})
     renamed = [] if is_same_program(recorded, program) else resolved.renamed  # an equal program may have another name
     refuse_differences(shown(run.folder), renamed + resolved.changed)
@@ -212,7 +214,7 @@ def prepare(
         "data": (config or {}).get("data") or first_row,
     }
 
-    notes = [f"{choice.why}; {compiled.options.precision}", *found_batch]
+    notes = [f"{choice.why}; {compiled.options.precision}", *capability_note(capability), *found_batch]
     if first_row and new_config["data"] != first_row:
         notes.append(
             "the first row of the data is not the one that this run began with: other data, another order, or random "

@@ -24,6 +24,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES
 from tpuswarm.train.data.placing import place_array
 from tpuswarm.train.process.numerics import run_key
+from tpuswarm.train.process.nvidia import parse_capability
 from tpuswarm.train.program import mesh as meshes
 from tpuswarm.train.program.contract import (
     abstract_state,
@@ -35,7 +36,7 @@ from tpuswarm.train.program.contract import (
 )
 from tpuswarm.train.program.flops import Flops, model_flops
 from tpuswarm.train.program.request import Choice, Request, choices
-from tpuswarm.train.recipe import Batch, Clock, Metrics, Options, Program, Recipe, State
+from tpuswarm.train.recipe import Batch, Capability, Clock, Metrics, Options, Program, Recipe, State
 from tpuswarm.train.settings import check_batch
 from tpuswarm.train.user_code import blame
 
@@ -131,9 +132,10 @@ def compile_step(
     a scalar, and if nothing fits.
     """
     memory_bytes = memory_bytes or device_memory(local_device(devices))
-    platform, kind = devices[0].platform, devices[0].device_kind
-    candidates = list(possible_choices(recipe, request, platform, kind, len(devices), memory_bytes))
-    rows = batch_spec(program_of(recipe, request.options(platform, kind)), recipe.name, request.batch)
+    platform, kind, capability = devices[0].platform, devices[0].device_kind, lowest_capability(devices)
+    candidates = list(possible_choices(recipe, request, platform, kind, len(devices), memory_bytes, capability))
+    options = replace(request.options(platform, kind, capability), memory=memory_bytes)
+    rows = batch_spec(program_of(recipe, options), recipe.name, request.batch)
     last: TooLarge | None = None
     if memory_bytes is not None and (row_bytes := MAX_BATCHES_ON_DEVICES * _bytes(rows) // len(devices)) > memory_bytes:
         candidates, last = [], TooLarge(candidates[-1], row_bytes, 0)  # a device holds its rows with any choice
@@ -141,7 +143,7 @@ def compile_step(
     for choice in candidates:
         if last and choice is not candidates[-1] and _cannot_fit(choice, last, memory_bytes):
             continue
-        traced = trace(recipe, request.options(platform, kind), choice, request.batch, mesh)
+        traced = trace(recipe, options, choice, request.batch, mesh)
         with while_compiling():
             tried = compile_traced(traced, memory_bytes)
         if isinstance(tried, Compiled):
@@ -157,15 +159,27 @@ def local_device(devices: Sequence[Any]) -> Any:
     return next((device for device in devices if device.process_index == jax.process_index()), devices[0])
 
 
+def lowest_capability(devices: Sequence[Any]) -> Capability | None:
+    """Return the lowest compute capability of GPUs; None for other devices."""
+    texts = [getattr(device, "compute_capability", "") for device in devices]
+    return min(filter(None, map(parse_capability, texts)), default=None)
+
+
 def possible_choices(
-    recipe: Recipe, request: Request, platform: str, kind: str, devices: int, memory_bytes: int | None
+    recipe: Recipe,
+    request: Request,
+    platform: str,
+    kind: str,
+    devices: int,
+    memory_bytes: int | None,
+    capability: Capability | None = None,
 ) -> Iterator[Choice]:
     """Yield the choices that `compile_step` tries, best first. Raises InputError for an invalid request."""
     check_settings({"shard": request.shard})
     check_batch(request.batch, devices, request.accumulate or 1)
     with blame(f"init of {recipe.name} fails"):
         state_bytes = _bytes(abstract_state(program_of(recipe, request.options(platform, kind)), recipe.name))
-    return choices(request, recipe.forms, platform, kind, devices, state_bytes, memory_bytes)
+    return choices(request, recipe.forms, platform, kind, devices, state_bytes, memory_bytes, capability)
 
 
 class Traced(NamedTuple):
@@ -240,7 +254,8 @@ class CompilerRefused(RunFailed):
 def place_program(recipe: Recipe, request: Request, devices: Sequence[Any], shard: str = "fsdp") -> Placed:
     """Place a program on `devices` without compiling its step; by default its large leaves are sharded."""
     with blame(f"init of {recipe.name} fails"):
-        options = request.options(devices[0].platform, devices[0].device_kind)
+        options = request.options(devices[0].platform, devices[0].device_kind, lowest_capability(devices))
+        options = replace(options, memory=device_memory(local_device(devices)))
         return _place_on_mesh(recipe, options, meshes.make_mesh(devices), shard)
 
 

@@ -18,7 +18,7 @@ from tpuswarm.train.process.numerics import numerics, run_key
 from tpuswarm.train.program.contract import abstract_state, program_of
 from tpuswarm.train.program.mesh import AXIS
 from tpuswarm.train.program.request import Request
-from tpuswarm.train.recipe import Clock, Options, Recipe
+from tpuswarm.train.recipe import Capability, Clock, Options, Recipe
 
 BUILT_IN = "tpuswarm.recipes."
 """The recipes of this package change with its version alone."""
@@ -29,7 +29,9 @@ NAMING_PARAMS = ("name", "name_and_src_info", "debug_info")
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, str]:
+def step_digest(
+    recipe: Recipe, request: Request, platform: str, capability: Capability | None = None
+) -> dict[str, str]:
     """Return SHA-256 digests: `step` of the computation of a step, `under` of the conditions of the trace.
 
     The trace has the simplest form, on one device, so the digests do not depend on how a run is resumed. Empty for a
@@ -38,8 +40,8 @@ def step_digest(recipe: Recipe, request: Request, platform: str) -> dict[str, st
     if type(recipe).__module__.startswith(BUILT_IN):
         return {}
     options = Options(
-        precision=request.options(platform, "").precision, clip=request.clip, freeze=request.freeze,
-        decay=request.decay, ema=request.ema, platform=platform,
+        precision=request.options(platform, "", capability).precision, clip=request.clip, freeze=request.freeze,
+        decay=request.decay, ema=request.ema, platform=platform, capability=capability,
     )  # fmt: skip
     clock = Clock(jax.eval_shape(lambda: run_key(0)), np.int32(0), np.float32(0), np.float32(1))
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpuswarm.config.limits import check_settings
-from tpuswarm.train.recipe import Options, Recipe, Remat, default_precision
+from tpuswarm.train.recipe import AMPERE, Capability, Options, Recipe, Remat, default_precision
 
 DEFAULT_BATCH = 32
 """Rows of a step for a recipe without a default."""
@@ -35,11 +35,11 @@ class Request:
     decay: str | None = None
     ema: float | None = None
 
-    def options(self, platform: str, kind: str) -> Options:
+    def options(self, platform: str, kind: str, capability: Capability | None = None) -> Options:
         """Return the program's options on this platform and kind of device, before choices that depend on memory."""
-        precision: Any = self.precision or default_precision(platform)
+        precision: Any = self.precision or default_precision(platform, capability)
         check_settings({"precision": precision})
-        attention, loop = attention_and_loop(platform, kind)
+        attention, loop = attention_and_loop(platform, kind, capability)
         return Options(
             precision=precision,
             clip=self.clip,
@@ -47,6 +47,7 @@ class Request:
             decay=self.decay,
             ema=self.ema,
             platform=platform,
+            capability=capability,
             attention=attention,
             loop=loop,
         )
@@ -75,16 +76,29 @@ class Choice:
     why: str
 
 
-def attention_and_loop(platform: str, kind: str) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:
+def attention_and_loop(
+    platform: str, kind: str, capability: Capability | None = None
+) -> tuple[Literal["xla", "cudnn", "splash"], Literal["scan", "unroll"]]:
     """Return attention and layer loop for a platform and its kind of device.
 
     The compiler of TPU v2 and v3 refuses the matmuls of the splash kernel.
     """
     if platform == "gpu":
-        return "cudnn", "unroll"
+        return ("cudnn" if (capability or AMPERE) >= AMPERE else "xla"), "unroll"
     if platform == "tpu":
         return ("xla" if kind in ("TPU v2", "TPU v3") else "splash"), "scan"
     return "xla", "unroll"
+
+
+def capability_note(capability: Capability | None) -> list[str]:
+    """Return a sentence about what a GPU lacks; none for other devices and newer GPUs."""
+    if capability is None or capability >= AMPERE:
+        return []
+    has, needs = (".".join(map(str, version)) for version in (capability, AMPERE))
+    return [
+        f"this GPU (compute capability {has}) has no bfloat16 units and no attention kernel, which need {needs}: by "
+        "default it trains in f32"
+    ]
 
 
 def choices(
@@ -95,6 +109,7 @@ def choices(
     devices: int,
     state_bytes: int,
     memory_bytes: int | None,
+    capability: Capability | None = None,
 ) -> Iterator[Choice]:
     """Yield choices, best first: no recomputation before some, replicated before sharded, then smaller micro-batches.
 
@@ -116,7 +131,8 @@ def choices(
     remats = list(REMATS)
     if "remat" not in forms:
         remats = ["none"]
-    elif platform == "tpu" and kind in ("TPU v2", "TPU v3"):  # without a kernel, all layers would keep their scores
+    elif platform != "cpu" and attention_and_loop(platform, kind, capability)[0] == "xla":
+        # Without a kernel, all layers would keep their scores.
         remats.remove("none")
     accumulate = request.accumulate or 1
     for shard, why in shards:

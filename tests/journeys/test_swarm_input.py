@@ -94,13 +94,10 @@ def test_devices_are_divided_among_members(kind, devices, members, wanted, per_m
         (4, 0, {"TPU_VISIBLE_CHIPS": "4"}, "TPU_VISIBLE_CHIPS=4: this machine has 4, numbered from 0, and no 4"),
         (0, 4, {"CUDA_VISIBLE_DEVICES": "2,3"}, ("gpu", ["2", "3"])),
         (0, 4, {"CUDA_VISIBLE_DEVICES": "GPU-8d1"}, ("gpu", ["GPU-8d1"])),
-        (0, 4, {"CUDA_VISIBLE_DEVICES": ""}, ("cpu", [])),
-        (
-            0,
-            4,
-            {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cuda"},
-            r"JAX_PLATFORMS=cuda\): .* another variable hides",
-        ),
+        (0, 4, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= hides all 4 GPUs of this machine: unset it, or"),
+        (0, 4, {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cuda"}, "CUDA_VISIBLE_DEVICES=-1 hides all 4 GPUs"),
+        (0, 4, {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}, ("cpu", [])),
+        (4, 1, {"JAX_PLATFORMS": "cuda,tpu"}, ("gpu", ["0"])),
         (0, 0, {"JAX_PLATFORMS": "tpu"}, r"JAX finds no devices \(JAX_PLATFORMS=tpu\): that platform is not"),
         (0, 0, {"JAX_PLATFORMS": "bogus"}, r"JAX_PLATFORMS=bogus\): that platform is not"),
     ],
@@ -152,9 +149,11 @@ def test_members_on_one_host_load_libtpu_at_the_same_time(per_member):
             member.communicate()
 
 
-def test_too_few_devices_are_refused():
-    with pytest.raises(InputError, match=r"3 members with 2 devices each need 6, .* has 4 "):
-        local_devices.share_out("tpu", list("0123"), 3, 2)
+@pytest.mark.parametrize(("kind", "members", "wanted"), [("tpu", 3, 2), ("gpu", 3, 2), ("tpu", 5, None)])
+def test_too_few_devices_are_refused(kind, members, wanted):
+    need = rf"{members} members with .* devices each need {members * (wanted or 1)}, .* has 4 "
+    with pytest.raises(InputError, match=need):
+        local_devices.share_out(kind, list("0123"), members, wanted)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ class Trainer:
             raise InputError("find_lr runs on one host, with a batch in rows: leave out hosts and batch='auto'")
         platform.configure_jax(bool(self.deterministic))
         devices = select_devices(self.devices, platform.local_devices())
+        platform.require_free_memory(devices)
         with waiting(f"looking for the learning rate of {recipe.name}", delay_s=0.0) as show_progress:
             return find_lr(recipe, asked, devices, steps, show_progress)
 

@@ -21,6 +21,7 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine
 from tpuswarm.train.loop.resolve import Resolved, held_out, resolve
+from tpuswarm.train.program.request import capability_note
 from tpuswarm.train.recipe import Recipe, default_precision
 from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
 from tpuswarm.train.settings import check_batch, differences
@@ -74,6 +75,8 @@ class RunSpec:
     """Platform of this machine's devices."""
     devices: list[str]
     per_member: int
+    device_notes: list[str]
+    """Sentences for the user about the devices."""
     sizes: machine.Sizes
 
 
@@ -95,8 +98,9 @@ def decide(
     stored = dict(config["swarm"]) if config else {}
     members = stored.get("members", 1) if swarm.members is None else swarm.members
     kind, devices = machine.local_devices(asked["devices"])
+    capability = machine.require_usable(kind, devices if members else [])
     per_member = machine.share_out(kind, devices, members, swarm.devices_per_member or stored.get("devices_per_member"))
-    resolved = resolve(run, recipe, asked, tokens, epochs, default_precision(kind), per_member)
+    resolved = resolve(run, recipe, asked, tokens, epochs, default_precision(kind, capability), per_member)
     check_batch(resolved.settings["batch"], per_member, resolved.settings["accumulate"] or 1)
     if resolved.settings["eval_batch"]:
         check_batch(resolved.settings["eval_batch"], per_member, 1, name="eval_batch")
@@ -105,8 +109,9 @@ def decide(
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
     evaluate_every = _evaluate_every(resolved.settings["eval_every"], recipe, resolved)
+    notes = capability_note(capability)
     return RunSpec(
-        resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, sizes
+        resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, notes, sizes
     )
 
 

@@ -3,17 +3,17 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.process.platform import count_tpu_chips, has_gpu
+from tpuswarm.train.process import nvidia, platform
+from tpuswarm.train.process.platform import VISIBLE, visible_devices
 from tpuswarm.train.program.contract import abstract_state, check_exchange, program_of
 from tpuswarm.train.program.mesh import select_devices
-from tpuswarm.train.recipe import Average, Options, Recipe
+from tpuswarm.train.recipe import Average, Capability, Options, Recipe
 from tpuswarm.train.supervised_program import SupervisedProgram
 
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -21,7 +21,6 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 PLATFORMS = {"tpu": "tpu", "cuda": "gpu", "gpu": "gpu", "cpu": "cpu"}
 """Kinds of devices by JAX's names of platforms."""
-VISIBLE = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": "CUDA_VISIBLE_DEVICES"}
 
 
 class _UnopenedDevice:
@@ -35,11 +34,14 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[str]]:
     """Return the platform of this machine's devices and the names of the chosen ones; no names for the CPU.
 
     Find devices without opening them, as JAX would: with JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and TPU_VISIBLE_CHIPS.
-    Raise InputError for a platform that is missing, and for more devices than there are.
+    Raise InputError for a platform that is missing, for GPUs that JAX cannot use, and for more devices than there are.
     """
-    names = {kind: visible_devices(kind, count_devices(kind)) for kind in VISIBLE}
-    present = [*(kind for kind in VISIBLE if names[kind]), "cpu"]
     asked = [name.strip() for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name.strip()]
+    wanted = [kind for kind in VISIBLE if not asked or kind in map(PLATFORMS.get, asked)]
+    names = {kind: visible_devices(kind, count_devices(kind)) for kind in wanted}
+    present = [*(kind for kind in wanted if names[kind]), "cpu"]
+    if "gpu" in wanted and not names.get("tpu"):
+        nvidia.require_driver()
     for name in asked:
         if PLATFORMS.get(name) not in present:
             raise InputError(
@@ -63,22 +65,20 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[str]]:
     ]
 
 
+def require_usable(kind: str, devices: Sequence[str]) -> Capability | None:
+    """Return the lowest compute capability of GPUs, if known. Raise InputError for one that members cannot use."""
+    if kind != "gpu":
+        return None
+    cards = platform.require_gpus(devices)
+    nvidia.require_free_memory(cards)
+    return min((card.capability for card in cards if card.capability), default=None)
+
+
 def count_devices(kind: str) -> int:
     """Return how many TPU chips or GPUs this machine has."""
     if kind == "tpu":
-        return count_tpu_chips()
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if has_gpu() else 0
-
-
-def visible_devices(kind: str, count: int) -> list[str]:
-    """Return the names of the devices that the variable of their library leaves visible; of GPUs also UUIDs."""
-    value = os.environ.get(VISIBLE[kind])
-    if value is None or not count or (kind == "tpu" and not value):
-        return [str(index) for index in range(count)]
-    names = [name.strip() for name in value.split(",") if name.strip() not in ("", "-1")]
-    if wrong := [name for name in names if name.isdigit() and int(name) >= count]:
-        raise InputError(f"{VISIBLE[kind]}={value}: this machine has {count}, numbered from 0, and no {wrong[0]}")
-    return names
+        return platform.count_tpu_chips()
+    return platform.count_gpus()
 
 
 def share_out(kind: str, devices: Sequence[str], members: int, asked: int | None) -> int:

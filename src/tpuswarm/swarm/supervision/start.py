@@ -170,7 +170,8 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
     needs.check_memory(
         swarm.members, sizes.exchanged, sizes.largest, sizes.state, kind, swarm.expected, swarm.aggregators
     )
-    settings, notes = spec.resolved.settings, [f"changed: {change}" for change in spec.changed]
+    settings = spec.resolved.settings
+    notes = [*spec.device_notes, *(f"changed: {change}" for change in spec.changed)]
     keeps = _stored_bytes(spec)
     if not run.in_bucket:
         needs.check_disk(run.folder, keeps)

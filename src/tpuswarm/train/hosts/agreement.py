@@ -71,7 +71,9 @@ class Agreement:
     def devices(self, selection: str | int | list[int]) -> list[jax.Device]:
         """Return the devices of all hosts, those of host 0 first; of a lone host, those selected."""
         if self._hosts.count == 1:
-            return select_devices(selection, platform.local_devices())
+            devices = select_devices(selection, platform.local_devices())
+            platform.require_free_memory(devices)
+            return devices
         if selection != "all":
             raise InputError(
                 f"devices={selection} works on one host only; a run over several hosts uses all of their devices"

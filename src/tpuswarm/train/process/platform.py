@@ -6,12 +6,15 @@ Functions import JAX themselves, so that commands which need only a cache folder
 import ctypes
 import importlib.util
 import os
+import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError
+from tpuswarm.train.process import nvidia
 from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
@@ -19,6 +22,14 @@ if TYPE_CHECKING:
 
 NICENESS = 10
 """A tenth of the CPU share of a normal process."""
+
+VISIBLE = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": nvidia.VISIBLE}
+
+JAX_ADVICE = re.compile(r" \((set JAX_PLATFORMS|you may need to uninstall).*\)$")
+"""The end of JAX's error for a backend that does not start (jax/_src/xla_bridge.py, `backends`)."""
+
+_default_platforms = ""
+"""JAX's platforms, if `configure_jax` chose them."""
 
 
 def cache_folder(name: str) -> Path:
@@ -50,8 +61,35 @@ def has_tpu() -> bool:
 
 def has_gpu() -> bool:
     """Whether an NVIDIA device and its JAX plugin are present."""
-    plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    return plugin and Path("/dev/nvidiactl").exists()
+    return nvidia.plugin_cuda_version() is not None and nvidia.has_driver()
+
+
+def count_gpus() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if has_gpu() else 0
+
+
+def visible_devices(kind: str, count: int) -> list[str]:
+    """Return the names of the devices that the variable of their library leaves visible; of GPUs also UUIDs.
+
+    Raise InputError for a number that does not exist, and if all GPUs are hidden.
+    """
+    value = os.environ.get(VISIBLE[kind])
+    if value is None or not count or (kind == "tpu" and not value):
+        return [str(index) for index in range(count)]
+    names = [name.strip() for name in value.split(",") if name.strip() not in ("", "-1")]
+    if wrong := [name for name in names if name.isdigit() and int(name) >= count]:
+        raise InputError(f"{VISIBLE[kind]}={value}: this machine has {count}, numbered from 0, and no {wrong[0]}")
+    if not names:
+        hidden = "this machine's GPU" if count == 1 else f"all {count} GPUs of this machine"
+        raise InputError(f"{VISIBLE[kind]}={value} hides {hidden}: unset it, or {nvidia.NO_GPU}")
+    return names
+
+
+def require_gpus(names: Sequence[str]) -> list[nvidia.Card]:
+    """Return what is known about these GPUs. Raise InputError if JAX cannot use them."""
+    cards = nvidia.select_cards(names)
+    nvidia.require_capability(cards)
+    return cards
 
 
 def load_jax() -> None:
@@ -73,13 +111,17 @@ def configure_jax(deterministic: bool = False) -> None:
     Without a TPU an installed libtpu prints errors, so JAX must not look for one. JAX_PLATFORMS takes precedence.
     deterministic: GPU kernels repeat bit for bit.
     """
+    global _default_platforms
     load_jax()
     import jax
 
+    if has_gpu():
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # so that numbers are those of nvidia-smi
     if deterministic and "--xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     if not jax.config.values["jax_platforms"] and importlib.util.find_spec("libtpu") and not has_tpu():
-        jax.config.update("jax_platforms", "cuda,cpu" if has_gpu() else "cpu")
+        _default_platforms = "cuda,cpu" if has_gpu() else "cpu"
+        jax.config.update("jax_platforms", _default_platforms)
     if jax.config.values["jax_platforms"] == "cpu" or not (has_tpu() or has_gpu()):
         keep_freed_memory()  # before XLA's threads allocate
     if not jax.config.values["jax_compilation_cache_dir"]:
@@ -124,10 +166,29 @@ def local_devices() -> "list[jax.Device]":
     import jax
 
     configure_jax()
+    platforms = jax.config.values["jax_platform_name"] or jax.config.values["jax_platforms"]
+    is_chosen = platforms and platforms != _default_platforms
+    wants_gpu = platforms.split(",")[0] in ("cuda", "gpu") if is_chosen else not has_tpu()
+    if wants_gpu:
+        nvidia.require_driver()
+        require_gpus(visible_devices("gpu", count_gpus()))
+    no_gpu = f"see nvidia-smi for its state and its processes, or {nvidia.NO_GPU}"
     try:
-        return list(jax.local_devices())
+        devices = list(jax.local_devices())
     except (RuntimeError, AssertionError) as error:  # AssertionError: the plugin is not installed
         reason = str(error).splitlines()[0] if str(error) else "that platform is not installed here"
-        raise InputError(
-            f"JAX finds no devices (JAX_PLATFORMS={jax.config.values['jax_platforms']}): {reason}; correct or unset it"
-        ) from error
+        if wants_gpu and has_gpu():
+            reason = JAX_ADVICE.sub("", reason)
+            raise InputError(f"JAX cannot start this machine's GPU ({reason}): {no_gpu}") from error
+        raise InputError(f"JAX finds no devices (JAX_PLATFORMS={platforms}): {reason}; correct or unset it") from error
+    if wants_gpu and has_gpu() and devices[0].platform == "cpu":  # its plugin's error ends in the log
+        raise InputError(f"JAX cannot start this machine's GPU, for the reason that it logs above: {no_gpu}")
+    return devices
+
+
+def require_free_memory(devices: "Sequence[jax.Device]") -> None:
+    """Raise InputError for a GPU that other processes use, unless this one has allocated memory there."""
+    gpus = {device.local_hardware_id: device.memory_stats() for device in devices if device.platform == "gpu"}
+    unused = [number for number, stats in gpus.items() if stats and not stats.get("num_allocs")]
+    names = visible_devices("gpu", count_gpus()) if unused else []
+    nvidia.require_free_memory(nvidia.select_cards([names[number] for number in unused if number < len(names)]))

@@ -1,0 +1,182 @@
+"""GPUs that cannot train: one sentence before data is read, nothing left behind. The driver's tools are imitated."""
+
+import ctypes
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from tpuswarm.errors import InputError
+from tpuswarm.train.process import nvidia, platform
+
+TRAIN = "train gpt2-tiny --data absent.txt --run new"
+T4 = "0, GPU-8d1, Tesla T4, 7.5, 15360, 15000"
+P100 = "1, GPU-9e2, Tesla P100-PCIE-16GB, 6.0, 16384, 16000"
+BUSY = "0, GPU-8d1, Tesla T4, 7.5, 15360, 3072"
+ADVICE = " (set JAX_PLATFORMS='' to automatically choose an available backend)"
+NO_MEMORY = "Unable to initialize backend 'cuda': INTERNAL: no supported devices found for platform CUDA"
+"""XLA's text for a GPU whose memory is full (xla/service/platform_util.cc) in JAX's (jax/_src/xla_bridge.py)."""
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """Return a function that makes this a machine with JAX's plugin for CUDA 13, a driver and GPUs."""
+
+    def make(lines=(T4,), cuda=13000, has_driver=True, smi="cat {0}"):
+        (tmp_path / "site/jax_cuda13_plugin").mkdir(parents=True)
+        (tmp_path / "site/jax_cuda13_plugin/__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        (tmp_path / "cards").write_text("".join(f"{line}\n" for line in lines))
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{smi.format(tmp_path / 'cards')}\n")
+        (tmp_path / "bin/nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+        monkeypatch.setattr(nvidia, "has_driver", lambda: has_driver)
+        monkeypatch.setattr(nvidia, "_has_gpu_on_bus", lambda: True)
+        monkeypatch.setattr(platform, "count_gpus", lambda: len(lines) if has_driver else 0)
+
+        def driver_version(pointer):
+            pointer._obj.value = cuda
+            return 0
+
+        libcuda, load = SimpleNamespace(cuDriverGetVersion=driver_version), ctypes.CDLL
+        monkeypatch.setattr(
+            ctypes, "CDLL", lambda name, *more: libcuda if name == "libcuda.so.1" else load(name, *more)
+        )
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        for name in (nvidia.VISIBLE, nvidia.MEMORY_SHARE, nvidia.OLD_MEMORY_SHARE):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(jax, "local_devices", lambda: pytest.fail("JAX opened the GPUs"))
+
+    before = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", "")
+    yield make
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize("members", [[], ["--members", "2"]], ids=["alone", "swarm"])
+@pytest.mark.parametrize(
+    ("machine", "variables", "words"),
+    [
+        (
+            {"has_driver": False},
+            {},
+            "this machine has an NVIDIA GPU and no driver for it: install NVIDIA's driver 580 or later, start a "
+            "container with --gpus all, or train on the CPU with JAX_PLATFORMS=cpu",
+        ),
+        (
+            {"cuda": 12040},
+            {},
+            "NVIDIA's driver supports CUDA 12.4 and JAX's plugin needs 13.0: install NVIDIA's driver 580 or later",
+        ),
+        (
+            {"smi": "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"},
+            {},
+            "NVIDIA's driver does not work: Failed to initialize NVML: Driver/library version mismatch; correct that",
+        ),
+        (
+            {"lines": [T4, P100]},
+            {},
+            "GPU 1 (Tesla P100-PCIE-16GB) has compute capability 6.0, and CUDA 13 needs 7.5 or later (T4, RTX 20): "
+            "choose another GPU with CUDA_VISIBLE_DEVICES, or train on the CPU",
+        ),
+        ({}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= hides this machine's GPU: unset it, or train on"),
+        ({"lines": [T4, T4]}, {"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES=-1 hides all 2 GPUs of this"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "7"}, "CUDA_VISIBLE_DEVICES=7: this machine has 1, numbered from 0, and no 7"),
+    ],
+)
+def test_gpu_that_cannot_train(gpus, typed, tmp_path, monkeypatch, members, machine, variables, words):
+    gpus(**machine)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr("tpuswarm.recipes.gpt2.recipe.GPT2.require_data", lambda recipe: None)
+    monkeypatch.setattr("tpuswarm.recipes.gpt2.recipe.GPT2.data", lambda *_: pytest.fail("data was read"))
+    code, out, err = typed(*TRAIN.split(), *members)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+    assert not list((tmp_path / "work").iterdir())
+
+
+def fake_gpu(num_allocs=0):
+    stats = {"num_allocs": num_allocs, "bytes_limit": 12 * 2**30}
+    return SimpleNamespace(platform="gpu", local_hardware_id=0, memory_stats=lambda: stats)
+
+
+def test_gpu_in_use_by_another_process(gpus, monkeypatch):
+    gpus([BUSY])
+    words = (
+        r"GPU 0 \(Tesla T4\) has 3.0 of 15.0 GiB free and JAX reserves 75% at once: stop the process that uses it "
+        r"\(see nvidia-smi\), choose another GPU with CUDA_VISIBLE_DEVICES, or reserve less with "
+        r"XLA_CLIENT_MEM_FRACTION=0.18"
+    )
+    with pytest.raises(InputError, match=words):
+        platform.require_free_memory([fake_gpu()])
+    platform.require_free_memory([fake_gpu(num_allocs=1)])  # this process uses it
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.18")
+    platform.require_free_memory([fake_gpu()])
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    with pytest.raises(InputError, match=r"reserves 50% at once: .* less with XLA_PYTHON_CLIENT_MEM_FRACTION=0.18"):
+        platform.require_free_memory([fake_gpu()])
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "much")
+    with pytest.raises(
+        InputError, match=r"XLA_CLIENT_MEM_FRACTION is a share of a GPU's memory such as 0.5, not 'much'"
+    ):
+        platform.require_free_memory([fake_gpu()])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # reserves nothing at once
+    platform.require_free_memory([fake_gpu()])
+
+
+def test_swarm_looks_at_free_memory_before_its_members_do(gpus, typed, tmp_path, monkeypatch):
+    gpus([BUSY])
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    code, out, err = typed(*TRAIN.replace("absent.txt", "fake").split(), "--members", "2")
+    assert (code, out) == (2, "") and "has 3.0 of 15.0 GiB free" in err and err.count("\n") == 1
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_gpu_that_jax_cannot_start(gpus, monkeypatch):
+    def fail():
+        raise RuntimeError(NO_MEMORY + ADVICE)
+
+    gpus(smi="exit 127")  # a container without nvidia-smi would not find it; JAX's own error remains
+    monkeypatch.setattr(nvidia, "list_cards", lambda: [])
+    monkeypatch.setattr(jax, "local_devices", fail)
+    with pytest.raises(InputError) as caught:
+        platform.local_devices()
+    assert str(caught.value) == (
+        f"JAX cannot start this machine's GPU ({NO_MEMORY}): see nvidia-smi for its state and its processes, or train "
+        "on the CPU with JAX_PLATFORMS=cpu"
+    )
+    cpu = SimpleNamespace(platform="cpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [cpu])  # jax logs why its plugin fails, and goes on
+    with pytest.raises(InputError, match="for the reason that it logs above: see nvidia-smi"):
+        platform.local_devices()
+    for name in ("jax_platforms", "jax_platform_name"):
+        before = jax.config.values[name]
+        jax.config.update(name, "cpu")
+        assert platform.local_devices() == [cpu], "the user's choice"
+        jax.config.update(name, before)
+
+
+def test_gpu_without_a_driver_is_found_on_the_bus(tmp_path):
+    assert not nvidia._has_gpu_on_bus(tmp_path)
+    for address, vendor, kind in (("00", "0x10de", "0x040300"), ("01", "0x8086", "0x030000")):  # sound, Intel
+        device = tmp_path / f"sys/bus/pci/devices/0000:{address}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    assert not nvidia._has_gpu_on_bus(tmp_path)
+    (device / "vendor").write_text("0x10de\n")
+    assert nvidia._has_gpu_on_bus(tmp_path)
+
+
+def test_unknown_memory_and_other_makers_are_no_obstacle(gpus):
+    gpus(["0, GPU-1, NVIDIA GB10, 12.1, [N/A], [N/A]"])
+    assert platform.require_gpus(["0"]) == [("0", "GPU-1", "NVIDIA GB10", (12, 1), None, None)]
+    platform.require_free_memory([fake_gpu()])
+    assert nvidia.parse_capability("gfx90a") is None

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.storage.retention import estimate_disk
@@ -75,7 +76,7 @@ def test_files_of_the_run_count_as_room(tmp_path, monkeypatch):
 )
 def test_devices_are_divided_among_members(kind, devices, members, wanted, per_member):
     assert local_devices.share_out(kind, devices, members, wanted) == per_member
-    environment = local_devices.environments(kind, devices, per_member)
+    environment = local_devices.environments(kind, devices, per_member, members)
     if kind == "cpu":
         assert environment(0) == {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(per_member)}
     else:
@@ -117,7 +118,7 @@ def test_swarm_obeys_the_variables_that_choose_devices(monkeypatch, tpus, gpus, 
 
 def test_member_has_its_share_whatever_the_shell_had_set():
     eight = {"JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    environment = {**os.environ, **eight, **local_devices.environments("cpu", [], 2)(0)}
+    environment = {**os.environ, **eight, **local_devices.environments("cpu", [], 2, 4)(0)}
     command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "2\n"
 
@@ -134,7 +135,7 @@ sys.stdin.read()
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the plan extra is missing")
 @pytest.mark.parametrize("per_member", local_devices.TPU_BOUNDS)
 def test_members_on_one_host_load_libtpu_at_the_same_time(per_member):
-    environment = local_devices.environments("tpu", [str(index) for index in range(2 * per_member)], per_member)
+    environment = local_devices.environments("tpu", [str(index) for index in range(2 * per_member)], per_member, 2)
     members = [
         subprocess.Popen(
             [sys.executable, "-c", LOAD_LIBTPU], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -154,6 +155,35 @@ def test_too_few_devices_are_refused(kind, members, wanted):
     need = rf"{members} members with .* devices each need {members * (wanted or 1)}, .* has 4 "
     with pytest.raises(InputError, match=need):
         local_devices.share_out(kind, list("0123"), members, wanted)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "members", "theirs", "whole", "shares", "note"),
+    [
+        (["0"], 2, {}, 0.75, [0.375, 0.375], "2 members share one GPU, each with 38% of its memory"),
+        (["0"], 3, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}, 0.9, [0.3] * 3, "3 members share one GPU, each with 30%"),
+        (["1", "3"], 3, {}, 0.75, [0.375, 0.75, 0.375], "3 members share 2 GPUs, up to 2 on each, each with at least"),
+    ],
+)
+def test_members_share_gpus_if_there_are_more_members(monkeypatch, gpus, members, theirs, whole, shares, note):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    assert local_devices.share_out("gpu", gpus, members, None) == local_devices.share_out("gpu", gpus, members, 1) == 1
+    environment = local_devices.environments("gpu", gpus, 1, members)
+    taken = dict.fromkeys(gpus, 0.0)
+    for number, share in zip(range(members), shares, strict=True):
+        mine = environment(number)
+        with pytest.MonkeyPatch.context() as member:
+            member.setattr(os, "environ", os.environ | mine)
+            assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == pytest.approx(share), "as JAX reads it"
+        taken[mine["CUDA_VISIBLE_DEVICES"]] += share
+    assert list(taken.values()) == pytest.approx([whole] * len(gpus))
+    [said] = local_devices.sharing_note(gpus, members, 1)
+    assert said.startswith(note)
+    assert local_devices.sharing_note(gpus, len(gpus), 1) == []
+    assert environment(None) == {}, "a joined machine uses its own devices"
 
 
 @pytest.mark.parametrize(

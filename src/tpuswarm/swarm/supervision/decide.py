@@ -109,7 +109,7 @@ def decide(
     code = code_digest(recipe.target)
     changed = _changes(run, swarm, stored, resolved, made, code)
     evaluate_every = _evaluate_every(resolved.settings["eval_every"], recipe, resolved)
-    notes = capability_note(capability)
+    notes = [*machine.sharing_note(devices, members, per_member), *capability_note(capability)]
     return RunSpec(
         resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, notes, sizes
     )

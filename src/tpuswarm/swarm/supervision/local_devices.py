@@ -82,9 +82,11 @@ def count_devices(kind: str) -> int:
 
 
 def share_out(kind: str, devices: Sequence[str], members: int, asked: int | None) -> int:
-    """Return the number of devices of each member. Raise InputError if there are too few."""
+    """Return the number of devices of each member; members may share GPUs. Raise InputError if there are too few."""
     if kind == "cpu" or not members:
         return asked or 1
+    if kind == "gpu" and members > len(devices) and asked in (None, 1):
+        return 1
     per_member = asked or len(devices) // members
     if per_member < 1 or per_member * members > len(devices):
         raise InputError(
@@ -94,14 +96,43 @@ def share_out(kind: str, devices: Sequence[str], members: int, asked: int | None
     return per_member
 
 
-def environments(kind: str, devices: Sequence[str], per_member: int) -> Callable[[int | None], dict[str, str]]:
+def shared_by(devices: Sequence[str], members: int, per_member: int) -> list[int]:
+    """Return how many members each device has, if there are more members than devices; else nothing."""
+    if not devices or members * per_member <= len(devices):
+        return []
+    return [len(range(index, members, len(devices))) for index in range(len(devices))]
+
+
+def sharing_note(devices: Sequence[str], members: int, per_member: int) -> list[str]:
+    """Return a sentence if members share GPUs."""
+    if not (most := max(shared_by(devices, members, per_member), default=0)):
+        return []
+    share = f"{nvidia.memory_share() / most:.0%} of its memory"
+    if len(devices) == 1:
+        return [f"{members} members share one GPU, each with {share}"]
+    return [f"{members} members share {len(devices)} GPUs, up to {most} on each, each with at least {share}"]
+
+
+def environments(
+    kind: str, devices: Sequence[str], per_member: int, members: int
+) -> Callable[[int | None], dict[str, str]]:
     """Return a function that gives the environment of a member by its number; empty for None, a joined one."""
+    sharing = shared_by(devices, members, per_member)
+    whole = nvidia.memory_share() if sharing else 0.0
 
     def environment(number: int | None) -> dict[str, str]:
         if number is None:
             return {}
         if kind == "cpu":
             return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(per_member)}
+        if sharing:
+            index = number % len(devices)
+            share = math.floor(1000 * whole / sharing[index]) / 1000
+            return {
+                VISIBLE[kind]: devices[index],
+                nvidia.MEMORY_SHARE: f"{share:.3f}",
+                nvidia.OLD_MEMORY_SHARE: "",
+            }
         mine = ",".join(devices[number * per_member : (number + 1) * per_member])
         if kind == "gpu":
             return {VISIBLE[kind]: mine}

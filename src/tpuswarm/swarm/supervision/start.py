@@ -209,7 +209,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
     run.write_config(run_config(recipe, settings) | {"swarm": table, "chosen": chosen})
     for change in spec.changed:
         run.write_event("note", message=f"accepted: {change}")
-    environment = machine.environments(kind, spec.devices, spec.per_member)
+    environment = machine.environments(kind, spec.devices, spec.per_member, swarm.members)
     cluster = Cluster(
         swarm.run,
         options.token or run.folder / TOKEN,

@@ -153,8 +153,8 @@ def test_gpu_that_jax_cannot_start(gpus, monkeypatch):
         "on the CPU with JAX_PLATFORMS=cpu"
     )
     cpu = SimpleNamespace(platform="cpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [cpu])  # jax logs why its plugin fails, and goes on
-    with pytest.raises(InputError, match="for the reason that it logs above: see nvidia-smi"):
+    monkeypatch.setattr(jax, "local_devices", lambda: [cpu])  # JAX logs why its plugin fails, and goes on
+    with pytest.raises(InputError, match=r"\(its CUDA plugin does not load, for the reason .* above\): see nvidia-smi"):
         platform.local_devices()
     for name in ("jax_platforms", "jax_platform_name"):
         before = jax.config.values[name]

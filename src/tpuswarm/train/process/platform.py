@@ -27,6 +27,7 @@ VISIBLE = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": nvidia.VISIBLE}
 
 JAX_ADVICE = re.compile(r" \((set JAX_PLATFORMS|you may need to uninstall).*\)$")
 """The end of JAX's error for a backend that does not start (jax/_src/xla_bridge.py, `backends`)."""
+PLUGIN_FAILS = "its CUDA plugin does not load, for the reason that it logs above"
 
 _default_platforms = ""
 """JAX's platforms, if `configure_jax` chose them."""
@@ -178,11 +179,11 @@ def local_devices() -> "list[jax.Device]":
     except (RuntimeError, AssertionError) as error:  # AssertionError: the plugin is not installed
         reason = str(error).splitlines()[0] if str(error) else "that platform is not installed here"
         if wants_gpu and has_gpu():
-            reason = JAX_ADVICE.sub("", reason)
+            reason = PLUGIN_FAILS if "known backends" in reason else JAX_ADVICE.sub("", reason)
             raise InputError(f"JAX cannot start this machine's GPU ({reason}): {no_gpu}") from error
         raise InputError(f"JAX finds no devices (JAX_PLATFORMS={platforms}): {reason}; correct or unset it") from error
-    if wants_gpu and has_gpu() and devices[0].platform == "cpu":  # its plugin's error ends in the log
-        raise InputError(f"JAX cannot start this machine's GPU, for the reason that it logs above: {no_gpu}")
+    if wants_gpu and has_gpu() and devices[0].platform == "cpu":  # JAX goes on without its plugin
+        raise InputError(f"JAX cannot start this machine's GPU ({PLUGIN_FAILS}): {no_gpu}")
     return devices
 
 

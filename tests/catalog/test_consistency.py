@@ -54,6 +54,47 @@ def test_unknown_name_is_answered_with_the_nearest_known_one(wrong: str, message
     assert "\n" not in str(caught.value)
 
 
+def test_each_name_finds_one_gpu_or_tpu():
+    names = [name for hardware in (*ALL, *catalog.gpus()) for name in hardware.names]
+    assert len(names) == len(set(names))
+    for hardware in (*ALL, *catalog.gpus()):
+        assert all(catalog.find_hardware(f" {name.upper()} ") is hardware for name in hardware.names)
+    assert catalog.find_hardware("h100").device_kind == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("rtx3090", "unknown TPU or GPU 'rtx3090': did you mean rtx-3090\\? GPUs: h100-sxm, h100-pcie, "),
+        ("abacus", "unknown TPU or GPU 'abacus': `tpuswarm catalog` lists the TPUs. GPUs: h100-sxm, .*, rtx-4090"),
+        ("v5e-9", r"unknown TPU 'v5e-9': did you mean v5e-8 \(also called v5litepod-8"),
+        ("v4:3x3x3", "no v4 with topology 3x3x3; it has 2x2x1"),
+    ],
+)
+def test_unknown_hardware_is_answered_with_the_nearest_known_name(wrong: str, message: str):
+    with pytest.raises(InputError, match=message) as caught:
+        catalog.find_hardware(wrong)
+    assert "\n" not in str(caught.value)
+
+
+OPENXLA = {  # xla/backends/gpu/target_config/specs
+    "h100-sxm": (132, 128, 233472, 232448, 2048, 52428800, 84942979072, 3352320000000),
+    "a100-40gb": (108, 64, 167936, 166912, 2048, 41943040, 42331013120, 1555200000000),
+    "a100-80gb": (108, 64, 167936, 166912, 2048, 41943040, 85100068864, 2039040000000),
+}
+FIELDS = (
+    "core_count", "fpus_per_core", "shared_memory_per_core", "shared_memory_per_block_optin", "threads_per_core_limit",
+    "l2_cache_size", "device_memory_size", "memory_bandwidth",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPENXLA)
+def test_gpus_are_described_to_the_compiler_as_xla_describes_them(name: str):
+    config = catalog.find_hardware(name).compiler.options["target_config"]
+    described = [int(re.search(rf"\b{field}: (\d+)", config)[1]) for field in FIELDS]
+    assert described == [pytest.approx(value, rel=0.001) for value in OPENXLA[name]]
+
+
 @pytest.mark.parametrize(
     ("kind", "precision", "flops"),
     [
@@ -63,6 +104,8 @@ def test_unknown_name_is_answered_with_the_nearest_known_one(wrong: str, message
         ("TPU v3", "f32", None),
         ("NVIDIA H100 80GB HBM3", "f32", 495e12),
         ("NVIDIA H200", "highest", None),
+        ("Tesla T4", "bf16", None),  # no units for it
+        ("Tesla T4", "f32", 8.1e12),
         ("cpu", "bf16", None),
     ],
 )

@@ -1,10 +1,10 @@
-"""Look up facts about TPUs: TOML files with a source and a date for each figure."""
+"""Look up facts about TPUs and GPUs: TOML files with a source and a date for each figure."""
 
 from tpuswarm.catalog import network
 from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find
 from tpuswarm.catalog.figures import Figure, Source
 from tpuswarm.catalog.generations import Generation, HostSize, generation_of, generations
-from tpuswarm.catalog.gpus import Gpu, gpus, memory_bandwidth, peak_flops
+from tpuswarm.catalog.gpus import Gpu, Hardware, find_hardware, gpus, memory_bandwidth, peak_flops
 from tpuswarm.catalog.machines import Machine, machines
 from tpuswarm.catalog.preemptions import SpotRecord, spot_records
 from tpuswarm.catalog.prices import Price
@@ -16,6 +16,7 @@ __all__ = [
     "Generation",
     "Gke",
     "Gpu",
+    "Hardware",
     "HostSize",
     "Machine",
     "Price",
@@ -23,6 +24,7 @@ __all__ = [
     "SpotRecord",
     "accelerators",
     "find",
+    "find_hardware",
     "generation_of",
     "generations",
     "gpus",

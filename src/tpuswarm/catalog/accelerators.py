@@ -82,6 +82,19 @@ class Accelerator:
         return self.generation.name == "v5e" and self.hosts == 1
 
     @property
+    def device_kind(self) -> str:
+        return self.generation.device_kind
+
+    @property
+    def matrix_unit(self) -> int:
+        return self.generation.matrix_unit
+
+    @property
+    def program_bytes(self) -> int:
+        """Memory that the compiler grants a program on one device."""
+        return self.generation.compiler_hbm_bytes
+
+    @property
     def host(self) -> HostSize:
         return self.generation.hosts.get(self.chips_per_host, HostSize(None, None, {}))
 

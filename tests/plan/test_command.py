@@ -1,5 +1,6 @@
 """`tpuswarm plan` on the command line; all but one test replace the compiler."""
 
+import importlib.util
 import json
 import re
 from io import StringIO
@@ -46,6 +47,9 @@ HAZARD = {"kind": "host transfer", "sentence": "a callback moves data", "file": 
 GIB = 2**30
 
 
+GPU_TIME = {"compute_seconds": 0.06, "memory_seconds": 0.04}
+
+
 def program(**values) -> Program:
     known = {
         "batch": 4096, "micro_batch": 4096, "micro_batches": 1, "sharding": "replicate", "remat": "none", "why": "",
@@ -65,8 +69,10 @@ class StandIn:
         pass
 
     def results(self, requests):
+        StandIn.only_lowered = [request.target.name for request in requests if request.lower_only]
         for request in requests:
-            made = program(batch=request.options.batch or 4096)
+            time = GPU_TIME if request.target.platform == "cuda" else {}
+            made = program(batch=request.options.batch or 4096, **time)
             yield request, CompileResult(True, made, GIB, GIB, GIB, 5000, hazards=(HAZARD,))
 
 
@@ -111,6 +117,7 @@ def test_compiled_answer_is_cached_with_its_hazards_and_lines(plan, plan_json, m
     ("line", "words"),
     [
         ("gpt2-tiny --on v5lite-8", r"did you mean v5litepod-8 \(also called v5e-8, "),
+        ("gpt2-tiny --on rtx3090", "unknown TPU or GPU 'rtx3090': did you mean rtx-3090\\?"),
         ("gpt2-tiny --on v4:3x3x3", "v4:3x3x3: the catalogue has no v4 with topology 3x3x3; it has "),
         ("swarm.toml --on v5e-1", "swarm.toml names the TPUs: leave --on out, or name a recipe"),
         ("swarm.toml --members 3", "--members does not go with a file"),
@@ -159,6 +166,42 @@ def test_speed_price_and_a_swarm(plan, plan_json):
     assert free["swarm"]["traffic_dollars_a_day"] == rows["v5e-1"]["swarm"]["traffic_dollars_a_day"]
 
 
+@pytest.fixture
+def gpu_compiler(monkeypatch):
+    monkeypatch.setattr("tpuswarm.cli.plan.plan.no_gpu_compiler", lambda: "")
+
+
+def test_gpus_and_tpus_are_planned_together(plan, plan_json, gpu_compiler):
+    line = "small_recipes.py:wide --on v5e-1 --on h100 --batch 4096 --tokens 10B"
+    tpu, gpu = plan_json(line)["rows"]
+    assert (tpu["accelerator"], gpu["accelerator"], gpu["devices"]) == ("v5e-1", "h100-sxm", 1)
+    assert gpu["hbm_bytes"] == pytest.approx(0.75 * 84942979072, rel=1e-3), "what JAX takes of 80 GB"
+    assert (gpu["floor_seconds"], gpu["floor_by"]) == (pytest.approx(0.1), "compute")
+    assert gpu["step_seconds"] == {"low": gpu["floor_seconds"], "high": 2 * gpu["floor_seconds"]}
+    assert gpu["tokens_per_s"]["high"] == pytest.approx(4096 / 0.1)
+    assert gpu["dollars"]["on_demand"] == "unknown" != tpu["dollars"]["on_demand"]
+
+    code, out, _ = plan(f"{line} --members 2")
+    prices = [line for line in out.splitlines() if line.startswith("h100-sxm") and "your own" in line]
+    assert code == 0 and len(prices) == 1 and "a swarm of 2 members" in out
+    assert "your own" not in plan(f"{line} --free")[1]
+
+
+def test_missing_gpu_compiler_is_one_sentence(plan, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "cuda" in name else find(name))
+    code, out, err = plan("gpt2-tiny --on v5e-1 --on h100")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--on h100-sxm: " in err and "pip install 'tpuswarm[cuda]'" in err
+
+
+def test_gpu_needs_no_tpu_compiler(plan, monkeypatch, gpu_compiler):
+    monkeypatch.setattr("tpuswarm.cli.plan.plan.no_compiler", lambda: "libtpu is not installed")
+    assert "libtpu" not in plan("small_recipes.py:wide --on t4")[2]
+    assert "note: libtpu is not installed" in plan("small_recipes.py:wide --on t4 --on v5e-1")[2]
+    assert StandIn.only_lowered == ["v5e-1"]
+
+
 def test_file_gives_recipe_batch_and_tpus(plan, plan_json):
     found = plan_json("swarm.toml")
     assert found["asked"]["options"] == {"width": "512"}
@@ -194,6 +237,14 @@ def test_table_shows_finished_and_running_rows():
     row = Row(catalog.find("v3-8"), CompileResult(None, problem="the compiler was stopped after 6 s"))
     text = render(200, plan_table("a recipe", [("v3-8", row, ""), ("v5e-8", None, "8 rows per device fit")]))
     assert "v3-8: unknown: the compiler was stopped after 6 s" in text and "v5e-8: 8 rows per device fit" in text
+
+
+def test_terminal_of_80_columns_holds_the_name_of_every_gpu():
+    made = program(batch=98_304, micro_batch=16, tokens_per_row=1024, **GPU_TIME)
+    found = CompileResult(True, made, 10 * GIB, 55 * GIB, GIB // 4, 18, hazards=())
+    for gpu in catalog.gpus():
+        text = render(80, plan_table("a recipe", [(gpu.name, Row(gpu, found, 10_000_000_000), "")]))
+        assert "…" not in text and text.count(gpu.name) == 4 and "65.25" in text
 
 
 def test_terminal_of_80_columns_holds_every_figure():

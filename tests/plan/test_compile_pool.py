@@ -17,7 +17,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.plan.compile import pool
 from tpuswarm.plan.compile.cache import PlanCache, cache_key
 from tpuswarm.plan.compile.pool import CompilePool, max_parallel, other_libtpu
-from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_slice
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_target
 
 RECIPE = """
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def request(tpu: str = "v5e-1", batch: int = 16, **options: str) -> CompileRequest:
-    return CompileRequest(PlanOptions("recipe.py:make", options, batch=batch), describe_slice(catalog.find(tpu)))
+    return CompileRequest(PlanOptions("recipe.py:make", options, batch=batch), describe_target(catalog.find(tpu)))
 
 
 def make_pool(cache: Path, timeout_s: float = pool.COMPILE_TIMEOUT_S) -> CompilePool:
@@ -118,7 +118,7 @@ def test_end_of_a_process_is_explained(end, tmp_path, monkeypatch):
 def test_slice_that_does_not_divide_the_batch_leaves_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(CompilePool, "_compile", lambda pool, request, key: CompileResult(True))
     requests = [request("v5e-1", 4100), request("v5e-8", 4100)]
-    found = {made.tpu.name: result for made, result in make_pool(tmp_path).results(requests)}
+    found = {made.target.name: result for made, result in make_pool(tmp_path).results(requests)}
     assert found["v5e-1"].fits and "does not divide evenly over devices (8)" in found["v5e-8"].problem
     with pytest.raises(InputError, match=r"12 rows does not divide evenly over devices \(8\).*; use --batch 16"):
         list(make_pool(tmp_path).results([request("v5e-8", 12)]))
@@ -126,7 +126,7 @@ def test_slice_that_does_not_divide_the_batch_leaves_the_others(tmp_path, monkey
 
 def test_key_depends_on_the_folder_unless_the_recipe_is_built_in(folder, tmp_path_factory, monkeypatch):
     """A user's recipe may read files of the working folder."""
-    tpu = request().tpu
+    tpu = request().target
     theirs = CompileRequest(PlanOptions(f"{folder}/recipe.py:make", batch=16), tpu)
     ours = CompileRequest(PlanOptions("tpuswarm.recipes.gpt2:make"), tpu)
     before = cache_key(theirs, {}), cache_key(ours, {})
@@ -225,7 +225,7 @@ from pathlib import Path
 from tpuswarm import catalog
 from tpuswarm.plan.compile.cache import PlanCache
 from tpuswarm.plan.compile.pool import CompilePool
-from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_slice
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_target
 disk = Path(sys.argv[1])
 (disk / "fill").write_bytes(b"0" * (4 * 2**20 - 8192))
 class Answers(CompilePool):
@@ -233,7 +233,7 @@ class Answers(CompilePool):
         files = {str(n): "x" * 99 for n in range(99)}
         return {"result": asdict(CompileResult(True)), "dependencies": {"files": files, "packages": {}}}
 pool = Answers(PlanCache(disk / "plan"), lambda request, text: None)
-request = CompileRequest(PlanOptions("x:y"), describe_slice(catalog.find("v5e-1")))
+request = CompileRequest(PlanOptions("x:y"), describe_target(catalog.find("v5e-1")))
 print([found.fits for _, found in pool.results([request])], pool.cache_error, sep="|")
 print([path.name for path in disk.rglob("*.part")])
 """

@@ -13,7 +13,7 @@ import pytest
 from tests.runs import made_once
 from tpuswarm import catalog, recipes
 from tpuswarm.plan.compile.fit import check_fit
-from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_slice
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, describe_target
 from tpuswarm.plan.row import Row
 
 SMALL = Path(__file__).with_name("small_recipes.py")
@@ -23,10 +23,10 @@ MIB_USED = {"v2-8": 9.71, "v6e-8": 12.17}
 """Per device; real sizes: test_sizes.py."""
 
 
-def request(recipe: str, tpu: str, options: dict[str, str] | None = None, **choices) -> CompileRequest:
+def request(recipe: str, on: str, options: dict[str, str] | None = None, **choices) -> CompileRequest:
     target, preset = recipes.find(recipe) if recipe.startswith("gpt2") else (f"{SMALL}:{recipe}", {})
     return CompileRequest(
-        PlanOptions(target, {**preset, **(options or {})}, **choices), describe_slice(catalog.find(tpu))
+        PlanOptions(target, {**preset, **(options or {})}, **choices), describe_target(catalog.find_hardware(on))
     )
 
 
@@ -154,7 +154,7 @@ def test_micro_batches_are_the_recipes_and_frozen_parameters_are_only_read(resul
 
 def test_program_is_lowered_without_a_compiler(devices):
     lowered = request("gpt2-tiny", "v5e-8", GPT2, accumulate=3)
-    found = check_fit(CompileRequest(lowered.options, lowered.tpu, "there is no compiler"), print)
+    found = check_fit(CompileRequest(lowered.options, lowered.target, "there is no compiler"), print)
     assert found.fits is None and found.used is None and found.problem == "there is no compiler"
     assert found.program.model_flops > 0 and found.program.sharding == "replicate"
     assert found.program.micro_batches == 3 and found.program.batch == 3 * found.program.micro_batch * 8

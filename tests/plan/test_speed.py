@@ -96,6 +96,23 @@ def test_replicated_state_that_is_too_large_can_be_split():
     assert expected in explain_no_fit(catalog.find("v3-8"), needs)
 
 
+@pytest.mark.parametrize(
+    ("gib", "words"),
+    [
+        (
+            25,
+            "a GPU with more memory (h100-sxm, h100-pcie, h200, a100-40gb, a100-80gb, a100-pcie, l40s; estimate)",
+        ),
+        (100, "a GPU with more memory (h200; estimate)"),
+        (200, "a smaller model or shorter rows: no GPU has enough (estimate)"),
+    ],
+)
+def test_larger_gpus_are_named(gib, words):
+    needs = CompileResult(False, needed=gib * GIB, smallest_state=GIB, smallest="one device")
+    sentence = explain_no_fit(catalog.find_hardware("rtx-3090"), needs)
+    assert words in sentence and f"needs {gib}.00 GiB per device, {gib - 17.77:.2f} more than the 17.77" in sentence
+
+
 def test_needed_memory_is_read_in_tebibytes():
     refusal = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (8.00T) "
     assert compiled.parse_needed_bytes(refusal + "exceeds available HBM (15.75G).") == 8 * 2**40

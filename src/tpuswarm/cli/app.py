@@ -48,7 +48,7 @@ COMMANDS: dict[str, dict[str, str]] = {
 """All commands by group, in the order of `--help`, each with its module in this package and its name there."""
 SUMMARIES = {
     "demo": "Train a small GPT-2 as a swarm of three",
-    "plan": "Compile a recipe's training step for TPUs you have not rented",
+    "plan": "Compile a training step for TPUs or GPUs you have not rented",
     "train": "Train a recipe",
     "status": "Show a run, or all runs in ./runs",
     "logs": "Show what happened in a run",

@@ -1,24 +1,24 @@
-"""Combine a slice with the compiler's result: speed, cost, a sentence, JSON."""
+"""Combine a slice or GPU with the compiler's result: speed, cost, a sentence, JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpuswarm.catalog import Accelerator, accelerators
+from tpuswarm.catalog import Gpu, Hardware, accelerators, gpus
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.compile.request import CompileResult, PlanOptions
 from tpuswarm.plan.format import UNKNOWN
-from tpuswarm.plan.speed import Cost, Range, Speed, estimate_cost, estimate_speed
+from tpuswarm.plan.speed import Cost, Range, Speed, estimate_cost, estimate_gpu_speed, estimate_speed
 
 ESTIMATES = ("step_seconds", "tokens_per_s", "hours", "dollars")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One slice of a plan."""
+    """One slice or GPU of a plan."""
 
-    accelerator: Accelerator
+    accelerator: Hardware
     result: CompileResult
     tokens: int | None = None
     """To train on."""
@@ -30,13 +30,17 @@ class Row:
         program = self.result.program
         if program is None:
             return None
+        tokens = program.batch * program.tokens_per_row
+        if isinstance(self.accelerator, Gpu):
+            assert program.compute_seconds is not None and program.memory_seconds is not None
+            return estimate_gpu_speed(program.compute_seconds, program.memory_seconds, tokens)
         return estimate_speed(
             self.accelerator.generation,
             self.accelerator.devices,
             program.model_flops,
             program.least_flops,
             program.moved_bytes,
-            program.batch * program.tokens_per_row,
+            tokens,
             program.precision,
         )
 
@@ -90,7 +94,7 @@ class Row:
             "fits": result.fits,
             "sentence": self.sentence,
             "hbm_used_bytes": result.used,
-            "hbm_bytes": self.accelerator.generation.compiler_hbm_bytes,
+            "hbm_bytes": self.accelerator.program_bytes,
             "memory": {"arguments": result.arguments, "temporaries": result.temporaries, "code": result.code},
             "micro_batch_too_large": result.too_large,
             "compilations": result.compilations,
@@ -122,9 +126,9 @@ class Row:
         }
 
 
-def explain_no_fit(accelerator: Accelerator, result: CompileResult) -> str:
+def explain_no_fit(accelerator: Hardware, result: CompileResult) -> str:
     """Explain how much memory is missing and which changes would help; mark estimates."""
-    available, state = accelerator.generation.compiler_hbm_bytes, result.smallest_state or 0
+    available, state = accelerator.program_bytes, result.smallest_state or 0
     if not result.needed:
         return f"even its smallest form ({result.smallest}) does not fit; the compiler does not say by how much"
     options = []
@@ -147,17 +151,20 @@ def explain_no_fit(accelerator: Accelerator, result: CompileResult) -> str:
     )
 
 
-def _larger_hardware(accelerator: Accelerator, result: CompileResult) -> str:
-    def is_enough(other: Accelerator) -> bool:
-        needed = _needed_bytes(result, accelerator.devices, other.devices)
-        return needed <= other.generation.compiler_hbm_bytes
+def _larger_hardware(accelerator: Hardware, result: CompileResult) -> str:
+    def is_enough(other: Hardware) -> bool:
+        return _needed_bytes(result, accelerator.devices, other.devices) <= other.program_bytes
 
+    if isinstance(accelerator, Gpu):
+        if names := ", ".join(gpu.name for gpu in gpus() if is_enough(gpu)):
+            return f"a GPU with more memory ({names}; estimate)"
+        return "a smaller model or shorter rows: no GPU has enough (estimate)"
     same = [tpu for tpu in accelerators() if tpu.generation is accelerator.generation]
     for tpu in sorted(same, key=lambda tpu: tpu.chips):
         if tpu.chips > accelerator.chips and is_enough(tpu):
             return f"more chips, at least {tpu.name} (estimate; check with --on {tpu.name})"
-    available = accelerator.generation.compiler_hbm_bytes
-    larger = [tpu for tpu in accelerators() if tpu.generation.compiler_hbm_bytes > available and is_enough(tpu)]
+    available = accelerator.program_bytes
+    larger = [tpu for tpu in accelerators() if tpu.program_bytes > available and is_enough(tpu)]
     if generations := dict.fromkeys(tpu.generation.name for tpu in larger):
         names = ", ".join(generations)
         return f"chips with more memory ({names}; estimate): no {accelerator.generation.name} slice has enough"

@@ -4,6 +4,9 @@ The floor is a time that no program beats: model FLOPs over the chips' bf16 peak
 and write over its memory bandwidth, whichever is longer. Activations and repeated reads of weights come on top; the
 compiler's own count of bytes is no help, because it counts a loop's body once. The expected time is a guess above the
 floor: the share of the peak that others have published for transformers on TPUs. Of the bandwidth it is the same share.
+
+The floor of a GPU is the least time of its program's kernels (`compile/kernels.py`). The expected time is a guess: up
+to GPU_SLOWDOWN times that.
 """
 
 from dataclasses import dataclass
@@ -118,6 +121,23 @@ def estimate_speed(
         Range(tokens / slow, tokens / fast),
         tokens / floor,
         band.source + note,
+    )
+
+
+GPU_SLOWDOWN = 2.0
+GPU_SOURCE = "a guess for GPUs, once to twice the floor: an H100 took 1.3 times with GPT-2 124M"
+
+
+def estimate_gpu_speed(compute_seconds: float, memory_seconds: float, tokens: float) -> Speed:
+    """Estimate the speed of a step whose kernels take at least these times, by what limits each."""
+    floor = compute_seconds + memory_seconds
+    return Speed(
+        floor,
+        "memory" if memory_seconds > compute_seconds else "compute",
+        Range(floor, GPU_SLOWDOWN * floor),
+        Range(tokens / (GPU_SLOWDOWN * floor), tokens / floor),
+        tokens / floor,
+        GPU_SOURCE,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from rich.table import Table
 
-from tpuswarm.catalog import network
+from tpuswarm.catalog import Accelerator, network
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.format import UNKNOWN, format_hours, format_number, format_range, make_table
 from tpuswarm.plan.head import Head, HeadMachine, head_machines, size_head
@@ -20,7 +20,7 @@ RELATIONS = get_args(network.Relation)
 
 @dataclass(frozen=True)
 class SwarmEstimate:
-    """A swarm of `members` equal slices."""
+    """A swarm of `members` equal slices or GPUs."""
 
     row: Row
     members: int
@@ -29,13 +29,13 @@ class SwarmEstimate:
     cost: Cost | None
     traffic: Traffic
     bills: Sequence[TrafficBill]
-    """One member's, by distance to the head; empty if no zone has the slice."""
+    """One member's, by distance to the head; empty if no zone has it."""
     head: Head
     head_machines: Sequence[HeadMachine]
 
     @property
     def name(self) -> str:
-        """Name of the slice."""
+        """Name of the slice or GPU."""
         return self.row.accelerator.name
 
     def document(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def estimate_swarm(row: Row, members: int) -> SwarmEstimate | None:
     Traffic is the most possible: members at the fastest expected speed, pushes in full precision, data read from a
     bucket next to the head.
     """
-    program, speed, slice_ = row.result.program, row.speed, row.accelerator
+    program, speed, hardware = row.result.program, row.speed, row.accelerator
     if program is None or speed is None:
         return None
     exchange = Exchange(
@@ -89,7 +89,7 @@ def estimate_swarm(row: Row, members: int) -> SwarmEstimate | None:
     )
     traffic, rate = member_traffic(exchange), speed.tokens_per_s
     total_rate = Range(members * rate.low, members * rate.high)
-    price, zones = slice_.price(), slice_.zones()
+    price, zones = hardware.price(), hardware.zones()
     place = next((zone for zone in zones if price and zone.startswith(price.region)), zones[0] if zones else None)
     head = size_head(members, exchange, traffic, "average" if program.outer == "average" else "nesterov")
     return SwarmEstimate(
@@ -101,7 +101,7 @@ def estimate_swarm(row: Row, members: int) -> SwarmEstimate | None:
         traffic,
         traffic_bills(traffic, place) if place else (),
         head,
-        head_machines(head, slice_, exchange, place) if place else (),
+        head_machines(head, hardware, exchange, place) if place and isinstance(hardware, Accelerator) else (),
     )
 
 
@@ -110,7 +110,7 @@ def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
     first = swarms[0]
     speeds = make_table(
         f"a swarm of {first.members} members (estimate)",
-        ("TPU", f"{first.row.unit}/s", *(("time", "$ on demand", "$ spot") if first.cost else ())),
+        ("on", f"{first.row.unit}/s", *(("time", "$ on demand", "$ spot") if first.cost else ())),
         [
             (
                 swarm.name,
@@ -126,12 +126,12 @@ def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
     )
     sizes = make_table(
         "traffic per member, GiB/day",
-        ("TPU", "sends", "receives", "data"),
+        ("on", "sends", "receives", "data"),
         [(swarm.name, *(format_number(part / GIB) for part in _totals(swarm.traffic))) for swarm in swarms],
     )
     money = make_table(
         f"traffic of all {first.members} members, $/day, by distance to the head",
-        ("TPU", *RELATIONS),
+        ("on", *RELATIONS),
         [(swarm.name, *(_dollars(swarm, relation) for relation in RELATIONS)) for swarm in swarms],
     )
     money.caption = (
@@ -140,7 +140,7 @@ def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
     )
     heads = make_table(
         "the head",
-        ("TPU", "RAM,\nGiB", "disk,\nGiB", "growth\nper day", "Mbit/s\nin", "\nout", "cores"),
+        ("on", "RAM,\nGiB", "disk,\nGiB", "growth\nper day", "Mbit/s\nin", "\nout", "cores"),
         [
             (
                 swarm.name,
@@ -157,7 +157,7 @@ def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
     )
     machines = make_table(
         "cheapest machines for the head, $/hour",
-        ("TPU", "machines"),
+        ("on", "machines"),
         [
             (swarm.name, ", ".join(_format_machine(machine) for machine in swarm.head_machines) or "none known")
             for swarm in swarms

@@ -6,18 +6,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpuswarm.catalog import Gpu
 from tpuswarm.plan.format import UNKNOWN, format_gib, format_hours, format_number, format_range, make_table
 from tpuswarm.plan.row import Row
+from tpuswarm.plan.speed import Cost
 
 Line = tuple[str, Row | None, str]
-"""A slice's name, its row, and the state of its compilation before there is a row."""
+"""A target's name, its row, and the state of its compilation before there is a row."""
 
 
 def plan_table(title: str, lines: Sequence[Line]) -> RenderableType:
-    """Return tables of memory, speed and price, a sentence for each slice, and all warnings."""
+    """Return tables of memory, speed and price, a sentence for each target, and all warnings."""
     memory = make_table(
         f"{title}: memory of one device in GiB",
-        ("TPU", "fits", "batch", "rows", "micro-\nbatches", "sharding", "remat", "used", "of", "args", "temps", "code"),
+        ("on", "fits", "batch", "rows", "micro-\nbatches", "sharding", "remat", "used", "of", "args", "temps", "code"),
         [(name, *(_memory_cells(row) if row else ("…",))) for name, row, _ in lines],
         left=("fits", "sharding", "remat"),
     )
@@ -38,7 +40,7 @@ def plan_table(title: str, lines: Sequence[Line]) -> RenderableType:
 
 def _memory_cells(row: Row) -> tuple[str, ...]:
     result, program = row.result, row.result.program
-    available = format_gib(row.accelerator.generation.compiler_hbm_bytes)
+    available = format_gib(row.accelerator.program_bytes)
     if program is None:
         return row.verdict, "", "", "", "", "", format_gib(result.needed), available
     return (
@@ -58,7 +60,7 @@ def _speed_table(rows: Sequence[Row]) -> Table:
     speeds = [(row.accelerator.name, row.speed) for row in rows if row.speed]
     table = make_table(
         "one step: floor, and expected time (estimate)",
-        ("TPU", "floor, ms", "by", "expected, ms", f"{rows[0].unit}/s expected"),
+        ("on", "floor, ms", "by", "expected, ms", f"{rows[0].unit}/s expected"),
         [
             (
                 name,
@@ -76,19 +78,16 @@ def _speed_table(rows: Sequence[Row]) -> Table:
 
 
 def _cost_table(rows: Sequence[Row]) -> Table:
-    costs = [(row.accelerator.name, row.cost) for row in rows if row.cost]
+    costs = [(row, row.cost) for row in rows if row.cost]
     return make_table(
         f"{rows[0].tokens:,} {rows[0].unit} (estimate)",
-        ("TPU", "time", "$ on demand", "$ spot", "in"),
-        [
-            (
-                name,
-                format_hours(cost.hours),
-                format_range(cost.on_demand),
-                format_range(cost.spot),
-                cost.region or UNKNOWN,
-            )
-            for name, cost in costs
-        ],
+        ("on", "time", "$ on demand", "$ spot", "in"),
+        [(row.accelerator.name, format_hours(cost.hours), *_price_cells(row, cost)) for row, cost in costs],
         left=("in",),
     )
+
+
+def _price_cells(row: Row, cost: Cost) -> tuple[str, str, str]:
+    if isinstance(row.accelerator, Gpu) and not row.free:
+        return "your own", "", ""
+    return format_range(cost.on_demand), format_range(cost.spot), cost.region or UNKNOWN

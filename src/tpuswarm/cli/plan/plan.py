@@ -1,4 +1,4 @@
-"""`tpuswarm plan`: what fits on TPUs that are not rented yet, how fast at best, and at what price."""
+"""`tpuswarm plan`: what fits on TPUs and GPUs that are not rented yet, how fast at best, and at what price."""
 
 import json
 import time
@@ -20,8 +20,8 @@ from tpuswarm.config.units import check_number, parse_count
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.plan import outlook
 from tpuswarm.plan.compile.cache import PlanCache
-from tpuswarm.plan.compile.pool import CompilePool, no_compiler, other_libtpu
-from tpuswarm.plan.compile.request import CompileRequest, PlanOptions, describe_slice
+from tpuswarm.plan.compile.pool import CompilePool, no_compiler, no_gpu_compiler, other_libtpu
+from tpuswarm.plan.compile.request import CompileRequest, PlanOptions, describe_target
 from tpuswarm.plan.row import Row, plan_document
 from tpuswarm.plan.swarm import SwarmEstimate, estimate_swarm, swarm_tables
 from tpuswarm.plan.table import plan_table
@@ -40,7 +40,7 @@ def plan(
         str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …), file.py:Recipe, or swarm.toml.")
     ],
     on: Annotated[
-        list[str] | None, option("A TPU, by any of its names; repeatable. Default: the 8 of each generation.")
+        list[str] | None, option("A TPU or GPU, by any name; repeatable. Default: the 8 of each TPU.")
     ] = None,
     batch: Annotated[
         str, option("Rows of one step over all devices, or auto: the largest micro-batch. Default: auto.")
@@ -58,7 +58,7 @@ def plan(
     free: Annotated[bool, typer.Option("--free", help="The TPUs are free, for example a grant.")] = False,
     as_json: Annotated[bool, option("Print one JSON object.", flag="--json")] = False,
 ) -> None:
-    """Compile a recipe's training step for TPUs you have not rented: what fits, how fast at best, at what price.
+    """Compile a training step for TPUs or GPUs you have not rented: what fits, how fast at best, at what price.
 
     A swarm.toml names both: its [train] and the types of its pools. The recipe's own options work too: --context 512.
     """
@@ -98,11 +98,12 @@ def plan(
     if members is not None:
         check_number(members, "members", least=1)
     check_settings({"ema": ema})
-    tpus = {tpu.name: tpu for tpu in map(catalog.find, machines.counts if machines else on or DEFAULT_TPUS)}
+    targets = machines.counts if machines else on or DEFAULT_TPUS
+    hardware = {found.name: found for found in map(catalog.find_hardware, targets)}
     batches = machines.batches if machines and batch == "auto" else {}
     token_count = None if tokens is None else parse_count(tokens, "tokens")
-    rows = _compile(title, options, tpus, batches, token_count, free or mine, as_json)
-    counts = machines.counts if machines else dict.fromkeys(tpus, members or 0)
+    rows = _compile(title, options, hardware, batches, token_count, free or mine, as_json)
+    counts = machines.counts if machines else dict.fromkeys(hardware, members or 0)
     swarms: dict[str, SwarmEstimate] = {}
     if members is not None or sum(counts.values()) > 1:
         estimates = {row.accelerator.name: estimate_swarm(row, counts[row.accelerator.name]) for row in rows}
@@ -115,7 +116,7 @@ def plan(
         if machines and forecast:
             _print_forecast(machines, forecast, rows, len(swarms) > 1)
     if all(row.result.fits is None and row.result.program is None for row in rows):
-        raise RunFailed(f"no answer for {recipe} on these TPUs: {rows[0].result.problem}")
+        raise RunFailed(f"no answer for {recipe}: {rows[0].result.problem}")
 
 
 plan.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
@@ -128,29 +129,36 @@ def _batch_of(train: Train) -> str:
 def _compile(
     title: str,
     options: PlanOptions,
-    tpus: dict[str, Any],
+    hardware: dict[str, catalog.Hardware],
     batches: dict[str, int],
     tokens: int | None,
     is_free: bool,
     as_json: bool,
 ) -> list[Row]:
-    """Compile the step for each TPU and show the answers; return them in the order of the TPUs."""
-    reason = no_compiler()
+    """Compile the step for each TPU and GPU and show the answers; return them in the given order."""
+    gpus = [name for name, found in hardware.items() if isinstance(found, catalog.Gpu)]
+    if gpus and (reason := no_gpu_compiler()):
+        raise InputError(f"--on {gpus[0]}: {reason}")
+    reason = "" if len(gpus) == len(hardware) else no_compiler()
     requests = [
-        CompileRequest(replace(options, batch=batches.get(tpu.name, options.batch)), describe_slice(tpu), reason)
-        for tpu in tpus.values()
+        CompileRequest(
+            replace(options, batch=batches.get(name, options.batch)),
+            describe_target(found),
+            "" if name in gpus else reason,
+        )
+        for name, found in hardware.items()
     ]
     rows: dict[str, Row] = {}
     with _open_view(title, requests, as_json) as view:
         pool = CompilePool(PlanCache(cache_folder("plan")), view.show_state)
         for request, result in pool.results(requests):
-            name = request.tpu.name
-            rows[name] = Row(tpus[name], result, tokens, is_free)
+            name = request.target.name
+            rows[name] = Row(hardware[name], result, tokens, is_free)
             view.show_row(rows[name])
-    for note in (reason, "" if reason else other_libtpu(), pool.cache_error):
+    for note in (reason, "" if reason or len(gpus) == len(hardware) else other_libtpu(), pool.cache_error):
         if note:
             echo(f"note: {note}", err=True)
-    return [rows[name] for name in tpus]
+    return [rows[name] for name in hardware]
 
 
 def _forecast(machines: Machines, rows: list[Row], tokens: int | None, free: bool) -> outlook.Outlook:
@@ -196,14 +204,14 @@ class _View:
 
     def __init__(self, title: str, requests: list[CompileRequest]):
         self._title = title
-        self._states: dict[str, str] = {request.tpu.name: "waiting" for request in requests}
+        self._states: dict[str, str] = {request.target.name: "waiting" for request in requests}
         self.rows: dict[str, Row] = {}
         self.is_live = False
 
     def show_state(self, request: CompileRequest, state: str) -> None:
-        self._states[request.tpu.name] = state
+        self._states[request.target.name] = state
         if not self.is_live:
-            echo(f"{request.tpu.name}: {state}", err=True)
+            echo(f"{request.target.name}: {state}", err=True)
 
     def show_row(self, row: Row) -> None:
         self.rows[row.accelerator.name] = row

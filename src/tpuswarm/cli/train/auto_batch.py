@@ -9,7 +9,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
 from tpuswarm.plan.compile.cache import PlanCache
 from tpuswarm.plan.compile.pool import CompilePool, no_compiler
-from tpuswarm.plan.compile.request import CompileRequest, PlanOptions, describe_slice
+from tpuswarm.plan.compile.request import CompileRequest, PlanOptions, describe_target
 from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import CONFIG
@@ -58,13 +58,13 @@ def _choose(file: SwarmFile, train: Train) -> dict[str, int]:
     options = PlanOptions(
         target, recipe_options, precision=train.precision, shard=shard, accumulate=train.accumulate, freeze=train.freeze
     )
-    tpus = {tpu.name: describe_slice(tpu) for tpu in (catalog.find(pool.type) for pool in file.pool)}
+    tpus = {tpu.name: describe_target(tpu) for tpu in (catalog.find(pool.type) for pool in file.pool)}
     compile_pool = CompilePool(
-        PlanCache(cache_folder("plan")), lambda request, text: echo(f"{request.tpu.name}: {text}", err=True)
+        PlanCache(cache_folder("plan")), lambda request, text: echo(f"{request.target.name}: {text}", err=True)
     )
     largest: dict[str, int] = {}
     for request, result in compile_pool.results([CompileRequest(options, tpu, "") for tpu in tpus.values()]):
-        name = request.tpu.name
+        name = request.target.name
         if not result.fits or result.program is None:
             raise InputError(
                 f"{train.recipe} does not fit on a {name}: {result.problem or result.smallest}. Details: "

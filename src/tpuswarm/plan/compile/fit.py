@@ -1,4 +1,4 @@
-"""Compile a step for one slice, and return whether and how it fits."""
+"""Compile a step for one slice or GPU, and return whether and how it fits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +10,8 @@ from jax.experimental import topologies
 from tpuswarm.config.units import GIB
 from tpuswarm.errors import InputError
 from tpuswarm.plan.compile.hazards import Hazard, explain_refusal, find_hazards
-from tpuswarm.plan.compile.request import CompileRequest, CompileResult, Program, SliceSpec
+from tpuswarm.plan.compile.kernels import least_time
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, Program, Target
 from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES, MAX_READ_AHEAD
 from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program.batch_search import BatchSearch, CompiledBatch
@@ -28,11 +29,12 @@ EVALUATION_BATCHES = 3
 """An evaluation holds three batches on the devices: two that wait and the next (train/loop/evaluate.py)."""
 TOKEN_BYTES = 2
 """Tokens are stored as uint16."""
+NO_CALLBACKS = "a call of the host (jax.debug.print) compiles for a GPU only where there is one: leave it out to plan"
 
 
 def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
-    """Carry out one request; raise InputError if it is invalid for every TPU."""
-    options, tpu = compile_request.options, compile_request.tpu
+    """Carry out one request; raise InputError if it is invalid for every target."""
+    options, target = compile_request.options, compile_request.target
     recipe = build_recipe(options.target, options.options)
     request = default_request(
         recipe,
@@ -45,46 +47,54 @@ def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
     )
     if options.batch is not None:
         try:
-            check_batch(options.batch, tpu.devices, request.accumulate or 1, can_use_fewer=False)
+            check_batch(options.batch, target.devices, request.accumulate or 1, can_use_fewer=False)
         except InputError as error:  # only here is the recipe's number of micro-batches known
             return CompileResult(None, problem=str(error))
     if compile_request.lower_only:
         return _lower(recipe, request, compile_request)
     try:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu.topology_name, **tpu.compiler_options)
+        topology = topologies.get_topology_desc(
+            platform=target.platform, topology_name=target.topology_name, **target.compiler_options
+        )
     except jax.errors.JaxRuntimeError as error:
-        return CompileResult(None, problem=f"the compiler has no topology {tpu.topology_name}: {_first_line(error)}")
-    sizes = BatchSearch(recipe, request, topology.devices, tpu.hbm_bytes, report)
+        return CompileResult(None, problem=f"the compiler has no topology {target.topology_name}: {_first_line(error)}")
+    sizes = BatchSearch(recipe, request, topology.devices, target.memory_bytes, report)
     try:
         sized, above = (sizes.compile_requested(), None) if options.batch else sizes.find_largest()
-        return _describe(recipe, sizes, tpu, sized, above)
+        return _describe(recipe, sizes, target, sized, above)
     except DoesNotFit as error:
         last = error.last
         return CompileResult(
             False, needed=last.needed or None, smallest_state=last.state, smallest=last.choice.why,
             is_sharded=last.choice.shard == "fsdp",
-            rows=error.batch // tpu.devices // last.choice.accumulate, problem=str(error),
+            rows=error.batch // target.devices // last.choice.accumulate, problem=str(error),
             compilations=sizes.compilations,
         )  # fmt: skip
     except compiling.CompilerRefused as error:
         assert error.__cause__ is not None
+        if "no platforms that are instances of gpu" in str(error.__cause__):
+            return CompileResult(None, problem=NO_CALLBACKS, compilations=sizes.compilations)
         hazard = explain_refusal(error.__cause__, error.jaxpr)
         return CompileResult(False, problem=f"{error}", hazards=_to_json([hazard]), compilations=sizes.compilations)
 
 
 def _describe(
-    recipe: Recipe, sizes: BatchSearch, tpu: SliceSpec, sized: CompiledBatch, above: int | None
+    recipe: Recipe, sizes: BatchSearch, target: Target, sized: CompiledBatch, above: int | None
 ) -> CompileResult:
     memory, compiled = sized.compiled.memory, sized.compiled
     program = _make_program(recipe, compiled, compiled.choice, sized.rows, compiled.flops)
-    hazards = [*_check_evaluation(sizes, tpu, sized), *find_hazards(compiled, program.batch, tpu.matrix_unit)]
+    if target.platform == "cuda":
+        hlo = compiled.step.as_text()  # type: ignore[attr-defined]
+        time = least_time(hlo, target.flops_per_s, target.bytes_per_s)
+        program = replace(program, compute_seconds=time.compute, memory_seconds=time.memory)
+    hazards = [*_check_evaluation(sizes, target, sized), *find_hazards(compiled, program.batch, target.matrix_unit)]
     return CompileResult(
         True, program, memory.arguments, memory.temporaries, memory.code, above,
         hazards=_to_json(hazards), compilations=sizes.compilations,
     )  # fmt: skip
 
 
-def _check_evaluation(sizes: BatchSearch, tpu: SliceSpec, sized: CompiledBatch) -> list[Hazard]:
+def _check_evaluation(sizes: BatchSearch, target: Target, sized: CompiledBatch) -> list[Hazard]:
     """Compile the evaluation at its batch while training: the rows of a micro-batch."""
     compiled = sized.compiled
     spec = dict(compiled.program.batch_spec(sized.rows * compiled.mesh.size))
@@ -92,9 +102,9 @@ def _check_evaluation(sizes: BatchSearch, tpu: SliceSpec, sized: CompiledBatch) 
     traced = compiled.evaluate.trace(compiled.state, rows)  # type: ignore[attr-defined]
     sizes.compilations += 1
     try:
-        memory = compiling.measure_memory(traced.lower().compile(), "tpu", 0)
-    except Exception as error:  # noqa: BLE001  # ops and kernels without a form for this TPU raise anything
-        if not compiling.is_out_of_memory(str(error), "tpu"):
+        memory = compiling.measure_memory(traced.lower().compile(), compiled.options.platform, 0)
+    except Exception as error:  # noqa: BLE001  # ops and kernels without a form for this target raise anything
+        if not compiling.is_out_of_memory(str(error), compiled.options.platform):
             refused = explain_refusal(error, traced.jaxpr)
             return [replace(refused, sentence=f"in its evaluation {refused.sentence}")]
         needed = compiling.parse_needed_bytes(str(error))
@@ -103,10 +113,10 @@ def _check_evaluation(sizes: BatchSearch, tpu: SliceSpec, sized: CompiledBatch) 
         training_batches = (compiled.memory.arguments - state) * MAX_READ_AHEAD // MAX_BATCHES_ON_DEVICES
         batches = training_batches + EVALUATION_BATCHES * (memory.arguments - state)
         needed = state + batches + memory.temporaries + compiled.memory.code + memory.code
-        if tpu.hbm_bytes is None or needed <= tpu.hbm_bytes:
+        if target.memory_bytes is None or needed <= target.memory_bytes:
             return []
     need = f"needs {needed / GIB:.2f} GiB per device" if needed else "is too large for the compiler"
-    have = f", of {tpu.hbm_bytes / GIB:.2f} available" if tpu.hbm_bytes else ""
+    have = f", of {target.memory_bytes / GIB:.2f} available" if target.memory_bytes else ""
     sentence = f"it trains, but its evaluation of {sized.rows} rows per device {need}{have}: use --eval-batch"
     return [Hazard("evaluation", sentence, None)]
 
@@ -116,12 +126,14 @@ def _lower(recipe: Recipe, request: Request, compile_request: CompileRequest) ->
 
     It uses as many virtual CPU devices as the slice has, and chooses the form by the size of the state alone.
     """
-    tpu, devices = compile_request.tpu, jax.devices()
-    options = request.options("tpu", tpu.device_kind)
+    target, devices = compile_request.target, jax.devices()
+    options = request.options("tpu", target.device_kind)
     if compile_request.options.batch is None:
         unit = len(devices) * (request.accumulate or 1)
         request = replace(request, batch=max(1, request.batch // unit) * unit)
-    choice = next(compiling.possible_choices(recipe, request, "tpu", tpu.device_kind, len(devices), tpu.hbm_bytes))
+    choice = next(
+        compiling.possible_choices(recipe, request, "tpu", target.device_kind, len(devices), target.memory_bytes)
+    )
     traced = compiling.trace(recipe, options, choice, request.batch, make_mesh(devices))
     try:
         traced.step.lower(lowering_platforms=("tpu",))

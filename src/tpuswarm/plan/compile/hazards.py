@@ -61,7 +61,9 @@ def find_hazards(compiled: Compiled, batch: int, unit: int) -> list[Hazard]:
         kinds += [OTHER] * (len(jaxpr.invars) - len(kinds))
         shapes = {leaf.shape for leaf in shared} | shapes_from_parameters(jaxpr, kinds)
         found += find_collectives(text, gradient_sizes(shapes, compiled.mesh.size))
-    return [*find_host_transfers(text), *found, *find_unrolled(compiled.flops)]
+    if compiled.options.loop == "scan":
+        found += find_unrolled(compiled.flops)
+    return [*find_host_transfers(text), *found]
 
 
 def explain_refusal(error: BaseException, program: ClosedJaxpr) -> Hazard:

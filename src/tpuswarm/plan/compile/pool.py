@@ -29,6 +29,8 @@ COMPILE_MEMORY_BYTES = 2.5 * 2**30
 """Peak of one compilation of a large program (docs/plan.md)."""
 EXIT_GRACE_S = 5.0
 MAX_COMPILATIONS = 8
+WITHOUT_GPU = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+"""Autotuning needs a GPU. XLA's own products are poor without it, so cuBLAS computes all."""
 NEEDS_COMPILER = "whether it fits, its largest micro-batch, its memory and its hazards are unknown"
 
 Report = Callable[[CompileRequest, str], None]
@@ -137,7 +139,7 @@ def _batch_problem(request: CompileRequest) -> str:
     if options.batch is None:
         return ""
     try:
-        check_batch(options.batch, request.tpu.devices, options.accumulate or 1, can_use_fewer=False)
+        check_batch(options.batch, request.target.devices, options.accumulate or 1, can_use_fewer=False)
     except InputError as error:
         return str(error)
     return ""
@@ -166,6 +168,13 @@ def no_compiler() -> str:
     )
 
 
+def no_gpu_compiler() -> str:
+    """Return why nothing can be compiled for GPUs here, if so, and what helps."""
+    if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return ""
+    return "JAX's CUDA plugin, the GPU compiler, is not installed: on Linux, pip install 'tpuswarm[cuda]' (5 GB)"
+
+
 def other_libtpu() -> str:
     """Return a warning if the installed libtpu is not the one that jax requires."""
     try:
@@ -184,16 +193,22 @@ def other_libtpu() -> str:
 
 
 def _environment(request: CompileRequest) -> dict[str, str]:
-    """Return the environment of a compiling process: it uses no TPU and no lock, and logs little."""
-    return os.environ | {
+    """Return the environment of a compiling process: it uses no TPU or GPU and no lock, and logs little."""
+    environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(request.tpu.devices if request.lower_only else 1),
+        "JAX_NUM_CPU_DEVICES": str(request.target.devices if request.lower_only else 1),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "JAX_TRACEBACK_FILTERING": "off",  # else JAX's note about filtering hides the error
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
+    if request.target.platform == "cuda":
+        environment |= {
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # without a driver
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {WITHOUT_GPU}".strip(),
+        }
+    return environment
 
 
 def _exit_reason(code: int, timed_out: bool, timeout_s: float, output: str) -> str:

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from tpuswarm.catalog import Accelerator
+from tpuswarm.catalog import Gpu, Hardware
 
 
 @dataclass(frozen=True)
@@ -25,30 +25,39 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
-class SliceSpec:
-    """A slice as the compiler needs it."""
+class Target:
+    """A slice or a GPU as its compiler needs it."""
 
     name: str
+    platform: Literal["tpu", "cuda"]
     topology_name: str
     compiler_options: Mapping[str, Any]
     device_kind: str
     devices: int
-    hbm_bytes: int
-    """Memory that the compiler grants a program on one device."""
+    memory_bytes: int
+    """Memory for a program on one device."""
     matrix_unit: int
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Of a GPU, by dtype of a product's operands."""
+    bytes_per_s: float = 0.0
+    """Of a GPU's memory."""
 
 
-def describe_slice(accelerator: Accelerator) -> SliceSpec:
-    """Return the compiler's view of a slice."""
-    generation, compiler = accelerator.generation, accelerator.compiler
-    return SliceSpec(
-        accelerator.name,
+def describe_target(hardware: Hardware) -> Target:
+    """Return the compiler's view of a slice or a GPU."""
+    compiler, gpu = hardware.compiler, hardware if isinstance(hardware, Gpu) else None
+    rates = {"bf16": gpu.peak_bf16 or gpu.peak_f32, "f32": gpu.peak_f32} if gpu else {}
+    return Target(
+        hardware.name,
+        "cuda" if gpu else "tpu",
         compiler.name,
         compiler.options,
-        generation.device_kind,
-        accelerator.devices,
-        generation.compiler_hbm_bytes,
-        generation.matrix_unit,
+        hardware.device_kind,
+        hardware.devices,
+        hardware.program_bytes,
+        hardware.matrix_unit,
+        rates,
+        gpu.bandwidth if gpu else 0.0,
     )
 
 
@@ -57,14 +66,14 @@ class CompileRequest:
     """One compilation."""
 
     options: PlanOptions
-    tpu: SliceSpec
+    target: Target
     lower_only: str = ""
     """Why nothing can be compiled here, if so."""
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "CompileRequest":
         """Read the JSON of `dataclasses.asdict`."""
-        return CompileRequest(PlanOptions(**values["options"]), SliceSpec(**values["tpu"]), values["lower_only"])
+        return CompileRequest(PlanOptions(**values["options"]), Target(**values["target"]), values["lower_only"])
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,10 @@ class Program:
     """Rule of the outer step in a swarm."""
     is_averaged: bool
     """A swarm keeps a moving average of the parameters."""
+    compute_seconds: float | None = None
+    """Least time of a GPU's kernels that their FLOPs limit; None for a TPU, as the next."""
+    memory_seconds: float | None = None
+    """Least time of those that memory limits."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tpuswarm import catalog
 from tpuswarm.catalog import network
-from tpuswarm.catalog.figures import Figure
+from tpuswarm.catalog.figures import Figure, find_source, read_data
 from tpuswarm.catalog.prices import describe_old_prices, region_of
 from tpuswarm.errors import InputError
 
@@ -93,6 +93,16 @@ def test_gpus_are_described_to_the_compiler_as_xla_describes_them(name: str):
     config = catalog.find_hardware(name).compiler.options["target_config"]
     described = [int(re.search(rf"\b{field}: (\d+)", config)[1]) for field in FIELDS]
     assert described == [pytest.approx(value, rel=0.001) for value in OPENXLA[name]]
+
+
+def test_every_gpu_has_described_limits_and_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    listed = (
+        re.search(r"One card each: (.*?)\.", text, re.DOTALL)[1].replace(" (SXM)", "").replace("\n", " ").split(", ")
+    )
+    assert sorted(gpu.also[0] if "-sxm" in gpu.name else gpu.name for gpu in catalog.gpus()) == sorted(listed)
+    for gpu in catalog.gpus():
+        assert find_source(read_data("capabilities")[gpu.compute_capability]["source"]).read
 
 
 @pytest.mark.parametrize(

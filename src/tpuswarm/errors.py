@@ -23,6 +23,14 @@ class RunFailed(TpuswarmError):
     exit_code = 1
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Of what an error of a library says; of one without words its name."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return message_of(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's message; empty if its `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  # of a user's class
+        return ""

@@ -14,7 +14,7 @@ from typer.main import get_group
 
 from tpuswarm.cli.help import Command, CommandGroup, format_top_help
 from tpuswarm.config.validation_errors import rephrase_message
-from tpuswarm.errors import TpuswarmError
+from tpuswarm.errors import TpuswarmError, message_of
 from tpuswarm.train.process.terminal import echo
 
 UsageError: Any = typer.BadParameter.__base__
@@ -154,7 +154,13 @@ def run() -> int:
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:
-        code = make_app()(prog_name="tpuswarm", standalone_mode=False)
+        try:
+            code = make_app()(prog_name="tpuswarm", standalone_mode=False)
+        except BaseException:
+            from tpuswarm.train.user_code import blame
+
+            with blame("the recipe fails"):
+                raise
     except TpuswarmError as error:
         return _print_error(error, error.exit_code)
     except OSError as error:  # a disk, a network, a permission: not a bug
@@ -165,7 +171,7 @@ def run() -> int:
         echo("nothing was done" if abort.args else "\nnothing was done", err=True)
         return 1
     except Exception as error:  # noqa: BLE001  # a bug: one sentence, and how to see more
-        text = " ".join(str(error).split())[:300]
+        text = " ".join(message_of(error).split())[:300]
         command = shlex.join(sys.argv[1:])
         hint = f"Traceback: `tpuswarm --debug {command}`"
         return _print_error(error, 1, f"internal error: {type(error).__name__}: {text}. {hint}")
@@ -188,5 +194,5 @@ def _usage_error(error: Any) -> str:
 def _print_error(error: BaseException, code: int, text: str | None = None) -> int:
     if os.environ.get("TPUSWARM_DEBUG"):
         raise error
-    echo(f"error: {text or error}", err=True)
+    echo(f"error: {text or message_of(error)}", err=True)
     return code

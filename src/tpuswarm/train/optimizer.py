@@ -16,7 +16,7 @@ import optax
 
 from tpuswarm.errors import InputError, TpuswarmError
 from tpuswarm.train import paths
-from tpuswarm.train.user_code import blame, line_of, user_line
+from tpuswarm.train.user_code import blame, describe_failure, line_of, user_line
 
 SCHEDULE_FREE = "ScheduleFreeState"
 SCHEDULE_STATES = (
@@ -235,10 +235,8 @@ def _errors_named(function: Callable[..., Any]) -> Iterator[None]:
     """Turn an optimizer's error into InputError, with the user's line if there is one."""
     try:
         yield
-    except TpuswarmError:
+    except (TpuswarmError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        message = " ".join(str(error).split())[:500]
-        line = user_line(error)
-        place = f" ({line})" if line else line_of(function)
-        raise InputError(f"the optimizer fails: {type(error).__name__}: {message}{place}") from error
+    except BaseException as error:
+        place = "" if user_line(error) else line_of(function)
+        raise InputError(f"{describe_failure('the optimizer fails', error)}{place}") from error

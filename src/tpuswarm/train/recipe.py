@@ -367,15 +367,3 @@ def _check_names(names: Any, attribute: str, known: Iterable[str] | None) -> Non
     for name in names:
         if known is not None and name not in known:
             raise InputError(f"{attribute} takes no {name}; {did_you_mean(str(name), known)}")
-
-
-def sample_for_report(recipe: Recipe, state: State) -> str | None:
-    """Return a sample of 200 tokens, or the error of the user's `sample`; None if the model writes no text."""
-    if not supports(recipe, "sample"):
-        return None
-    try:
-        return recipe.sample(state, "", tokens=200, temperature=0.8, seed=0)
-    except InputError:
-        return None
-    except Exception as error:  # noqa: BLE001  # a user's method; the run has succeeded anyway
-        return f"no sample: {type(error).__name__}: {error}"

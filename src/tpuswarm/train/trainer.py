@@ -35,6 +35,7 @@ from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS
 from tpuswarm.train.storage.copy import download_run, refreshed_folder
 from tpuswarm.train.storage.folders import is_url, shown
+from tpuswarm.train.user_code import blame
 
 
 @entry_point
@@ -274,7 +275,7 @@ class Trainer:
         hosts = find_host_group(
             self.hosts, self.host, self.hosts_at, run=run, devices=self.devices, is_dev_run=self.fast_dev_run
         )
-        with Diagnostics() as diagnostics, ExitStack() as ends:
+        with blame(f"{recipe.name} fails"), Diagnostics() as diagnostics, ExitStack() as ends:
             if self.fast_dev_run:
                 if hosts:
                     raise InputError("a fast dev run is of one host: its folder is not shared; leave --hosts out")

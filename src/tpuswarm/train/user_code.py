@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,14 +18,17 @@ from tpuswarm.config.limits import option_name
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.config.validation_errors import describe_error
-from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.process.stop import interruptible_imports
-from tpuswarm.train.recipe import Recipe, check_recipe, supports
+from tpuswarm.train.recipe import Recipe, State, check_recipe, supports
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
 OUR_RECIPES = OUR_FOLDER / "recipes"
 INSTALLED = ("site-packages", "<frozen", "dist-packages", sys.base_prefix)
+MAX_MESSAGE_CHARS = 500
+FILE_MODULE = "tpuswarm_recipe_"
+"""Begins the names of modules of recipes' files."""
 
 
 class CodeLine(NamedTuple):
@@ -64,14 +67,17 @@ def line_of(function: Any) -> str:
 
 
 @contextmanager
-def blame(failure: str) -> Iterator[None]:
-    """Turn an error raised in a user's file into InputError that names its line; let every other error pass."""
+def blame(failure: str, every_error: bool = False) -> Iterator[None]:
+    """Turn an error raised in a user's file into InputError that names its line; let every other error pass.
+
+    every_error: also of libraries, because only the user's objects are called.
+    """
     try:
         yield
-    except TpuswarmError:
+    except (TpuswarmError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        if user_line(error) is None:
+    except BaseException as error:
+        if user_line(error) is None and not every_error:
             raise
         raise InputError(describe_failure(failure, error)) from error
 
@@ -79,25 +85,50 @@ def blame(failure: str) -> Iterator[None]:
 def describe_failure(failure: str, error: BaseException) -> str:
     """Return a sentence about an error, with the user's line if there is one; our own errors are sentences."""
     if isinstance(error, TpuswarmError):
-        return str(error)
+        return message_of(error)
     line = user_line(error)
     place = f" ({line})" if line else ""
     if isinstance(error, SystemExit):
         return f"{failure}: it ends the program with sys.exit{place}"
-    message = " ".join(str(error).split()) or "no message"
+    message = " ".join(message_of(error).split()) or "no message"
+    if len(message) > MAX_MESSAGE_CHARS:
+        half = MAX_MESSAGE_CHARS // 2
+        message = f"{message[:half]} … {message[-half:]}"  # a worker's traceback has the error itself last
     is_missing = isinstance(error, ModuleNotFoundError)
     help_ = f"; install it where tpuswarm is, in {sys.prefix}" if is_missing else ""
-    return f"{failure}: {type(error).__name__}: {message[:500]}{place}{help_}"
+    return f"{failure}: {type(error).__name__}: {message}{place}{help_}"
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return file:line of the innermost frame in a user's file; None if there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if code_owner(frame.filename) == "user":
-            return f"{frame.filename}:{frame.lineno}"
+    """Return file:line of the innermost frame in a user's file, of the error or of its causes; None if there is none.
+
+    Python and libraries raise errors of their own from a user's error.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, SyntaxError) and cause.filename:
+            return f"{cause.filename}:{cause.lineno}"
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            if code_owner(frame.filename) == "user":
+                return f"{frame.filename}:{frame.lineno}"
+        seen.add(id(cause))
+        cause = cause.__cause__
     return None
+
+
+def sample_for_report(recipe: Recipe, state: State) -> str | None:
+    """Return a sample of 200 tokens, or the error of the user's `sample`; None if the model writes no text."""
+    if not supports(recipe, "sample"):
+        return None
+    try:
+        return recipe.sample(state, "", tokens=200, temperature=0.8, seed=0)
+    except InputError:
+        return None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # the run has succeeded anyway
+        return describe_failure("no sample", error)
 
 
 @functools.cache
@@ -174,7 +205,7 @@ def _import_module(name: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    name = f"tpuswarm_recipe_{path.stem}"  # a file may have the name of a library
+    name = f"{FILE_MODULE}{path.stem}"  # a file may have the name of a library
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -187,6 +218,16 @@ def _import_file(path: Path) -> Any:
 
 
 interruptible_imports.add(_import_file.__code__)
+
+
+def imported_files() -> list[str]:
+    """Return the files of recipes that this process has imported; another process imports them with `import_files`."""
+    return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(FILE_MODULE)]
+
+
+def import_files(files: Iterable[str]) -> None:
+    for file in files:
+        _import_file(Path(file))
 
 
 def option_types(maker: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import ray
 
-from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.swarm.engines.notice import on_notice
 from tpuswarm.swarm.engines.variables import CALL_LIMIT
 from tpuswarm.swarm.processes.effects import ProcessEnded, Unreachable
@@ -88,7 +88,7 @@ class Actor:
         except BaseException as error:  # noqa: BLE001  # the supervisor reports any error
             traceback.print_exc()
             where = f"; its traceback is in logs/{self._name}.log" if self._log else ""
-            return Outcome("failed", f"{type(error).__name__}: {error}{where}")
+            return Outcome("failed", f"{type(error).__name__}: {message_of(error)}{where}")
 
     @ray.method(concurrency_group="calls")
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:

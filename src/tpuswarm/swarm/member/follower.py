@@ -16,7 +16,7 @@ from typing import NoReturn
 import jax
 from pydantic import TypeAdapter
 
-from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.errors import InputError, TpuswarmError, first_line
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import FIRST_STEP_LINE, Group
 from tpuswarm.swarm.member.leader import follow
@@ -26,6 +26,7 @@ from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
+from tpuswarm.train.user_code import blame
 
 _PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
 
@@ -93,7 +94,7 @@ def main() -> NoReturn:
         _exit(ExitStatus.FAILED, f"host {group.index} could not start: {_describe(error)}")
     say(f"host {group.index} of {group.count} is connected to host 0")
     try:
-        with hosts:
+        with hosts, blame("the recipe fails"):
             run_plan(hosts, say)
     except TpuswarmError as error:
         _exit(ExitStatus.WRONG_INPUT if isinstance(error, InputError) else ExitStatus.FAILED, str(error))
@@ -104,7 +105,7 @@ def main() -> NoReturn:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error) or 'no reason').splitlines()[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _exit(status: int, sentence: str) -> NoReturn:

@@ -33,6 +33,7 @@ from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
 from tpuswarm.train.loop.run_config import chosen_form
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
+from tpuswarm.train.user_code import blame
 
 RETRY_INTERVAL_S = 0.5
 """Wait between two tries of an unanswered call."""
@@ -136,7 +137,7 @@ class MemberProcess:
         hosts = self._gather()
         if hosts is None:
             return "left" if self._leaving else "ended"
-        with hosts:
+        with hosts, blame("the recipe fails"):
             follower.send_plan(hosts, plan, data, spec.batch)
             devices = jax.devices() if spec.group else platform.local_devices()
             program = make_program(plan, data, devices, spec.evaluates, self._record_step, spec.say, spec.batch)

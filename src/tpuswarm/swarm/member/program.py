@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.member import compile_cache
@@ -107,16 +107,21 @@ class MemberProgram:
         fresh = self.compiled.init(self._keys()[0], exchange.get(state))
         if average is not None and exchange.average is not None:
             fresh = exchange.average.put(fresh, average)
-        if (picture := self._recipe.pictured(fresh)) is not None:
-            found.pictures[""] = np.array(picture)  # hooks and recipe may draw the next one into the same array
+        try:
+            with blame(f"{self._recipe.name}.pictured failed", every_error=True):
+                picture = self._recipe.pictured(fresh)
+                if picture is not None:
+                    found.pictures[""] = np.array(picture)  # hooks and recipe may draw the next one into the same array
+        except TpuswarmError as error:
+            found.texts.append(message_of(error))
         numbers: dict[str, Any] = {}
         for index in due:
             allow(HOOK_TIMEOUT_S)
             try:
                 returned = self._hooks.call(index, found.row, fresh)
                 merge_numbers(numbers, returned, found.row.keys())
-            except Exception as error:  # noqa: BLE001  # a user's function must not stop the swarm
-                found.texts.append(str(error) if isinstance(error, InputError) else f"a hook failed: {error!r}")
+            except TpuswarmError as error:
+                found.texts.append(message_of(error))
                 continue
             if isinstance(returned, str):
                 found.texts.append(returned)

@@ -12,7 +12,7 @@ import jax
 
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.config.units import parse_address
-from tpuswarm.errors import InputError, TpuswarmError
+from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
 from tpuswarm.swarm.core.values import Record
@@ -43,7 +43,7 @@ from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.process.stop import Interrupted, defer_interrupts
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import place_program
-from tpuswarm.train.recipe import Recipe, sample_for_report
+from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import (
     CONFIG,
     METRICS,
@@ -56,6 +56,7 @@ from tpuswarm.train.run.directory import (
 from tpuswarm.train.run.life import last_event, removed_sentence, stopped_sentence
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.storage.folders import shown
+from tpuswarm.train.user_code import sample_for_report
 
 Environment = Callable[[int | None], dict[str, str]]
 MAX_SAMPLED_BYTES = 2**31
@@ -354,7 +355,7 @@ def _supervise(
             screen.note(stopped_sentence(run.folder, message))
         raise
     except BaseException as error:
-        run.write_event("failed", message=f"{type(error).__name__}: {error}")
+        run.write_event("failed", message=f"{type(error).__name__}: {message_of(error)}")
         raise
     run.write_event(ended.how, message=ended.message.removeprefix("finished: "))
     if ended.how == "finished":

@@ -48,7 +48,9 @@ class GuardedLogger:
         try:
             with time_limit(self._timeout_s):
                 call()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # of any library
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # of any library
             self._fail(failure, error)
             return False
         return True

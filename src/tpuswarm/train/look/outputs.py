@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.train.diagnose.finding import Finding
 from tpuswarm.train.diagnose.phases import summary_sentence
 from tpuswarm.train.look import pictures, wandb_log
@@ -17,7 +17,7 @@ from tpuswarm.train.look.tensorboard_log import TensorBoardLog
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import SAMPLE_EVENT, Run
-from tpuswarm.train.user_code import describe_failure, require_call
+from tpuswarm.train.user_code import blame, require_call
 
 
 class Logger(Protocol):
@@ -53,9 +53,10 @@ def all_loggers(recipe: Recipe, loggers: Iterable[Logger], report: Report) -> li
     found: list[Any] = list(loggers)
     require_call(recipe.loggers, "loggers")
     try:
-        theirs = recipe.loggers()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # of any library
-        report(f"{describe_failure(f'loggers of {recipe.name} fails', error)}; training continues without them")
+        with blame(f"loggers of {recipe.name} fails", every_error=True):
+            theirs = recipe.loggers()
+    except TpuswarmError as error:
+        report(f"{message_of(error)}; training continues without them")
         theirs = []
     if not isinstance(theirs, list | tuple):
         raise InputError(f"loggers of {recipe.name} returns a {type(theirs).__name__}, not a list of loggers")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from tpuswarm.config.units import Interval, parse_every
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, evaluate
@@ -21,7 +21,7 @@ from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run import best
 from tpuswarm.train.run.best import Best
 from tpuswarm.train.run.directory import METRICS, read_rows
-from tpuswarm.train.user_code import describe_failure
+from tpuswarm.train.user_code import blame
 
 
 class Evaluations:
@@ -121,10 +121,10 @@ class Evaluations:
         recipe = self._session.recipe
         if jax.process_count() == 1:
             try:
-                self._progress.outputs.write_picture(self._progress.step, recipe.pictured(self._progress.state))
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # of any library
-                failure = describe_failure(f"{recipe.name}.pictured failed", error)
-                self._progress.note_once("pictured", f"{failure}; training continues")
+                with blame(f"{recipe.name}.pictured failed", every_error=True):
+                    self._progress.outputs.write_picture(self._progress.step, recipe.pictured(self._progress.state))
+            except TpuswarmError as error:
+                self._progress.note_once("pictured", f"{message_of(error)}; training continues")
 
     def _count(self, row: Mapping[str, Any]) -> None:
         progress = self._progress

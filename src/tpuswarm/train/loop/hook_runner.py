@@ -78,7 +78,7 @@ class HookRunner:
         """Report the first error of a hook; training continues."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # of any library
+        except Exception as error:  # noqa: BLE001  # of any library
             self._has_failed = True
             failure = describe_failure(f"a hook failed at step {self._progress.step}", error)
             self._progress.note_once(f"hook {index}", f"{failure}; training continues")

@@ -197,7 +197,7 @@ class Hooks:
         """
         interval, function = self._hooks[index]
         state_copy = copy_containers(state)
-        with blame(f"a hook failed at step {row['step']}"):
+        with blame(f"a hook failed at step {row['step']}", every_error=True):
             returned = function(Step(dict(row), state_copy))
         require_unchanged(state_copy, state)
         self._call_times[index], self._call_steps[index] = time.monotonic(), row["step"]

@@ -11,7 +11,7 @@ import jax
 from jax.profiler import StepTraceAnnotation
 
 from tpuswarm.config.formatting import token_unit
-from tpuswarm.errors import RunFailed, TpuswarmError, first_line
+from tpuswarm.errors import RunFailed, TpuswarmError, first_line, message_of
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
@@ -32,10 +32,11 @@ from tpuswarm.train.losses import HAS_COUNTED_ROWS
 from tpuswarm.train.process.stop import Interrupted, StopDecision, decide_stop, set_exit_message
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.mesh import batch_sharding
-from tpuswarm.train.recipe import Metrics, sample_for_report
+from tpuswarm.train.recipe import Metrics
 from tpuswarm.train.run.directory import SAMPLE_EVENT, command_line, writing
 from tpuswarm.train.run.life import stopped_sentence
 from tpuswarm.train.storage.folders import shown
+from tpuswarm.train.user_code import blame, sample_for_report
 
 STOP_CAUSES = {Signals.SIGINT: "interrupted", Signals.SIGTERM: "SIGTERM", Signals.SIGHUP: "its terminal closed"}
 
@@ -71,17 +72,13 @@ class Loop:
         progress = self._progress
         self._agreement.set_stop_callbacks(self._note_slow_stop, self._cut_short)
         try:
-            self._open()
-            for step in self._train():
-                state_copy = copy_containers(step.state)
-                yield step._replace(state=state_copy)
-                require_unchanged(state_copy, step.state)
-            is_done = self._hook_runner.stop_reason or progress.step == self._session.steps
-            if is_done and (ended := (yield from self._finish())):
-                return self._result("finished", ended, None)
-            signal = self._agreement.stop_signal
-            assert signal is not None
-            return self._result("stopped", self._end_early(signal), int(signal))
+            self._session.write_config()
+        except BaseException:  # an event would make the directory of a new run stay
+            self._saver.checkpoints.close()
+            raise
+        try:
+            with blame(f"{self._session.recipe.name} fails"):
+                return (yield from self._run())
         except GeneratorExit:
             self._agreement.broadcast("leaving the loop", True)
             self._flush()
@@ -93,7 +90,7 @@ class Loop:
             raise
         except TpuswarmError as error:
             with suppress(RunFailed):  # the disk may have failed
-                progress.event("failed", str(error))
+                progress.event("failed", message_of(error))
             raise
         except jax.errors.JaxRuntimeError as error:
             self._agreement.wait_for_loss()
@@ -108,7 +105,7 @@ class Loop:
             raise
         except BaseException as error:  # record every failure
             with suppress(RunFailed):
-                progress.event("failed", f"{type(error).__name__}: {error}")
+                progress.event("failed", f"{type(error).__name__}: {message_of(error)}")
             raise
         finally:
             with ExitStack() as ends:
@@ -116,6 +113,19 @@ class Loop:
                 ends.callback(lambda: self._outputs.close(self._agreement.is_terminating()))
                 ends.callback(self._profiler.close)
                 ends.callback(self._saver.checkpoints.close)
+
+    def _run(self) -> Generator[Step, None, Result]:
+        self._open()
+        for step in self._train():
+            state_copy = copy_containers(step.state)
+            yield step._replace(state=state_copy)
+            require_unchanged(state_copy, step.state)
+        is_done = self._hook_runner.stop_reason or self._progress.step == self._session.steps
+        if is_done and (ended := (yield from self._finish())):
+            return self._result("finished", ended, None)
+        signal = self._agreement.stop_signal
+        assert signal is not None
+        return self._result("stopped", self._end_early(signal), int(signal))
 
     def _note_slow_stop(self) -> None:
         self._display.note("finishing the step under way, then saving; Ctrl-C again stops without saving")
@@ -133,7 +143,6 @@ class Loop:
     def _open(self) -> None:
         session, compiled, step = self._session, self._session.compiled, self._progress.step
         mesh = compiled.mesh
-        session.write_config()
         self._outputs.open(self._loggers)
         self._display.open(
             RunHeader(

@@ -145,6 +145,14 @@ def test_run_ends_when_evaluations_stop_improving_and_stays_ended(tmp_path):
     assert found[-1].reason == "eval_loss was no better in 2 evaluations than at step 2"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), np.float32("nan"), None])
+def test_value_that_is_not_finite_is_neither_better_nor_worse(value):
+    stopping = EarlyStopping(patience=2)
+    losses = (value, 3.0, value, 4.0, value, 5.0)
+    found = [stopping(Step({"step": step, "eval_loss": loss}, None)) for step, loss in enumerate(losses)]
+    assert found[:-1] == [None] * 5 and found[-1].reason.endswith("no better in 2 evaluations than at step 1")
+
+
 def test_texts_and_pictures_of_hooks_are_kept_and_stop_ends_the_run(tmp_path):
     picture = np.zeros((4, 6, 3), np.uint8)
     picture[1, 2] = 255, 128, 0

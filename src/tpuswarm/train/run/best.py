@@ -1,6 +1,7 @@
 """Track the best evaluation of a run, and find its checkpoint."""
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,19 @@ class Best:
     def update(self, row: Mapping[str, Any], min_delta: float = 0.0) -> bool:
         """Return whether a row improves the best value by more than `min_delta`, and take over its value."""
         value = row.get(self._name)
-        if value is None or (self._value is not None and self._sign * (self._value - value) <= min_delta):
+        if (
+            value is None
+            or not self.has(row)
+            or (self._value is not None and self._sign * (self._value - value) <= min_delta)
+        ):
             return False
         self._value, self.step = value, row["step"]
         return True
 
     def has(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row has a value; an evaluation in which no row counts has none."""
-        return row.get(self._name) is not None
+        """Return whether a row has a finite value; an evaluation in which no row counts has none."""
+        value = row.get(self._name)
+        return value is not None and math.isfinite(value)
 
     def require(self, names: Collection[str]) -> None:
         """Raise InputError unless the metric is one of these."""

@@ -232,6 +232,16 @@ def test_missing_key_is_named(tmp_path, monkeypatch):
     assert "No API key" in err and "WANDB_MODE=offline" in err and "Traceback" not in err
 
 
+def test_wrong_variable_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "bogus")
+    (tmp_path / "mine.py").write_text("from tests.train.toy import toy\n")
+    words = ["train", "mine.py:toy", "--steps", "2", "--batch", "8", "--wandb", "project"]
+    _, err = finish(start(words, tmp_path), 2)
+    assert (
+        "W&B does not take WANDB_MODE: must be 'online', 'offline'," in err and "not 'bogus'; correct or unset" in err
+    )
+
+
 def test_rows_of_a_swarm_are_drawn_by_member_and_evaluations_by_version(tmp_path):
     (tmp_path / "config.toml").write_text(
         '[recipe]\nname = "x"\ntarget = "x:X"\n[recipe.options]\n[train]\nsteps = 9\nbatch = 1\nseed = 0\n'

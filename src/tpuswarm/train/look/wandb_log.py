@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+from pydantic import ValidationError
 
+from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError
 from tpuswarm.train.look.guarded_logger import GuardedLogger, Report
 from tpuswarm.train.run.directory import EVENTS, read_config, read_rows
@@ -67,6 +69,11 @@ class WandbLog:
                 # the terminal shows our own output
                 settings=wandb.Settings(silent=True, console="off", init_timeout=REPLY_TIMEOUT_S),
             )
+        except ValidationError as error:
+            first = error.errors()[0]
+            variable = f"WANDB_{str(first['loc'][0]).upper()}"
+            self.rejection = InputError(f"W&B does not take {variable}: {describe_error(first)}; correct or unset it")
+            return
         except wandb.errors.Error as error:
             usage = wandb.errors.UsageError, wandb.errors.AuthenticationError
             if not isinstance(error, usage) and not REFUSED.search(str(error)):

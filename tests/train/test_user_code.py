@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.user_code import OUR_FOLDER, absolute_target, blame, build_recipe
+from tpuswarm.train.user_code import OUR_FOLDER, absolute_target, blame, build_recipe, describe_failure, user_line
 
 GOOD = """
 import jax.numpy as jnp, numpy as np, optax
@@ -83,6 +83,41 @@ def test_file_may_have_the_name_of_a_library_and_import_its_neighbours(build, tm
     (tmp_path / "beside_it.py").write_text("WIDTH = 4\n")
     build(GOOD.replace("    return supervised(", "    import beside_it\n    return supervised("), file="queue.py")
     assert sys.modules["queue"] is queue
+
+
+READ_BY_WORKERS = (
+    GOOD
+    + """
+from tpuswarm import IndexedSource
+
+class Rows:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return {"x": np.full(3, number)}
+
+def read():
+    return supervised(print, lambda params, batch, key: 0, optax.sgd(1), IndexedSource(Rows(), workers=1, seed=0))
+"""
+)
+
+
+def test_data_of_a_file_is_read_by_workers(build):
+    source = build(READ_BY_WORKERS, "read").data("train")
+    assert sorted(source.rows(0, 8)["x"][:, 0]) == list(range(8))
+
+
+def test_line_is_found_through_the_errors_of_libraries():
+    """Python turns a StopIteration in a generator into another error, and a worker's traceback is a long message."""
+    words = r"^it fails: RuntimeError: generator raised StopIteration \(.*user_code.py:"
+    with pytest.raises(InputError, match=words), blame("it fails"):
+        list(next(iter(())) for _ in range(1))
+    circle = ValueError("x" * 5000 + "the reason")
+    circle.__cause__ = KeyError()
+    circle.__cause__.__cause__ = circle
+    assert user_line(circle) is None
+    assert describe_failure("it fails", circle).endswith("the reason")
 
 
 def test_our_own_errors_are_not_blamed_on_the_user():

@@ -251,3 +251,13 @@ def test_run_that_can_do_without_continues_and_notes_the_line(tmp_path, undistur
     assert fit(folder) == undisturbed
     said = [event.get("text") or event["message"] for event in read_rows(folder / EVENTS)]
     assert [sentence for sentence in said if f"({__file__}:" in sentence]
+
+
+@pytest.mark.parametrize("kind", ["exit", "lost file", "base"])
+def test_command_that_calls_the_recipe_names_the_line(typed, tmp_path, kind):
+    (tmp_path / "mine.py").write_text("from tests.train.test_user_faults import Recipe\n")
+    train = ["train", f"{tmp_path}/mine.py:Recipe", "--steps", "1", "--batch", "8", "--run", f"{tmp_path}/run"]
+    assert typed(*train)[0] == 0
+    armed["sample"] = ERRORS[kind], 1
+    code, out, err = typed("sample", f"{tmp_path}/run")
+    assert (code, out) == (2, "") and "error: the recipe fails: " in err and f"({__file__}:" in err

@@ -37,8 +37,8 @@ def loss(params, batch, key):
         ({"schedule": lambda p: p, "optimizer": lambda lr: optax.adam(lr)}, r"optimizer\(learning_rate, decay_mask\)"),
         ({"data": lambda: DATA}, r"data is called as data\(split\)"),
         ({"data": {"train": {"x": X}, "valid": {"x": X}}}, "data has a dict under train.*train, validation, test, all"),
-        ({"data": IndexedSource(ITEMS, names=["x", "txt"])}, r"an item of the data has no txt; did you mean text\?"),
-        ({"data": IndexedSource(ITEMS, names=["x", "text"])}, r"text of the data is a str"),
+        ({"data": IndexedSource(ITEMS, names=["x", "txt"])}, r"row 16 of the data has no txt; did you mean text\?"),
+        ({"data": IndexedSource(ITEMS, names=["x", "text"])}, r"text of row 16 of the data is a str"),
     ],
 )
 def test_wrong_argument_of_supervised_is_refused(tmp_path, changed, sentence):

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import narrow_rows, place_batch
-from tpuswarm.train.data.source import rows_of
+from tpuswarm.train.data.source import line_of_source, rows_of
 from tpuswarm.train.recipe import Batch, Source
 from tpuswarm.train.user_code import blame
 
@@ -132,6 +132,6 @@ def read_checked_rows(source: Source, spec: Mapping[str, Any], start: int, count
         )
         raise InputError(
             f"rows {start} to {start + count} of the data are {found}, the program expects {expected}: every batch has "
-            "the same names, shapes and dtypes, so pad or cut rows to one shape"
+            f"the same names, shapes and dtypes, so pad or cut rows to one shape{line_of_source(source)}"
         )
     return rows

@@ -1,25 +1,27 @@
 """Read data that has a length and an index."""
 
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
 from multiprocessing import get_context
-from pickle import Pickler, PicklingError
+from pickle import Pickler
+from signal import SIG_IGN, SIGINT, SIGTERM, Signals, signal
 from types import FunctionType
 from typing import Any
 from weakref import finalize
 
 import numpy as np
 
-from tpuswarm.errors import InputError, first_line
+from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.train.data.items import ArrayRows, concatenate, stack_items
 from tpuswarm.train.data.source import row_numbers
 from tpuswarm.train.entry_point import entry_point
-from tpuswarm.train.user_code import blame
+from tpuswarm.train.user_code import blame, describe_failure, import_files, imported_files, line_of
 
 
 @entry_point
@@ -42,30 +44,36 @@ class IndexedSource:
             raise InputError(f"{type(data).__name__} has no rows")
         self._data, self._names, self._workers = data, tuple(names), workers
         self._has_seed, self._seed = seed is not None, seed or 0
+        self.code_line = _code_line(data)
+        """See `line_of_source`."""
 
     def rows(self, start: int, count: int) -> ArrayRows:
         """Read rows start to start + count of the order."""
         numbers = self.row_numbers(start, count).tolist()
         if not self._workers:
-            return stack_items(_items(self._data, numbers), self._names)
+            with blame("the data source failed", every_error=True):
+                return _read_items(self._data, self._names, numbers)
         size = -(-len(numbers) // self._workers)
         parts = [numbers[first : first + size] for first in range(0, len(numbers), size)]
         pool = self._pool
+        processes: list[Any] = []
         try:
             try:
                 results = pool.map(_read_in_worker, parts)
-            except (AttributeError, TypeError, ValueError, PicklingError) as error:  # when a process starts
+            except BrokenProcessPool:
+                raise
+            except Exception as error:  # when a process starts
+                failure = describe_failure(f"the {type(self._data).__name__} cannot be sent to worker processes", error)
                 raise InputError(
-                    f"the {type(self._data).__name__} cannot be sent to worker processes ({first_line(error)}): define "
-                    "classes and functions at the top of a file, open files only where rows are read, or leave out "
-                    "workers"
+                    f"{failure}; define classes and functions at the top of a file, open files only where rows are "
+                    "read, or leave out workers"
                 ) from error
-            return concatenate(list(results))
+            processes += pool._processes.values()
+            return concatenate(list(results), self.code_line)
         except BrokenProcessPool as error:
-            raise InputError(
-                "a process that reads rows has died; is the program's own code under `if __name__ == '__main__':`, and "
-                "is there memory for all workers?"
-            ) from error
+            del self._pool  # a later run makes another one
+            pool.shutdown()  # waits until all have ended
+            raise InputError(_describe_death([process.exitcode for process in processes])) from error
 
     def row_numbers(self, start: int, count: int) -> np.ndarray:
         """Return int64[count]: the rows of the data at positions start to start + count of the order."""
@@ -85,14 +93,35 @@ class IndexedSource:
         _refuse_notebook_classes(self._data)
         context = get_context("spawn")  # a fork would copy JAX's threads
         pool = ProcessPoolExecutor(
-            self._workers, context, initializer=_start_worker, initargs=(self._data, self._names)
+            self._workers, context, initializer=_start_worker, initargs=(_RecipeFiles(), self._data, self._names)
         )
-        finalize(self, pool.shutdown)  # else it may end while Python exits, which prints a traceback
+        finalize(self, _shut_down, pool)  # else it may end while Python exits, which prints a traceback
         return pool
 
 
-def _items(data: Any, numbers: list[int]) -> Iterable[Any]:
-    return data.__getitems__(numbers) if hasattr(data, "__getitems__") else (data[number] for number in numbers)
+def _code_line(data: Any) -> str:
+    return line_of(getattr(data, "__getitems__", None) or getattr(data, "__getitem__", None))
+
+
+def _read_items(data: Any, names: Sequence[str], numbers: list[int]) -> ArrayRows:
+    has_many = hasattr(data, "__getitems__")
+    items = data.__getitems__(numbers) if has_many else (data[number] for number in numbers)
+    line = _code_line(data)
+    rows = stack_items(items, names, lambda position: f"row {numbers[position]} of the data", line)
+    if (found := len(next(iter(rows.values()), ()))) != len(numbers):
+        raise InputError(f"the data gives {found} items for {len(numbers)} rows{line}")
+    return rows
+
+
+def _describe_death(exit_codes: list[int | None]) -> str:
+    """Return why worker processes have ended, of which all but the first got SIGTERM."""
+    code = next((code for code in exit_codes if code not in (0, None, -SIGTERM)), -SIGTERM)
+    if code < 0:
+        return f"a process that reads rows was ended by {Signals(-code).name}; is there memory for all workers?"
+    return (
+        f"a process that reads rows ended with exit code {code}; does the data end it, or is the program's own code "
+        "not under `if __name__ == '__main__':`?"
+    )
 
 
 def _refuse_notebook_classes(data: Any) -> None:
@@ -129,11 +158,32 @@ _worker_data: list[Any] = []
 """In a worker: its copy of the data, and the names."""
 
 
-def _start_worker(*data_and_names: Any) -> None:
-    _worker_data[:] = data_and_names
+class _RecipeFiles:
+    """Unpickled before the data, imports the recipes' files, which may define its classes, in a worker."""
+
+    def __reduce__(self) -> Any:
+        return _import_in_worker, (imported_files(),)
+
+
+def _import_in_worker(files: list[str]) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the devices are the program's
+    import_files(files)
+
+
+def _shut_down(pool: ProcessPoolExecutor) -> None:
+    with suppress(RuntimeError):  # the pool's own thread collects the source
+        pool.shutdown()
+
+
+def _start_worker(*received: Any) -> None:
+    signal(SIGINT, SIG_IGN)  # Ctrl-C at a terminal reaches all its processes; the program ends these
+    _worker_data[:] = received[1:]
 
 
 def _read_in_worker(numbers: list[int]) -> ArrayRows:
     data, names = _worker_data
-    with blame("the data fails in a worker process"):  # only here is the failing line known
-        return stack_items(_items(data, numbers), names)
+    try:
+        with blame("the data fails in a worker process", every_error=True):  # only here is the failing line known
+            return _read_items(data, names, numbers)
+    except TpuswarmError as error:
+        raise InputError(message_of(error)) from None  # a user's subclass may not survive the way to this program

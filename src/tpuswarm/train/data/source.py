@@ -16,10 +16,12 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.recipe import Recipe, Source
-from tpuswarm.train.user_code import line_of, require_call
+from tpuswarm.train.user_code import describe_failure, line_of, require_call, user_line
 
 SPLITS = ("train", "validation", "test", "all")
 POLL_INTERVAL_S = 0.2
+NON_NUMERIC_KINDS = "OSUmM"
+"""NumPy's kinds of objects, texts and times."""
 _reader_lock = threading.RLock()
 
 
@@ -60,7 +62,7 @@ def _to_rows(name: str, data: Any) -> np.ndarray:
         array = np.asanyarray(data)
     except ValueError as error:  # rows of different lengths
         raise InputError(f"{name} of the data is no array: {error}") from error
-    if array.dtype.kind in "OSUMm" or not array.ndim:
+    if array.dtype.kind in NON_NUMERIC_KINDS or not array.ndim:
         raise InputError(
             f"{name} of the data is a {type(data).__name__} ({array.dtype}): a batch is one dict of arrays of numbers "
             "whose first axis is the row"
@@ -163,17 +165,39 @@ def rows_of(source: Source, start: int, count: int) -> dict[str, np.ndarray]:
     """
     with reader_lock(source):
         rows = source.rows(start, count)
-        if isinstance(rows, Mapping):
-            return {name: copy_array(array) for name, array in rows.items()}
-    raise InputError(
-        f"rows({start}, {count}) of the data returns a {type(rows).__name__}, not a dict of arrays by name"
-        f"{line_of(source.rows)}"
-    )
+        if not isinstance(rows, Mapping):
+            raise InputError(
+                f"rows({start}, {count}) of the data returns a {type(rows).__name__}, not a dict of arrays by name"
+                f"{line_of_source(source)}"
+            )
+        return copy_arrays(rows, lambda: f"rows {start} to {start + count} of the data", line_of_source(source))
 
 
-def copy_array(array: Any) -> np.ndarray:
-    """Copy an array of any library to a NumPy array."""
-    return np.array(np.asarray(array))  # in two steps, because NumPy cannot copy a torch tensor
+def line_of_source(source: Source) -> str:
+    """Return the line of the user's code that reads rows, to end a sentence; empty without one."""
+    return str(getattr(source, "code_line", "")) or line_of(source.rows)
+
+
+def copy_arrays(values: Mapping[str, Any], label: Callable[[], str], line: str) -> dict[str, np.ndarray]:
+    """Copy arrays of any library to NumPy arrays; raise InputError for one that is no array of numbers.
+
+    label, line: what they are and where they come from, for the error.
+    """
+    arrays = {}
+    for name, value in values.items():
+        try:
+            array = np.array(np.asarray(value))  # in two steps, because NumPy cannot copy a torch tensor
+        except Exception as error:
+            place = "" if user_line(error) else line
+            failure = describe_failure(f"{name} of {label()} is no array", error)
+            raise InputError(f"{failure}; pad or cut it to one shape{place}") from error
+        if array.dtype.kind in NON_NUMERIC_KINDS:
+            raise InputError(
+                f"{name} of {label()} is a {type(value).__name__} ({array.dtype}), not an array of numbers: leave "
+                f"it out (names=[…] of IndexedSource and StreamSource chooses){line}"
+            )
+        arrays[name] = array
+    return arrays
 
 
 @contextmanager

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.data.items import ArrayRows, concatenate, name_parts, stack_items
-from tpuswarm.train.data.source import copy_array
+from tpuswarm.train.data.items import ArrayRows, concatenate, item_arrays
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.user_code import line_of
+from tpuswarm.train.user_code import blame, line_of
 
 MIN_REPORTED_ROWS = 10_000
 """Rereading at least so many rows is reported."""
@@ -53,6 +52,8 @@ class StreamSource:
         if rows_per_epoch is not None and not (isinstance(rows_per_epoch, Integral) and rows_per_epoch > 0):
             raise InputError(f"rows_per_epoch is a number of rows, 1 or more, not {rows_per_epoch!r}")
         self._data, self._names, self._batched = data, tuple(names), batched
+        self.code_line = line_of(data if callable(data) else data.__iter__)
+        """See `line_of_source`."""
         self._iterable: Any = None
         self._positions: list[dict[str, Any]] = []
         if rows_per_epoch is not None:
@@ -69,12 +70,19 @@ class StreamSource:
 
     def rows(self, start: int, count: int) -> ArrayRows:
         """Read rows start to start + count of the order."""
+        try:
+            with blame("the data source failed", every_error=True):
+                return self._rows(start, count)
+        except BaseException:
+            self._restart()  # items were read that no batch has
+            raise
+
+    def _rows(self, start: int, count: int) -> ArrayRows:
         if self._last_item and self._last_item[0] <= start < self._next_row:
             first, part = self._last_item
             self._buffer, self._next_row = [part], first
         elif start < self._next_row:
-            self._items, self._buffer, self._last_item = iter(()), [], None
-            self._next_row, self._positions = 0, []
+            self._restart()
         if start - self._next_row > MIN_REPORTED_ROWS:
             with waiting(f"reading {start - self._next_row:,} rows of the stream again", delay_s=0.0):
                 self._skip(start - self._next_row)
@@ -100,9 +108,15 @@ class StreamSource:
                 "the run's checkpoint holds a position of its stream, and this stream has none: it is another kind of "
                 "data; give the data of the run's start, or begin another run"
             )
-        methods[1](decode_state(position["state"]))
+        with blame("the stream cannot go to its saved position", every_error=True):
+            methods[1](decode_state(position["state"]))
         self._iterable, self._items, self._rows_in_pass = iterable, iter(iterable), None
         self._buffer, self._last_item, self._next_row, self._positions = [], None, position["row"], []
+
+    def _restart(self) -> None:
+        """Begin with the first row again at the next read."""
+        self._items, self._buffer, self._last_item = iter(()), [], None
+        self._next_row, self._positions, self._rows_in_pass = 0, [], None
 
     def _start_pass(self) -> None:
         self._iterable = self._data() if callable(self._data) else self._data
@@ -115,9 +129,10 @@ class StreamSource:
         if not callable(self._data):
             return  # after `go_to`, the same iterable may start its next pass anywhere; a function makes a new one
         if methods := _position_methods(self._iterable) or _position_methods(self._items):
+            state = methods[0]()
             with suppress(TypeError):  # no plain form: a resumed run reads the earlier rows again
-                state = encode_state(methods[0]())
-                self._positions = [*self._positions[1 - MAX_POSITIONS :], {"row": row, "state": state}]
+                position = {"row": row, "state": encode_state(state)}
+                self._positions = [*self._positions[1 - MAX_POSITIONS :], position]
 
     def _skip(self, count: int) -> None:
         while count:
@@ -142,19 +157,22 @@ class StreamSource:
             missing -= min(size, missing)
             parts.append(part)
         self._next_row += count
-        return concatenate(parts)
+        return concatenate(parts, self.code_line)
 
     def _read_item(self) -> ArrayRows:
         """Read the next item as rows."""
         for _ in range(2):
             for item in self._items:
-                if not self._batched:
-                    return self._count_rows(stack_items([item], self._names))
                 # Copies, because the data may fill the same arrays again for its next item.
-                part = {name: copy_array(value) for name, value in name_parts(item, self._names).items()}
+                part = item_arrays(item, self._names, lambda: "an item of the data", self.code_line)
+                if not self._batched:
+                    return self._count_rows({name: array[np.newaxis] for name, array in part.items()})
                 sizes = {name: array.shape[:1] for name, array in part.items()}
                 if len(set(sizes.values())) != 1 or () in sizes.values():
-                    raise InputError(f"a batch of the stream has arrays of different rows: {sizes}; use batched=False")
+                    raise InputError(
+                        f"a batch of the stream has arrays of different rows: {sizes}; use batched=False"
+                        f"{self.code_line}"
+                    )
                 if sizes[next(iter(sizes))] != (0,):
                     return self._count_rows(part)
             if self._rows_in_pass and self._rows_in_pass < getattr(self, "rows_per_epoch", 0):

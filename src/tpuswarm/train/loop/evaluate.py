@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.train.data.feed import read_batch
-from tpuswarm.train.data.source import reader_lock, rows_of, source_of
+from tpuswarm.train.data.source import line_of_source, reader_lock, rows_of, source_of
 from tpuswarm.train.paths import by_path
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.compiled import Placed, with_sharding
@@ -102,7 +102,7 @@ def _require_training_layout(placed: Placed, name: str, source: FiniteSource) ->
         if found.get(key) != expected.get(key):
             raise InputError(
                 f"a row of the validation data of {name} has {found.get(key, 'no')} {key}, and one of its training "
-                f"data {expected.get(key, 'none')}: both need the same names, shapes and dtypes"
+                f"data {expected.get(key, 'none')}: both need the same names, shapes and dtypes{line_of_source(source)}"
             )
 
 

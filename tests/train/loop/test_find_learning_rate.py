@@ -105,6 +105,25 @@ def test_learning_rate_falls_on_a_plateau_also_after_it_was_resumed(tmp_path, sc
     assert scales(tmp_path / "broken") == [0.5, 0.25]
 
 
+def test_changes_of_the_learning_rate_are_not_lost_with_the_events(tmp_path, capsys):
+    def train():
+        hooks = [Every("evaluation", ReduceOnPlateau(factor=0.5, patience=2))]
+        return Trainer(devices=1, eval_every=2, save_every=1, hooks=hooks).steps(
+            noisy(), steps=12, batch=8, run=tmp_path / "run"
+        )
+
+    loop = train()
+    for step in loop:
+        if step.row["step"] == 7:
+            loop.close()
+    assert scales(tmp_path / "run") == [0.5]
+    (tmp_path / "run" / EVENTS).unlink()
+    list(train())
+    # As in a run whose events are there.
+    np.testing.assert_allclose(load(tmp_path / "run")["params"]["w"], 0.8**6 * 0.9**6, rtol=1e-5)
+    assert "its factor is 0.5, as the checkpoint says" in " ".join(capsys.readouterr().err.split())
+
+
 def test_scale_that_a_later_start_undoes_does_not_count():
     def row(event, step, **more):
         return {"event": event, "step": step, **more}

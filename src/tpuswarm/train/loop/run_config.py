@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.recipe import Recipe, Source
+from tpuswarm.train.run.checkpoint import Saved
 from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS
 from tpuswarm.train.user_code import blame, file_digest
 
@@ -74,12 +76,39 @@ def first_row_digest(source: Source) -> str:
     return digest.hexdigest()
 
 
+def checked_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that each checkpoint repeats, to show damage of config.toml; a run's length may grow."""
+    return {name: value for name, value in config["train"].items() if name != "steps"}
+
+
+def refuse_damaged_settings(file: Path, config: Mapping[str, Any], saved: Saved) -> None:
+    """Raise InputError, naming a setting, if config.toml has others than its checkpoint."""
+    here = checked_settings(config)
+    there = saved.about.get("settings", here)
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise InputError(
+                f"{file} is damaged: it has {name} {here.get(name)}, and the checkpoint of step {saved.step} was "
+                f"saved with {there.get(name)}; put that back, or restore a copy of {file.name}"
+            )
+
+
+def restored_lr_scale(events: Sequence[Mapping[str, Any]], saved: Saved) -> tuple[float, str]:
+    """Return the product of the learning-rate factors after a checkpoint, and a note if the events lack one."""
+    found = lr_scale_after(events, saved.step)
+    recorded = saved.about.get("lr_scale", found)  # before or after the hooks of its step
+    if recorded in (found, lr_scale_after(events, saved.step - 1)):
+        return found, ""
+    note = f"events.jsonl lacks changes of the learning rate; its factor is {recorded:g}, as the checkpoint says"
+    return recorded, note
+
+
 def lr_scale_after(events: Iterable[Mapping[str, Any]], step: int) -> float:
     """Return the product of the learning-rate factors after `step` updates; a start undoes later factors."""
     scales: list[tuple[int, float]] = []
     for row in events:
         if row["event"] == "started":
-            scales = [scale for scale in scales if scale[0] <= row["step"]]
+            scales = [scale for scale in scales if scale[0] <= row.get("step", 0)]
         elif row["event"] == LR_SCALE:
             scales.append((row["step"], row["total"]))
     return next((total for at, total in reversed(scales) if at <= step), 1.0)

@@ -11,6 +11,7 @@ from tpuswarm.config.units import parse_every
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
+from tpuswarm.train.loop.run_config import checked_settings
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.best import best_step
@@ -53,7 +54,12 @@ class Saver:
             if _not_finite(self._parameters()):
                 raise self.failure(progress.step, "the parameters")
             position = progress.session.position(progress.step)
-            self.checkpoints.save(progress.step, progress.state, {"wall_s": progress.wall_s}, position)
+            about = {
+                "wall_s": progress.wall_s,
+                "lr_scale": progress.session.lr_scale,
+                "settings": checked_settings(progress.session.config),
+            }
+            self.checkpoints.save(progress.step, progress.state, about, position)
             if wait:
                 with waiting(f"saving step {progress.step}"):
                     self.checkpoints.wait()

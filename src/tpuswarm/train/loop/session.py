@@ -19,7 +19,14 @@ from tpuswarm.train.hosts.host_group import HostGroup
 from tpuswarm.train.loop.evaluate import HeldOut, trace_evaluation
 from tpuswarm.train.loop.resolve import first_given, held_out, request, resolve
 from tpuswarm.train.loop.result import Result, last_row
-from tpuswarm.train.loop.run_config import chosen_form, first_row_digest, lr_scale_after, run_config, shared_facts
+from tpuswarm.train.loop.run_config import (
+    chosen_form,
+    first_row_digest,
+    refuse_damaged_settings,
+    restored_lr_scale,
+    run_config,
+    shared_facts,
+)
 from tpuswarm.train.loop.saver import require_finite
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.numerics import changed_numerics, numerics, run_key
@@ -32,7 +39,7 @@ from tpuswarm.train.program.request import DEFAULT_BATCH, capability_note
 from tpuswarm.train.recipe import Clock, Recipe, Source, State, default_precision
 from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.checkpoint_writer import set_aside
-from tpuswarm.train.run.directory import EVENTS, FollowedRun, Run, read_rows
+from tpuswarm.train.run.directory import CONFIG, EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event, last_start, updates_done
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.settings import check_batch, refuse_differences
@@ -177,11 +184,14 @@ def prepare(
             "records"
         )
     saved, damaged = _last_saved(run, agreement)
+    if saved and config:
+        refuse_damaged_settings(run.folder / CONFIG, config, saved)
     if saved and (ended := agreement.broadcast("looking for what is left to do", _how_finished(run, saved, settings))):
         if is_changed:
             raise InputError(f"{sentence}, and is finished: begin another run, with --init-from to take its parameters")
         with waiting(f"restoring the checkpoint of step {saved.step}"):
-            placed = place_program(recipe, request(settings), devices, (config or {})["chosen"]["sharding"])
+            shard = (config or {}).get("chosen", {}).get("sharding", "fsdp")
+            placed = place_program(recipe, request(settings), devices, shard)
             state = checkpoint.restore(saved, placed.state, (config or {}).get("numerics", {}))
             metrics = last_row(run.folder)
             return Result(run.folder, state, saved.step, settings["steps"], metrics, "finished", ended, None)
@@ -273,7 +283,7 @@ def _how_finished(run: Run, saved: checkpoint.Saved, settings: Mapping[str, Any]
     if last.get("event") != "finished":
         return ""
     if last.get("step") == saved.step and last.get("of") == settings["steps"]:
-        return str(last["message"])  # a hook ended it
+        return str(last.get("message", "finished"))  # a hook ended it
     return f"finished: {saved.step} steps" if saved.step == settings["steps"] else ""
 
 
@@ -302,8 +312,9 @@ def _restore(session: Session, saved: checkpoint.Saved) -> None:
     with waiting(f"restoring the checkpoint of step {step}"):
         session.state = checkpoint.restore(saved, session.compiled.state, session.config["numerics"])
     session.first_step, session.wall_s, session.save_s = step, saved.about.get("wall_s", 0.0), saved.seconds
-    lr_scale = lr_scale_after(read_rows(run.folder / EVENTS), step)
-    session.lr_scale = session.agreement.broadcast("reading the events", lr_scale)
+    restored = restored_lr_scale(list(read_rows(run.folder / EVENTS)), saved)
+    session.lr_scale, note = session.agreement.broadcast("reading the events", restored)
+    session.notes += [note] if note else []
     if (position := saved.position) is not None and hasattr(source, "go_to"):
         with blame("the data source failed"):
             source.go_to(position)

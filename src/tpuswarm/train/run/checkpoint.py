@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class Saved:
 
     step: int
     folder: Path
-    about: dict[str, float]
+    about: dict[str, Any]
     """Values that the trainer saved beside the state."""
     seconds: float
     """Duration of the save."""
@@ -66,9 +66,11 @@ Find = Callable[[], tuple[Saved, list[str]]]
 
 class _Manifest(TypedDict):
     step: int
-    about: dict[str, float]
+    about: dict[str, Any]
     seconds: float
     files: dict[str, str]
+    sha256: NotRequired[str]
+    """Of the other values; earlier versions wrote none."""
 
 
 _MANIFEST = TypeAdapter(_Manifest)
@@ -144,6 +146,9 @@ def _inspect(folder: Path) -> Saved | str:
     try:
         written = (folder / MANIFEST).read_bytes()
         manifest = _MANIFEST.validate_json(written)
+        own_digest = manifest.pop("sha256", None)
+        if own_digest not in (None, manifest_digest(manifest)):
+            return "its manifest does not match its digest"
         for name, digest in manifest["files"].items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
@@ -157,6 +162,10 @@ def _inspect(folder: Path) -> Saved | str:
         return "its manifest cannot be read"
     except OSError as error:
         return f"it cannot be read: {error}"
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def restore(saved: Saved, abstract: Any, recorded: Mapping[str, str] | None = None) -> Any:

@@ -22,7 +22,14 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.train.data.placing import replicate_over_hosts
 from tpuswarm.train.process.atomic import fsync_path, write_atomically
 from tpuswarm.train.process.terminal import echo
-from tpuswarm.train.run.checkpoint import MANIFEST, POSITION, Saved, checkpoint_folders, file_digest
+from tpuswarm.train.run.checkpoint import (
+    MANIFEST,
+    POSITION,
+    Saved,
+    checkpoint_folders,
+    file_digest,
+    manifest_digest,
+)
 from tpuswarm.train.run.directory import writing
 from tpuswarm.train.run.schema import EVENTS, METRICS
 
@@ -79,7 +86,7 @@ class Checkpoints:
         self._next_pin: tuple[int, Callable[[], None]] | None = None
         self.last_save_s = last_save_s
 
-    def save(self, step: int, state: Any, about: dict[str, float], position: Any = None) -> None:
+    def save(self, step: int, state: Any, about: dict[str, Any], position: Any = None) -> None:
         """Begin to save; return once the state is copied off the devices. Raises the error of the previous save.
 
         position: of the data, as JSON values; None without one.
@@ -155,7 +162,7 @@ class Checkpoints:
         if self._orbax is not None:
             self._orbax.close()
 
-    def _finish(self, step: int, folder: Path, about: dict[str, float], start: float) -> None:
+    def _finish(self, step: int, folder: Path, about: dict[str, Any], start: float) -> None:
         try:
             self._orbax.wait_until_finished()  # on all hosts
             if not self._is_leader:
@@ -169,6 +176,7 @@ class Checkpoints:
                 fsync_path(path)
             self.last_save_s = time.monotonic() - start
             manifest = {"step": step, "about": about, "seconds": self.last_save_s, "files": digests}
+            manifest["sha256"] = manifest_digest(manifest)
             write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
             self._prune()
         except Exception as error:  # noqa: BLE001  # the training thread raises it

@@ -12,6 +12,7 @@ from tpuswarm.doctor.run import WHY, check_run
 from tpuswarm.swarm.views.status import MemberStatus, write_status
 from tpuswarm.train.look.report import write_report
 from tpuswarm.train.run.directory import METRICS, Run, append_event
+from tpuswarm.train.run.listing import missing_rows
 
 NOW = 1_800_000_000.0
 
@@ -104,6 +105,19 @@ def test_document_lists_every_check():
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
     for name, why in WHY.items():
         assert f"\n| {name} | " in page and f"| {why} |" in page
+
+
+def test_all_rows_are_lost_with_their_file(tmp_path, finished_run):
+    run = shutil.copytree(finished_run.run, tmp_path / "run")
+    (run / METRICS).unlink()
+    assert missing_rows(run) == "metrics.jsonl has no rows of steps 1 to 60: lost in a power cut, or damaged"
+
+
+@pytest.mark.parametrize(("old", "new"), [(b'"step": 5,', b'"step": 4,'), (b'"step": 5,', b'"sdep": 5,')])
+def test_damaged_row_is_named_as_a_lost_one(tmp_path, finished_run, old, new):
+    run = shutil.copytree(finished_run.run, tmp_path / "run")
+    (run / METRICS).write_bytes((run / METRICS).read_bytes().replace(old, new))
+    assert missing_rows(run) == "metrics.jsonl has no rows of steps 5: lost in a power cut, or damaged"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.processes import rows_without_times as rows
 from tests.train import toy
 from tests.train.toy import trainer
 from tpuswarm import EarlyStopping, Every, InputError, RunFailed, Trainer, load, supervised
+from tpuswarm.train.look.report import write_report
 from tpuswarm.train.run.checkpoint import MANIFEST, checkpoint_folders
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
 from tpuswarm.train.run.listing import read_status
@@ -40,8 +41,8 @@ def whole(tmp_path_factory):
     return folder, fit(folder)
 
 
-def leave_after(rows_read, folder):
-    loop = trainer().steps(toy.recipe(), steps=20, batch=8, run=folder)
+def leave_after(rows_read, folder, **options):
+    loop = trainer(**options).steps(toy.recipe(), steps=20, batch=8, run=folder)
     list(islice(loop, rows_read))
     loop.close()
 
@@ -190,6 +191,46 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(whole, stoppe
     printed = capsys.readouterr().err
     assert f"checkpoint {newest.name} is damaged" in printed and "resumed from the checkpoint of step 7" in printed
     assert rows(stopped) == rows(whole[0])
+
+
+def test_damaged_setting_of_the_configuration_is_named(tmp_path):
+    """Neither data nor program show the seed."""
+
+    class Ones:
+        def rows(self, start, count):
+            return {"x": np.ones((count, 5), np.float32), "y": np.ones(count, np.float32)}
+
+    def steps():
+        recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), {"train": Ones()})
+        return trainer(eval_every=None).steps(recipe, steps=20, batch=8, run=tmp_path)
+
+    loop = steps()
+    next(loop)
+    loop.close()
+    config = tmp_path / "config.toml"
+    config.write_text(config.read_text().replace("seed = 0", "seed = 4"))
+    with pytest.raises(InputError, match="it has seed 4, and the checkpoint of step 2 was saved with 0; put that back"):
+        list(steps())
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 5, "eval_loss": "many"}', '{"step": 3, "eval_loss": 0.5}'])
+def test_best_checkpoint_that_is_damaged_is_reported(tmp_path, capsys, content):
+    """Step 3 has no checkpoint."""
+    leave_after(9, tmp_path / "run", keep_best="eval_loss")
+    (tmp_path / "run" / "best.json").write_text(content)
+    fit(tmp_path / "run")
+    assert "best.json or its checkpoint is damaged" in " ".join(capsys.readouterr().err.split())
+    assert load(tmp_path / "run", best=True)
+
+
+def test_report_leaves_out_damaged_rows(whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    names = {METRICS: ("tokens", "wall_s"), EVENTS: ("findings", "kind", "mfu", "text", "message")}
+    for file, columns in names.items():
+        lines = (run / file).read_text().splitlines(keepends=True)
+        damaged = [line.replace(f'"{name}":', '"other":') for name in columns for line in lines if f'"{name}":' in line]
+        (run / file).write_text("".join([*lines, *damaged]))
+    assert "training time" in write_report(run).read_text()
 
 
 def test_run_with_every_checkpoint_damaged_is_left_as_it_is(stopped):

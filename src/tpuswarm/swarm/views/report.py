@@ -131,6 +131,8 @@ def loss_picture(rows: Iterable[Mapping[str, Any]], unit: str) -> bytes:
     evaluations: list[tuple[int, float]] = []
     members: dict[str, tuple[array[int], array[float]]] = {}
     for row in rows:
+        if not row.keys() >= {"tokens", "member"}:  # it is damaged
+            continue
         if row.get("eval_loss") is not None:
             evaluations.append((row["tokens"], row["eval_loss"]))
         elif "loss" in row:

@@ -42,8 +42,8 @@ MAX_POINTS = 20_000
 def write_report(folder: Path) -> Path:
     """Write loss.png and report.html from the files of a run; return the page's path."""
     metrics = list(read_rows(folder / METRICS))
-    updates = [row for row in metrics if "loss" in row]
-    evaluations = [row for row in metrics if "eval_loss" in row]
+    updates = [row for row in metrics if row.keys() >= {"loss", "tokens", "tokens_per_s", "wall_s"}]  # may be damaged
+    evaluations = [row for row in metrics if row.keys() >= {"eval_loss", "tokens"}]
     config, events = read_config(folder), list(read_rows(folder / EVENTS))
     picture = draw_loss_picture(updates, evaluations, token_unit(config["chosen"]["tokens_per_row"]))
     write_atomically(folder / "loss.png", picture)

@@ -40,6 +40,8 @@ class Evaluations:
                 f"the best checkpoint was kept by {self._best.previous_metric}; from here on it is by {goal}, and the "
                 "next evaluation replaces it"
             )
+        if self._best and self._best.is_lost:
+            self._session.notes.append("best.json or its checkpoint is damaged: from here on the best is kept anew")
 
     def require_names(self, hooks: Hooks, names: list[str]) -> None:
         """Raise InputError if hooks or `keep_best` need a metric that no evaluation will have."""

@@ -3,8 +3,11 @@
 import json
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.atomic import write_atomically
@@ -15,6 +18,7 @@ from tpuswarm.train.storage.folders import BEST, MANIFEST, best_of, shown
 BEST_EVENT = "best"
 ADVICE = "train with keep_best, --keep-best eval_loss"
 MAX_SUFFIX = ":max"
+_ROW = TypeAdapter(dict[str, int | float])
 
 
 class Best:
@@ -27,10 +31,14 @@ class Best:
         self.step: int | None = None
         self.previous_metric = ""
         """Set if the run has kept its best checkpoint by another metric until now."""
+        self.is_lost = run is not None and (run / BEST).exists()
+        """Whether the run has had a best checkpoint, and its file or the checkpoint is damaged."""
         if run is not None and best_step(run) is not None:
-            row = json.loads((run / BEST).read_text(encoding="utf-8"))
-            self.update(row)
-            self.previous_metric = "" if self._name in row else next((name for name in row if name != "step"), "")
+            with suppress(ValidationError):
+                row = _ROW.validate_json((run / BEST).read_bytes())
+                self.update(row)
+                self.previous_metric = "" if self._name in row else next((name for name in row if name != "step"), "")
+                self.is_lost = False
 
     def update(self, row: Mapping[str, Any], min_delta: float = 0.0) -> bool:
         """Return whether a row improves the best value by more than `min_delta`, and take over its value."""

@@ -1,5 +1,6 @@
 """Find runs by name, list them, and read their status."""
 
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from tpuswarm.train.storage.folders import CHECKPOINTS, MANIFEST, copy_folder, i
 
 MAX_RECENT_UPDATES = 300
 """Rows at the end of the metrics from which the remaining time is computed."""
+WHOLE_ROW = re.compile(rb'\{"step": (\d+)(?:, "[^"]+": (?:-?\d[-+.\de]*|null|NaN|"[^"]*"))++\}\n')
+"""An undamaged row of metrics.jsonl; others may be damaged."""
 
 
 def find_run(name: str, runs: Path = RUNS) -> Path:
@@ -146,19 +149,30 @@ def missing_rows(folder: Path) -> str:
     saved = [int(name) for name in folders if name.isdigit()]
     newest = [row["step"] for row in read_newest_updates(folder)[-1:]]
     last = max([*saved, *newest], default=0)
+    if not last or "swarm" in read_config(folder):
+        return ""
     path = folder / METRICS
-    with reading(path):
-        if not path.exists() or "swarm" in read_config(folder):
-            return ""
-        with path.open("rb") as file:
-            if sum(b'"loss"' in line for line in file) == last:  # parsing all rows takes a second for each 300,000
-                return ""
+    if path.exists() and _count_updates(path) == last:  # parsing all rows takes a second for each 300,000
+        return ""
     gaps, before = [], 0
     for step in [*(row["step"] for row in read_rows(path) if "loss" in row), last + 1]:
         if step > before + 1:
             gaps.append(f"{before + 1:,}" if step == before + 2 else f"{before + 1:,} to {step - 1:,}")
         before = step
     return f"{METRICS} has no rows of steps {', '.join(gaps)}: lost in a power cut, or damaged" if gaps else ""
+
+
+def _count_updates(path: Path) -> int:
+    """Return the number of undamaged rows of updates from step 1 on, up to a gap."""
+    count = 0
+    with reading(path), path.open("rb") as file:
+        for line in file:
+            if b'"loss"' in line:
+                row = WHOLE_ROW.fullmatch(line)
+                if row is None or int(row[1]) != count + 1:
+                    break
+                count += 1
+    return count
 
 
 def read_newest_updates(folder: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+_strict = with_config(ConfigDict(extra="allow", strict=True))
 
 UnixTime = Annotated[float, Field(ge=0, lt=253_402_300_800)]
 """Seconds since 1970, before the year 10,000."""
@@ -93,7 +94,7 @@ class Config(_Table):
         return self
 
 
-@with_config(ConfigDict(extra="allow", strict=True))
+@_strict
 class _MetricsRow(TypedDict, total=False):
     step: Required[int]
     tokens: int
@@ -105,7 +106,7 @@ class _MetricsRow(TypedDict, total=False):
     version: int
 
 
-@with_config(ConfigDict(extra="allow", strict=True))
+@_strict
 class _EventRow(TypedDict, total=False):
     time: Required[UnixTime]
     event: Required[str]
@@ -115,7 +116,68 @@ class _EventRow(TypedDict, total=False):
     version: int
 
 
+@_strict
+class _Sample(TypedDict):
+    step: int
+    text: str
+
+
+@_strict
+class _LearningRateScale(TypedDict):
+    step: int
+    total: float
+
+
+@_strict
+class _Finding(TypedDict):
+    kind: str
+    message: str
+
+
+@_strict
+class _Summary(TypedDict):
+    seconds: dict[str, float]
+    tokens_per_s: float | None
+    unit: str
+    mfu: float | None
+    findings: list[_Finding]
+
+
+@_strict
+class _Joined(TypedDict):
+    member: str
+    incarnation: str
+
+
+@_strict
+class _Lost(TypedDict):
+    member: str
+    message: str
+
+
+@_strict
+class _Left(TypedDict):
+    member: str
+
+
+@_strict
+class _Process(TypedDict):
+    name: str
+
+
 _ROWS: dict[str, TypeAdapter[Any]] = {METRICS: TypeAdapter(_MetricsRow), EVENTS: TypeAdapter(_EventRow)}
+_EVENTS: dict[str, TypeAdapter[Any]] = {
+    "sample": TypeAdapter(_Sample),
+    "lr_scale": TypeAdapter(_LearningRateScale),
+    "diagnostic": TypeAdapter(_Finding),
+    "summary": TypeAdapter(_Summary),
+    "joined": TypeAdapter(_Joined),
+    "lost": TypeAdapter(_Lost),
+    "left": TypeAdapter(_Left),
+    "coordinator": TypeAdapter(_Process),
+    "shard": TypeAdapter(_Process),
+}
+"""Events that have values of their own, by kind."""
 
 
 def parse_row(name: str, line: bytes) -> dict[str, Any] | None:
@@ -123,6 +185,9 @@ def parse_row(name: str, line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        return _ROWS[name].validate_json(line)
+        row: dict[str, Any] = _ROWS[name].validate_json(line)
+        if name == EVENTS and row["event"] in _EVENTS:
+            _EVENTS[row["event"]].validate_python(row)
+        return row
     except ValidationError:
         return None

@@ -1,7 +1,8 @@
 """Any damage to any file of a run: every command reports it in a sentence, and shows the other runs."""
 
-import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -10,6 +11,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.damage import KINDS, damage
 from tests.swarm.chains import Run as Chain
 from tests.swarm.storage.test_load import store_first_version
 from tpuswarm.recipes.gpt2.recipe import GPT2
@@ -22,8 +24,6 @@ from tpuswarm.train.trainer import Trainer
 pytestmark = pytest.mark.slow
 SHAPE = {"layers": 1, "heads": 1, "width": 8, "context": 8}
 LIGHT = ("status", "status --json", "status {run}", "logs {run}")
-NUMBER = re.compile(rb"-?\d+(\.\d+)?")
-VALUES = (b'"many"', b"-1", b"0", b"1e400", b"null", b"[]", b"99999999999999999999", b"nan", b"", b"\0\xff")
 VOID = {"member": "m0", "fate": "void", "reason": ""}
 EVENT = {
     "joined": {"member": "m0", "incarnation": "ab" * 16, "pid": 7},
@@ -64,39 +64,6 @@ def runs(tmp_path_factory, text_file):
     store_first_version(recipe, Store(folder / "model"))
     Chain(Store(folder / "chain"), Random(4), rule="nesterov").grow(9)
     return folder
-
-
-def damage(path: Path, kind: str, random: Random) -> None:
-    """Damage a file or folder that is not damaged yet."""
-    if path.is_symlink():
-        return
-    data = path.read_bytes() if path.is_file() else b""
-    numbers = list(NUMBER.finditer(data))
-    if kind in ("gone", "folder", "link", "loop") or path.is_dir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if kind == "folder":
-            path.mkdir()
-        elif kind in ("link", "loop"):
-            path.symlink_to(path if kind == "loop" else "nowhere")
-        elif kind != "gone":
-            path.write_bytes(b"a file in the place of a folder")
-    elif kind == "value" and numbers:
-        match = random.choice(numbers)
-        path.write_bytes(data[: match.start()] + random.choice(VALUES) + data[match.end() :])
-    elif kind == "cut":
-        path.write_bytes(data[: random.randrange(len(data) + 1)])
-    elif kind == "line" and data:
-        lines = data.splitlines(keepends=True)
-        del lines[random.randrange(len(lines))]
-        path.write_bytes(b"".join(lines))
-    elif kind == "noise":
-        path.write_bytes(random.randbytes(200))
-    elif data:
-        at = random.randrange(len(data))
-        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << random.randrange(8))]) + data[at + 1 :])
-
-
-KINDS = ("gone", "folder", "link", "loop", "value", "value", "value", "cut", "line", "noise", "flip", "flip")
 
 
 @pytest.fixture
@@ -148,3 +115,10 @@ def test_reading_damaged_ledgers(damaged, seed):
 @given(st.sampled_from(["plain", "model"]), st.integers(0, 10**9))
 def test_using_damaged_models(damaged, name, seed):
     damaged(name, seed, ("sample {run} --tokens 3", "evaluate {run}", "export {run} out"))
+
+
+def test_runs_that_are_damaged_between_and_during_commands():
+    """Resumed, they give the undisturbed run's parameters and rows, or a sentence says what is damaged."""
+    command = [sys.executable, "-m", "benchmarks.damaged_runs", "0", "--cases", "8"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from tpuswarm.errors import RunFailed
 from tpuswarm.train.process.atomic import partial_path
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.run import checkpoint_writer
-from tpuswarm.train.run.checkpoint import MANIFEST, newest_intact, restore
+from tpuswarm.train.run.checkpoint import MANIFEST, newest_intact, read_arrays, read_unpruned, restore
 from tpuswarm.train.run.checkpoint_writer import Checkpoints, set_aside
 from tpuswarm.train.run.schema import METRICS
 
@@ -191,6 +191,16 @@ def test_damaged_checkpoint_is_named_and_written_anew(folder, damage, words):
     save_steps(folder, [3])
     saved, passed = newest_intact(folder)
     assert saved is not None and saved.step == 3 and not passed
+
+
+def test_one_that_is_damaged_while_it_is_read_is_skipped_too(folder):
+    def read(saved):
+        if saved.step == 3:
+            (saved.folder / "state" / "_METADATA").write_text("{}")  # after its digest was checked
+        return read_arrays(saved)
+
+    saved, arrays, notes = read_unpruned(lambda: newest_intact(folder), read)
+    assert saved.step == 2 and arrays["whole"].size == 64 and "00000003 is damaged" in notes[0]
 
 
 def test_damaged_ones_newer_than_the_restored_one_make_room_for_new_ones(folder):

@@ -114,7 +114,7 @@ def require_intact(folder: Path) -> tuple[Saved, list[str]]:
 
 
 def read_unpruned(find: Find, read: Callable[[Saved], T]) -> tuple[Saved, T, list[str]]:
-    """Find and read a checkpoint, and again if the process that trains has pruned it meanwhile.
+    """Find and read a checkpoint, and again if it has been pruned by the process that trains, or damaged, meanwhile.
 
     Return the checkpoint, its content, and the notes. Where the file system has locks, a checkpoint is not pruned while
     it is being read.
@@ -128,7 +128,7 @@ def read_unpruned(find: Find, read: Callable[[Saved], T]) -> tuple[Saved, T, lis
             try:
                 found = read(saved)
             except Exception:  # Orbax raises many types
-                if saved.is_there:
+                if saved.is_there and isinstance(inspect(saved.folder), Saved):
                     raise
                 continue
             if saved.is_there:

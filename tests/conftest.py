@@ -173,7 +173,7 @@ def on_small_disk(tmp_path):
         disk.mkdir()
         file.write_text(script)
         mount = f"mount -t tmpfs -o size={mebibytes}m none {disk} && exec {sys.executable} {file} {disk}"
-        done = subprocess.run(["unshare", "-r", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(["unshare", "-r", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=240)
         if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
             pytest.skip(f"this machine does not allow mount namespaces: {done.stderr.strip()}")
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]

@@ -161,7 +161,7 @@ def test_printed_gcloud_commands_do_what_the_steps_do(init, cloud_folder):
     lines = [line.strip() for line in out.splitlines() if line.strip().startswith("gcloud ")]
     assert len(lines) == 7
     for line in lines:
-        ran = subprocess.run(shlex.split(line), env=os.environ | local, capture_output=True, text=True, timeout=120)
+        ran = subprocess.run(shlex.split(line), env=os.environ | local, capture_output=True, text=True, timeout=240)
         assert ran.returncode == 0, f"{line}\n{ran.stderr}"
     code, out, _ = init("--yes", "typed-1")
     assert code == 0 and done_steps(out) == ["8", "9"], "the steps that have a gcloud command are done already"

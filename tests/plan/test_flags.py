@@ -78,6 +78,6 @@ def test_quoted_value_reaches_xla_through_a_shell(tmp_path):
     }
     environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path / 'before'} --xla_dump_hlo_as_html=true"}
     line = f"{shell_exports(set_flags)}exec {sys.executable} -c '{PROGRAM}'"
-    subprocess.run(["/bin/bash", "-c", line], env=environment, check=True, timeout=120)
+    subprocess.run(["/bin/bash", "-c", line], env=environment, check=True, timeout=240)
     kinds = {path.suffix for path in folder.iterdir()}
     assert ".txt" in kinds and ".html" in kinds and not (tmp_path / "before").exists()

@@ -152,7 +152,7 @@ def test_processes_that_prepare_at_once_agree(play, cache):
     play.write_text(PLAY * 5000)
     command = [sys.executable, "-c", PREPARE, str(play)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    digests = {process.communicate(timeout=120)[0] for process in running}
+    digests = {process.communicate(timeout=240)[0] for process in running}
     assert len(digests) == 1 and len(digests.pop().strip()) == 64
     assert len(list(cache.iterdir())) == 1
 

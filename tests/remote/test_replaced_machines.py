@@ -23,7 +23,7 @@ def doctor(fleet, *words: str, code: int = 1) -> dict[str, tuple[str, str]]:
 def ssh(fleet, *words: str) -> subprocess.CompletedProcess[str]:
     config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
     command = ["ssh", "-F", config, *words]
-    return subprocess.run(command, env=fleet.environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=fleet.environment, capture_output=True, text=True, timeout=240)
 
 
 def test_zone_that_does_not_answer_is_a_finding_and_other_machines_are_checked(fleet, monkeypatch):

@@ -235,7 +235,7 @@ def test_late_output_is_shown_with_its_worker(kernel):
     kernel.finish(id)
     text = ""
     while "worker 1" not in text:
-        message = kernel.client.get_iopub_msg(timeout=60)
+        message = kernel.client.get_iopub_msg(timeout=240)
         if message["msg_type"] == "stream":
             assert message["parent_header"]["msg_id"] == id
             text += message["content"]["text"]
@@ -267,7 +267,7 @@ def test_input_is_asked_once_and_reaches_all_workers(kernel):
 
     def answer() -> None:
         for reply in ("Ada", "lovelace"):
-            asked.append(kernel.client.get_stdin_msg(timeout=60)["content"])
+            asked.append(kernel.client.get_stdin_msg(timeout=240)["content"])
             kernel.client.input(reply)
 
     asking = threading.Thread(target=answer)

@@ -48,7 +48,7 @@ class TestSliceKernel(jupyter_kernel_test.KernelTests):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.kc.execute_interactive("pass", timeout=120)  # the workers become one program
+        cls.kc.execute_interactive("pass", timeout=240)  # the workers become one program
 
 
 class TestWelcome(jupyter_kernel_test.IopubWelcomeTests):

@@ -92,7 +92,7 @@ def test_ssh_scp_and_rsync_know_every_machine_and_refuse_others_in_a_sentence(fl
     config = fleet.folder / ".ssh/tpuswarm.d/trio.config"
 
     def run(*words, code=0):
-        done = subprocess.run(words, env=fleet.environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, env=fleet.environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 

@@ -145,7 +145,7 @@ def test_second_ctrl_c_ends_a_script_like_any_other_with_the_users_lines(tmp_pat
     script.send_signal(signal.SIGINT)
     assert any("Ctrl-C again" in line for line in script.stderr), "it says that it waits for a step"
     script.send_signal(signal.SIGINT)
-    _, err = script.communicate(timeout=120)
+    _, err = script.communicate(timeout=240)
     assert script.returncode == -signal.SIGINT
     trace = err[err.index("Traceback") :]
     assert trace.count("File ") <= 3 and "mine.py" in trace and trace.rstrip().endswith("KeyboardInterrupt: SIGINT"), (

@@ -18,7 +18,7 @@ def gcloud(place, endpoints):
     def run(*words: str) -> list[str]:
         variables = {**os.environ, **gcloud_variables(place, endpoints), "CLOUDSDK_CORE_PROJECT": "by-gcloud"}
         words = ("gcloud", "compute", *words, "--quiet")
-        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 

@@ -59,7 +59,7 @@ def ssh(key, pod):
 
     def run(worker, *words, user="alice", options=(), stdin=""):
         line = ["ssh", "-F", "none", "-i", key, "-p", "2222", *options, *ANY_HOST, f"{user}@{worker['external']}"]
-        return subprocess.run([*line, *words], input=stdin, capture_output=True, text=True, timeout=60)
+        return subprocess.run([*line, *words], input=stdin, capture_output=True, text=True, timeout=240)
 
     for worker in pod:
         until(lambda worker=worker: run(worker, "true").returncode == 0)
@@ -240,7 +240,7 @@ def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, pl
     for token, code in tokens.items():
         headers = {"Authorization": f"Bearer {token}"}
         url = f"{endpoints.http}/storage/v1/b/of-a-machine"
-        assert requests.get(url, headers=headers, timeout=60).status_code == code
+        assert requests.get(url, headers=headers, timeout=240).status_code == code
     send_command(place, "break", name="reading", fault="outage", mend=True)
     with pytest.raises(InputError, match="retention is a fault of a bucket, not of the machine reading"):
         send_command(place, "break", name="reading", fault="retention")

@@ -119,7 +119,7 @@ def start_and_wait(**environment: str) -> subprocess.Popen[str]:
 def test_sigterm_is_a_notice():
     process = start_and_wait()
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60)[0] == "left\n" and process.returncode == 0
+    assert process.communicate(timeout=240)[0] == "left\n" and process.returncode == 0
 
 
 def test_member_leaves_once_the_metadata_server_says_preempted():
@@ -131,7 +131,7 @@ def test_member_leaves_once_the_metadata_server_says_preempted():
 
     with serve_web(answer) as host:
         process = start_and_wait(GCE_METADATA_HOST=host)
-        assert process.communicate(timeout=60)[0] == "left\n"
+        assert process.communicate(timeout=240)[0] == "left\n"
     assert requests == [("/computeMetadata/v1/instance/preempted", "Google")] * len(answers)
 
 

@@ -96,9 +96,9 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             socket.create_connection(address).close()  # a stranger
             _, duplicate = watched(dial(address, 1, zero))
             words = "it ended: it expects hosts 1 to 2, each once, not another host 1"
-            assert duplicate.get(timeout=60) == (words, ExitStatus.TAKEN)
+            assert duplicate.get(timeout=240) == (words, ExitStatus.TAKEN)
             connection.shutdown(socket.SHUT_RDWR)
-            one.get(timeout=60)
+            one.get(timeout=240)
             channels[0].wait(60)  # until host 0 has seen it
             _, again = watched(dial(address, 1, zero))
             assert not zero.done()
@@ -106,7 +106,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             leave.set()
         with pytest.raises(rendezvous.HostsAbsent):
             zero.result(60)
-        assert again.get(timeout=60) == ("it ended: it stopped waiting", ExitStatus.LEFT)
+        assert again.get(timeout=240) == ("it ended: it stopped waiting", ExitStatus.LEFT)
 
 
 def test_host_connects_although_its_attempts_are_shorter_than_a_question_of_host_0(monkeypatch):
@@ -171,7 +171,7 @@ def test_other_hosts_are_told_how_host_0_ended(error, status):
     _, ends = watched(far)
     with pytest.raises(error), rendezvous.Hosts(0, 2, {1: control_channel.ControlChannel(near, pytest.fail)}):
         raise error("why")
-    why, found = ends.get(timeout=60)
+    why, found = ends.get(timeout=240)
     assert found == status and "why" in why
 
 
@@ -256,7 +256,7 @@ library.start()
 library.join({0.3 if is_in_time else ""})
 control_channel.end_process("host 1 is gone")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     if is_in_time:
         assert (done.returncode, done.stderr) == (ExitStatus.LOST, "host 1 is gone\n")
     else:

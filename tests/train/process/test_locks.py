@@ -23,7 +23,7 @@ COMMAND = "from tpuswarm.cli import main; main()"
 
 def run_without_locks(error: str, script: str, *words: str, cwd: Path) -> tuple[str, str]:
     words = (sys.executable, "-c", NO_LOCKS + script, error, *words)
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=240)
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout, " ".join(done.stderr.split())
 

@@ -131,7 +131,7 @@ def test_stop_at_any_host_stops_all_at_the_same_step(tmp_path, expected):
 
 
 def test_hosts_without_a_shared_disk_train_one_run_in_a_bucket(tmp_path, monkeypatch, expected):
-    """It goes on where it stopped although the disk of host 0 is gone, and then on one host."""
+    """It goes on though the disk of host 0 is gone, then though its newest checkpoint is damaged, then on one host."""
     url, caches = "gs://bucket/runs/wide", [tmp_path / "zero", tmp_path / "one"]
     (tmp_path / "cloud").mkdir()
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
@@ -150,6 +150,12 @@ def test_hosts_without_a_shared_disk_train_one_run_in_a_bucket(tmp_path, monkeyp
         hosts.processes[0].send_signal(signal.SIGINT)
         (_, printed), _ = hosts.end(128 + signal.SIGINT, 128 + signal.SIGINT)
         assert f"resumed from the checkpoint of step {step}" in printed
+        *_, older, newest = sorted((copies[0] / "checkpoints").glob("*/manifest.json"))
+        newest.write_text("{}")
+        hosts = Hosts(copies[0], url, caches).reach(3 * SAVE + 5)
+        hosts.processes[0].send_signal(signal.SIGINT)
+        (_, printed), _ = hosts.end(128 + signal.SIGINT, 128 + signal.SIGINT)
+        assert f"resumed from the checkpoint of step {int(older.parent.name)}" in printed
         monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "alone"))
         train_here(url, devices=4)
     check(tmp_path / "alone/runs/bucket/runs/wide", expected)

@@ -20,6 +20,7 @@ from tests.processes import rows_without_times as rows
 from tests.train import toy
 from tests.train.toy import trainer
 from tpuswarm import EarlyStopping, Every, InputError, RunFailed, Trainer, load, supervised
+from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.look.report import write_report
 from tpuswarm.train.run.checkpoint import MANIFEST, checkpoint_folders
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows
@@ -191,6 +192,16 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(whole, stoppe
     printed = capsys.readouterr().err
     assert f"checkpoint {newest.name} is damaged" in printed and "resumed from the checkpoint of step 7" in printed
     assert rows(stopped) == rows(whole[0])
+
+
+def test_damaged_option_of_the_configuration_is_named(tmp_path):
+    """The number of heads changes no shape, and a run is resumed with the options of its configuration."""
+    options = {"layers": 1, "width": 8, "heads": 2, "context": 4, "data": "fake", "tokenizer": "bytes"}
+    trainer(eval_every=None).fit(GPT2(**options), steps=2, batch=8, run=tmp_path)
+    config = tmp_path / "config.toml"
+    config.write_text(config.read_text().replace("heads = 2", "heads = 4"))
+    with pytest.raises(InputError, match="it has heads 4, and the checkpoint of step 2 was saved with 2; put that"):
+        trainer(eval_every=None).fit(GPT2(**options | {"heads": 4}), steps=2, batch=8, run=tmp_path)
 
 
 def test_damaged_setting_of_the_configuration_is_named(tmp_path):

@@ -114,6 +114,8 @@ def user_line(error: BaseException) -> str | None:
                 return f"{frame.filename}:{frame.lineno}"
         seen.add(id(cause))
         cause = cause.__cause__
+        if type(cause).__name__ == "UnfilteredStackTrace":  # of JAX: the whole stack of calls
+            break
     return None
 
 

@@ -220,16 +220,18 @@ def test_run_whose_members_cannot_start_ends_with_their_own_error(supervise):
     assert {event["message"] for event in supervise.events("lost")} == {"Unknown flag in XLA_FLAGS: --xla_bogus"}
 
 
-@pytest.mark.parametrize("case", ["no error", "another error", "after a step"])
+@pytest.mark.parametrize("case", ["no error", "another error", "after a step", "no cause", "once after a step"])
 def test_member_that_dies_for_no_lasting_reason_is_restarted(supervise, case):
     def script(supervisor, cluster):
         for number in range(module.MAX_DEATHS - 1):
             yield
             member = cluster.newest("m0")
-            if case == "after a step":
+            if case == "after a step" or (case == "once after a step" and number % 2 == 0):
                 member.rows = [{"step": 1, "tokens": 8, "loss": 1.0, "version": 0}]
                 yield
-            member.die(written="" if case == "no error" else f"OSError: {number * (case == 'another error')}\n")
+            error = f"OSError: {number * (case == 'another error')}"
+            error = "Fatal Python error: Aborted" if case == "no cause" else error
+            member.die(written="" if case == "no error" else f"{error}\n")
             yield from rounds(2)
 
     supervise.finished(script)

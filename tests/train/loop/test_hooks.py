@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -75,7 +76,10 @@ def notes(run):
     return [event["message"] for event in read_rows(run / EVENTS) if event["event"] == "note"]
 
 
-@pytest.mark.parametrize("error", [OSError("no disk"), SystemExit(3), RunFailed("mine"), KeyError("a")], ids=repr)
+ERRORS = [OSError("no disk"), SystemExit(3), RunFailed("mine"), KeyError("a"), TimeoutError("no answer")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_failing_hook_and_logger_are_named_by_line_and_the_run_goes_on(tmp_path, error):
     def fails(step):
         if step.row["step"] >= 3:
@@ -94,6 +98,28 @@ def test_failing_hook_and_logger_are_named_by_line_and_the_run_goes_on(tmp_path,
         [note] = [note for note in reported if note.startswith(start) or note.startswith("mine")][:1]
         assert "training continues" in note and ("test_hooks.py:" in note or note.startswith("mine"))
     assert f"a logger failed {len(rows)} times in all; metrics.jsonl has every row" in reported
+
+
+def test_failing_hook_is_not_called_before_its_time(tmp_path):
+    calls = []
+
+    def fails(step):
+        calls.append(step.row["step"])
+        raise OSError("no disk")
+
+    fit(tmp_path / "run", hooks=[Every("1h", fails)])
+    assert calls == [8]
+
+
+def test_failing_hook_ends_several_hosts(tmp_path, monkeypatch):
+    """The others may wait for it in a collective of theirs."""
+
+    def fails(step):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        raise OSError("no disk")
+
+    with pytest.raises(InputError, match=r"a hook failed at step 4: OSError: no disk \(.*test_hooks\.py:"):
+        fit(tmp_path / "run", hooks=[Every(4, fails)])
 
 
 def test_logger_that_hangs_is_left_and_the_run_goes_on(tmp_path, monkeypatch):

@@ -99,6 +99,27 @@ def test_gpu_that_cannot_train(gpus, typed, tmp_path, monkeypatch, members, mach
     assert not list((tmp_path / "work").iterdir())
 
 
+def test_cards_of_a_driver_that_warns_are_used(gpus):
+    gpus(smi=f"echo '{T4}'; echo 'WARNING: infoROM is corrupted'; exit 14")
+    (card,) = nvidia.list_cards()
+    assert card.name == "Tesla T4"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "3.2"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"),
+        ("XLA_CLIENT_MEM_FRACTION", "0.2"),
+    ],
+)
+def test_busy_gpu_is_used_where_jax_does_not_need_the_memory_at_once(gpus, monkeypatch, name, value):
+    """Unified memory, and an allocator that reserves nothing."""
+    gpus([BUSY])
+    monkeypatch.setenv(name, value)
+    nvidia.require_free_memory(nvidia.list_cards())
+
+
 def fake_gpu(num_allocs=0):
     stats = {"num_allocs": num_allocs, "bytes_limit": 12 * 2**30}
     return SimpleNamespace(platform="gpu", local_hardware_id=0, memory_stats=lambda: stats)

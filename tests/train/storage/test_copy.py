@@ -22,7 +22,7 @@ from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.look.profile import request_trace, take_request, trace_folders
 from tpuswarm.train.run.best import Best, best_checkpoint, write_best
 from tpuswarm.train.run.checkpoint import newest_intact, restore
-from tpuswarm.train.run.checkpoint_writer import Checkpoints
+from tpuswarm.train.run.checkpoint_writer import Checkpoints, set_aside
 from tpuswarm.train.run.directory import Run, read_rows
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import read_status
@@ -117,6 +117,22 @@ def test_newest_and_best_checkpoints_are_in_the_bucket(use_disk):
     again.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
     again.close()
     assert {name.split("/")[1] for name in files() if name.startswith("checkpoints/")} == {"00000001", "00000003"}
+
+
+def test_damaged_checkpoint_is_not_taken_for_the_newest(use_disk):
+    run = start_run()
+    checkpoints = Checkpoints(run.checkpoints, keep=2)
+    for step in (1, 2):
+        save(checkpoints, step)
+        checkpoints.wait()
+    checkpoints.close()
+    (run.checkpoints / "00000002" / "manifest.json").write_text("{}")
+    set_aside(run.checkpoints, newest_intact(run.checkpoints)[0])
+    assert (run.checkpoints / "00000002.damaged").exists()
+    run.close()
+    use_disk("two")
+    saved, _ = newest_intact(download_run(URL, whole=True) / "checkpoints")
+    assert saved and saved.step == 1
 
 
 def test_pruned_checkpoint_stays_until_a_newer_one_is_downloaded(use_disk):

@@ -24,3 +24,8 @@ def fatal_line(log: Path, start: int) -> str:
         return fatal[-1][:MAX_CHARS]
     last = next((line for line in reversed(lines) if not STACK.match(line)), "")
     return last[:MAX_CHARS] if ERROR.match(last) else ""
+
+
+def names_cause(error: str) -> bool:
+    """Whether an error says more than that the process died, so that the same one twice has the same cause."""
+    return error != "" and not error.startswith(("Fatal Python error", "terminate called"))

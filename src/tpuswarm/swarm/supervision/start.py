@@ -286,22 +286,21 @@ def _result(run: Run, ended: RunEnd, newest: Record | None) -> SwarmResult:
     return SwarmResult(run.folder, ended, metrics, newest.version if newest else 0, newest.tokens if newest else 0)
 
 
-def _open_loggers(run: Run, recipe: Recipe, project: str | None, screen: Screen) -> list[GuardedLogger]:
-    """Open the recipe's loggers and W&B. Raise InputError if W&B refuses."""
+def _open_loggers(run: Run, recipe: Recipe, project: str | None, screen: Screen, to_close: list[GuardedLogger]) -> None:
+    """Add the recipe's loggers and W&B to `to_close`. Raise InputError if W&B refuses."""
 
     def report(message: str) -> None:
         run.write_event("note", message=message)
         screen.note(message)
 
-    loggers = all_loggers(recipe, (), report)
+    to_close += all_loggers(recipe, (), report)
     if project is not None:
         with waiting("opening W&B"):
             logger = wandb_log.open_wandb(run.folder, project, report)
-        loggers.append(logger)
+        to_close.append(logger)
         if log := logger.logger:
             run.write_event(wandb_log.WANDB_EVENT, id=log.id, message=f"W&B: {log.where}")
             screen.note(f"W&B: {log.where}")
-    return loggers
 
 
 def _supervise(
@@ -323,15 +322,16 @@ def _supervise(
         (run.folder / name).unlink(missing_ok=True)  # from an earlier start
     run.write_event("started", message=who, command=command_line())
     ended: RunEnd | None = None
+    loggers: list[GuardedLogger] = []
 
-    def close_logger(logger: GuardedLogger) -> None:
-        logger.close(is_urgent=ended is not None and ended.signal not in (None, Signals.SIGINT))
+    def close_loggers() -> None:
+        for logger in loggers:
+            logger.close(is_urgent=ended is not None and ended.signal not in (None, Signals.SIGINT))
 
     try:
         with ExitStack() as ends:
-            loggers = _open_loggers(run, recipe, prepared.wandb, screen)
-            for logger in loggers:
-                ends.callback(close_logger, logger)
+            ends.callback(close_loggers)
+            _open_loggers(run, recipe, prepared.wandb, screen, loggers)
 
             def log_row(row: dict[str, Any]) -> None:
                 for logger in loggers:

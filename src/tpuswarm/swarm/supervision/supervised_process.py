@@ -41,7 +41,7 @@ class SupervisedProcess:
     log_start: int = 0
     """Size of its log when it was started last."""
     last_error: str = ""
-    """The error in its log when it died last."""
+    """The error in its log when it died last, if that was before its first step."""
     pid: int | None = None
     last_answer: float = 0.0
     """By the supervisor's Clock."""

@@ -21,7 +21,7 @@ from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan, member_name
-from tpuswarm.swarm.supervision.fatal_line import fatal_line
+from tpuswarm.swarm.supervision.fatal_line import fatal_line, names_cause
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.run_reporter import RunReporter
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess, guest_name
@@ -37,8 +37,8 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """Wait before a dead process is restarted; doubles while it makes no progress."""
 MAX_FAILURES, MAX_DEATHS = 4, 12
 """A process may fail with an error, or die silently, this often in a row without a step (of a member) or a commit (of
-the others). Then the run gives up, or only sets a member aside, if another one may train. A member that dies twice
-before its first step, with the same error in its log, is not tried again either."""
+the others). Then the run gives up, or only sets a member aside, if another one may train. So it does with a
+member that dies twice before its first step with the same cause in its log."""
 SET_ASIDE_RETRY_S = 600.0
 """A member that was set aside is tried again after this time: the user may have fixed the cause."""
 LAST_REPORT_TIMEOUT_S = 5.0
@@ -246,8 +246,8 @@ class Supervisor:
     def _schedule_restart(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
         process.deaths += 1
         error = fatal_line(process.log, process.log_start) if process.log and outcome.how == "dead" else ""
-        is_hopeless = process.is_member and not process.rows and error != "" and error == process.last_error
-        process.last_error = error
+        is_hopeless = process.is_member and not process.rows and error == process.last_error and names_cause(error)
+        process.last_error = "" if process.rows else error
         process.restart_at = now + min(MIN_BACKOFF_S * 2 ** max(0, process.deaths - 1), MAX_BACKOFF_S)
         if process.is_member:
             facts = {"member": process.name, "incarnation": process.incarnation, "pid": process.pid}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tpuswarm.train.process.time_limit import time_limit
+from tpuswarm.train.process.time_limit import CallHung, time_limit
 from tpuswarm.train.user_code import describe_failure
 
 TIMEOUT_S, RECOVERY_TIMEOUT_S, URGENT_TIMEOUT_S = 60.0, 10.0, 2.0
@@ -65,7 +65,7 @@ class GuardedLogger:
                 self._has_recovered = True
                 return
         self._failures += 1
-        if self._recover or isinstance(error, TimeoutError):
+        if self._recover or isinstance(error, CallHung):
             self.logger = None
             self._report(f"{describe_failure(failure, error)}; it is not called again, and training continues")
         elif self._failures == 1:

@@ -46,7 +46,7 @@ def require_loggers(loggers: Iterable[Any]) -> None:
 
 
 def all_loggers(recipe: Recipe, loggers: Iterable[Logger], report: Report) -> list[GuardedLogger]:
-    """Return the given loggers and those of the recipe; report if that cannot make them.
+    """Return the given loggers and those of the recipe; report an error of the recipe's `loggers`.
 
     Raise InputError unless all are loggers.
     """
@@ -144,9 +144,9 @@ class Outputs:
     def close(self, is_urgent: bool) -> None:
         """Close display and loggers, but not the run directory; is_urgent: the machine may be taken away soon."""
         with ExitStack() as closing:
+            closing.enter_context(waiting("closing the loggers"))
             for logger in self._loggers:
                 closing.callback(logger.close, is_urgent)
-            closing.enter_context(waiting("closing the loggers"))
             self._display.close()
 
     def _report(self, message: str) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+
 from tpuswarm.errors import InputError
 from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
@@ -75,10 +77,15 @@ class HookRunner:
 
     @contextmanager
     def _survive(self, index: int) -> Iterator[None]:
-        """Report the first error of a hook; training continues."""
+        """Report the first error of a hook; training continues.
+
+        Several hosts end: the others may wait in a collective of the hook.
+        """
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # of any library
+        except Exception as error:
+            if jax.process_count() > 1:
+                raise
             self._has_failed = True
             failure = describe_failure(f"a hook failed at step {self._progress.step}", error)
             self._progress.note_once(f"hook {index}", f"{failure}; training continues")

@@ -196,11 +196,12 @@ class Hooks:
         Raise InputError with the hook's line if it fails or returns something unusable.
         """
         interval, function = self._hooks[index]
+        self._call_times[index], self._call_steps[index] = time.monotonic(), row["step"]
         state_copy = copy_containers(state)
         with blame(f"a hook failed at step {row['step']}", every_error=True):
             returned = function(Step(dict(row), state_copy))
         require_unchanged(state_copy, state)
-        self._call_times[index], self._call_steps[index] = time.monotonic(), row["step"]
+        self._call_times[index] = time.monotonic()
         try:
             result = _convert_result(returned)
             return _name_columns(result, interval is None) if isinstance(result, Mapping) else result

@@ -77,15 +77,16 @@ def first_row_digest(source: Source) -> str:
 
 
 def checked_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that each checkpoint repeats, to show damage of config.toml; a run's length may grow."""
-    return {name: value for name, value in config["train"].items() if name != "steps"}
+    """Return what each checkpoint repeats of config.toml, to show damage: all that no resumed run may change."""
+    options = {name: value for name, value in config["recipe"]["options"].items() if name != "data"}  # it may move
+    return options | {name: value for name, value in config["train"].items() if name != "steps"}  # may grow
 
 
 def refuse_damaged_settings(file: Path, config: Mapping[str, Any], saved: Saved) -> None:
     """Raise InputError, naming a setting, if config.toml has others than its checkpoint."""
     here = checked_settings(config)
     there = saved.about.get("settings", here)
-    for name in sorted(here.keys() | there.keys()):
+    for name in sorted(there):  # a newer version may have more
         if here.get(name) != there.get(name):
             raise InputError(
                 f"{file} is damaged: it has {name} {here.get(name)}, and the checkpoint of step {saved.step} was "

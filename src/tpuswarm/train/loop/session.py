@@ -270,6 +270,8 @@ def _last_saved(run: Run, agreement: Agreement) -> tuple[checkpoint.Saved | None
     """Return the checkpoint to resume from, and sentences about damaged ones; set newer folders aside."""
     if not agreement.is_leader:
         fields = agreement.broadcast("choosing the checkpoint", dict[str, Any]())
+        if fields:
+            refresh(run.folder, step=fields["folder"])
         return (checkpoint.Saved(**fields | {"folder": run.checkpoints / fields["folder"]}) if fields else None), []
     saved, damaged = checkpoint.newest_intact(run.checkpoints)
     set_aside(run.checkpoints, saved)

@@ -22,6 +22,9 @@ from tpuswarm.errors import InputError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MEMORY_SHARE, OLD_MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The share of a GPU's memory that a process reserves; JAX refuses both at once (jaxlib/xla_client.py)."""
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+LEAST = 0.9
+"""The part of its share with which XLA's allocator is content at its second try (tsl/framework/bfc_allocator.cc)."""
 
 MIN_DRIVERS = {12: "525", 13: "580"}
 MIN_CAPABILITIES = {12: (5, 2), 13: (7, 5)}
@@ -100,10 +103,11 @@ def list_cards() -> list[Card]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    if done.returncode:
+    cards = [_parse_card(line) for line in done.stdout.splitlines() if line.count(",") == QUERY.count(",")]
+    if done.returncode and not cards:  # it also fails for one lost card of several, or a warning
         reason = (done.stdout.strip() or done.stderr.strip()).partition("\n")[0]
         raise InputError(f"NVIDIA's driver does not work: {reason.rstrip('.')}; correct that, or {NO_GPU}")
-    return [_parse_card(line) for line in done.stdout.splitlines() if line.count(",") == QUERY.count(",")]
+    return cards
 
 
 def _parse_card(line: str) -> Card:
@@ -138,11 +142,14 @@ def require_capability(cards: Sequence[Card]) -> None:
 
 def require_free_memory(cards: Sequence[Card]) -> None:
     """Raise InputError for a GPU without room for what JAX reserves, because another process uses it."""
-    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0"):
+    reserves = os.environ.get(PREALLOCATE) not in ("false", "False", "0")
+    if not reserves or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         return
     share = memory_share()
+    if share > 1:  # in memory that the GPU and the host share
+        return
     for card in cards:
-        if card.total_bytes and card.free_bytes is not None and card.free_bytes < share * card.total_bytes:
+        if card.total_bytes and card.free_bytes is not None and card.free_bytes < LEAST * share * card.total_bytes:
             possible = math.floor(90 * card.free_bytes / card.total_bytes) / 100
             less = f", or reserve less with {_memory_variable()}={possible}" if possible else ""
             raise InputError(

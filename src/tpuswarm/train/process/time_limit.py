@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class CallHung(TimeoutError):
+    """A call took longer than its limit."""
+
+
 class _Expired(BaseException):
     """No `except Exception` of the code that hangs catches it."""
 
 
 @contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """Raise TimeoutError, with the traceback of the line that hangs; off the main thread there is no limit."""
+    """Raise CallHung, with the traceback of the line that hangs; off the main thread there is no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -29,7 +33,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
     try:
         yield
     except _Expired as expired:
-        raise TimeoutError(f"it hung for {limit_s:g} s").with_traceback(expired.__traceback__) from None
+        raise CallHung(f"it hung for {limit_s:g} s").with_traceback(expired.__traceback__) from None
     finally:
         is_over = True
         left_s = max(0.001, previous_s - (time.monotonic() - start)) if previous_s else 0.0  # 0 ends the timer

@@ -178,7 +178,9 @@ def possible_choices(
     check_settings({"shard": request.shard})
     check_batch(request.batch, devices, request.accumulate or 1)
     with blame(f"init of {recipe.name} fails"):
-        state_bytes = _bytes(abstract_state(program_of(recipe, request.options(platform, kind)), recipe.name))
+        state_bytes = _bytes(
+            abstract_state(program_of(recipe, request.options(platform, kind, capability)), recipe.name)
+        )
     return choices(request, recipe.forms, platform, kind, devices, state_bytes, memory_bytes, capability)
 
 

@@ -2,7 +2,8 @@
 
 A process works on the copy as on any run. Files that only grow are uploaded in parts, all others whole. An upload ends
 with one change of the run's record, so readers see the whole upload or nothing. A swarm's commits are not uploaded from
-here: swarm/storage/store.py writes them to the bucket first. Secrets never leave the disk.
+here: swarm/storage/store.py writes them to the bucket first. Secrets never leave the disk, but
+for that of a run of several hosts (train/hosts/agreement.py).
 """
 
 import json
@@ -93,13 +94,14 @@ def download_run(url: str, whole: bool = False) -> Path:
     return folder
 
 
-def refresh(folder: Path, large: str | None = None, whole: bool = False) -> None:
+def refresh(folder: Path, large: str | None = None, whole: bool = False, step: str = "") -> None:
     """Bring a copy up to date; does nothing for a run of this disk.
 
-    large: a folder of the run from which large files are downloaded too; whole: as in `download_run`.
+    large: a folder of the run from which large files are downloaded too; whole: as in `download_run`; step: the folder
+    of a checkpoint to download too.
     """
     if origin(folder) and read_lock_holder(folder / LOCK) is None:
-        RunCopy(folder).pull(whole, large)
+        RunCopy(folder).pull(whole, large, step)
 
 
 class RunCopy:
@@ -115,8 +117,8 @@ class RunCopy:
 
     # From the bucket.
 
-    def pull(self, whole: bool = False, large: str | None = None) -> bool:
-        """Bring the copy up to date; return whether there is a run. The options are those of `download_run`."""
+    def pull(self, whole: bool = False, large: str | None = None, step: str = "") -> bool:
+        """Bring the copy up to date; return whether there is a run. The options are those of `refresh`."""
         with self._lock_download():
             before: VersionedRecord | None = None
             for _ in range(MAX_ATTEMPTS):
@@ -126,7 +128,7 @@ class RunCopy:
                 try:
                     age_s = self.bucket.age_s(found.object) if found.is_owned else 0.0
                     write_atomically(self.folder / OWNER, json.dumps(found.record.owner.__dict__ | {"age": age_s}))
-                    self._pull(found.record, whole, large, self._is_as_new_as(found.record))
+                    self._pull(found.record, whole, large, step, self._is_as_new_as(found.record))
                     return True
                 except FileNotFoundError as error:
                     if before and before.generation == found.generation:
@@ -179,13 +181,13 @@ class RunCopy:
         if is_ahead:  # a process killed after its last change did not save the index
             files = self._index.files
             self._index.files = {name: files[name] for name in files if before.files.get(name) == files[name].file}
-        self._pull(before, True, None, is_ahead)
+        self._pull(before, True, None, "", is_ahead)
         if not is_ahead:
             for path in [*files_to_upload(self.folder), *files_below(self.folder / CHECKPOINTS)]:
                 if self._name(path) not in before.files:
                     path.unlink()
 
-    def _pull(self, record: Record, whole: bool, large: str | None, is_ahead: bool) -> None:
+    def _pull(self, record: Record, whole: bool, large: str | None, step: str, is_ahead: bool) -> None:
         if self._index.run not in ("", record.run):
             if not record.files:  # a new run begins where another was: nothing to see yet
                 return
@@ -193,7 +195,7 @@ class RunCopy:
             self._index = Index()
         self._index.run = record.run
         has_newer = is_ahead and bool(self._complete_local_steps())
-        steps = self._newest_and_best_steps(record) if whole and not has_newer else set()
+        steps = {step} | (self._newest_and_best_steps(record) if whole and not has_newer else set())
         wanted = {}
         for name, file in record.files.items():
             first, _, rest = name.partition("/")
@@ -218,7 +220,8 @@ class RunCopy:
             write_index(self.folder, self._index)
 
     def _newest_and_best_steps(self, record: Record) -> set[str]:
-        steps = sorted({name.split("/")[1] for name in record.files if name.startswith(f"{CHECKPOINTS}/")})
+        folders = {name.split("/")[1] for name in record.files if name.startswith(f"{CHECKPOINTS}/")}
+        steps = sorted(filter(str.isdigit, folders))  # others are damaged
         best = record.files.get(BEST, File(()))
         step = step_of(b"".join(self.bucket.read(part.object) for part in best.parts))
         return {*steps[-1:], *({step} & set(steps))}

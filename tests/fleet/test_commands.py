@@ -43,6 +43,7 @@ PREVIEWS = {
     "up-scale": (TRC, "up --dry-run --scale small=120 --scale five=0 --paid"),
     "up-not-paid": (TRC, "up --dry-run --scale five=6"),
     "up-swarm": (SWARM, "up --dry-run"),
+    "up-command": (SWARM, "up --dry-run --type v2-8 --zone us-central1-f --spot --keep -- python train.py"),
     "up-one": (SWARM, "up --dry-run --type v3-8 --zone europe-west4-a --name node-1"),
     "train-swarm": (TRAINED, "train swarm.toml --dry-run"),
 }
@@ -132,6 +133,13 @@ def test_single_tpu_needs_no_file(cli, monkeypatch):
     assert cli.cloud.existing == {}
 
 
+def test_single_tpu_has_the_project_network_runtime_and_metadata_of_its_options(cli):
+    given = "--project other-project --network tpu --runtime tpu-vm-base --metadata startup-script=uptime"
+    out = cli.run(f"up --dry-run --type v3-32 --zone europe-west4-a {given}")
+    wanted = "--version=tpu-vm-base", "--network=tpu --subnetwork=tpu", "startup-script=uptime"
+    assert all(words in out for words in (*wanted, "--project=other-project")), out
+
+
 def test_interrupted_command_lists_what_exists_and_continues_when_repeated(cli, monkeypatch):
     def interrupt(line: str, sleeps: int) -> str:
         remaining = iter(range(sleeps))
@@ -208,6 +216,8 @@ def test_machines_of_an_unknown_fleet_are_listed_and_deleted_on_request(cli):
         ("up --scale smal=3", "there is no pool 'smal'; did you mean small?"),
         ("up --scale small=many", "--scale takes POOL=N with N from 0 to 1,000, such as small=20, not 'small=many'"),
         ("up swarm.toml --type v2-8", "give a file or --type, not both"),
+        ("up --network tpu", "--runtime, --metadata and --down-when need --type; a fleet's file has them"),
+        ("up --type v2-8 --metadata uptime", "--metadata takes KEY=VALUE, such as startup-script=uptime"),
         ("up --type v2-8 --zone us-west1-a", "no list has a v2-8 in us-west1-a; zones that have it: asia-east1-c"),
         ("up none.toml", "there is no file none.toml"),
         ("list", "there is no fleet gpt2 in project model. Create it: `tpuswarm up`"),

@@ -10,7 +10,7 @@ import pytest
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.apply.init import GrantText, parse_grant
-from tpuswarm.fleet.spec.desired_from_file import file_or_options
+from tpuswarm.fleet.spec.desired_from_file import TpuOptions, file_from_options
 from tpuswarm.fleet.spec.file import SwarmFile
 
 ONE = "--project my-project --type v5litepod-8 --zone us-west4-a"
@@ -109,7 +109,7 @@ def test_fleet_is_named_after_its_user_or_file(user, name, init, monkeypatch):
 
 def test_tpu_without_a_file_prefers_gclouds_zone(monkeypatch):
     monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "europe-west4-a")
-    file, _ = file_or_options(None, "v2-8", [], None, False, "google")
+    file = file_from_options(TpuOptions("v2-8"))
     assert file.pool[0].zones[0] == "europe-west4-a" and len(file.pool[0].zones) > 1
-    file, _ = file_or_options(None, "v2-8", ["us-central1-b"], None, False, "google")
+    file = file_from_options(TpuOptions("v2-8", ["us-central1-b"]))
     assert file.pool[0].zones == ("us-central1-b",)

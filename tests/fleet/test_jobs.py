@@ -77,6 +77,16 @@ def test_failed_job_is_retried_after_a_pause_within_its_budget():
     assert always.failed == 5
 
 
+def test_first_run_that_fails_too_soon_is_the_last():
+    soon, late = (RunReport(1, "ended", 127, ran_s=ran_s) for ran_s in (2.0, 61.0))
+    fields = {"restart": "always", "min_run_s": 60.0}
+    found, _ = step(RUN_1, [A], reports(soon, soon), **fields)
+    assert (found.phase, found.why) == ("failed", "a/0: exit 127 after 2 s, so it is not run again")
+    assert step(RUN_1, [A], reports(late, late), **fields)[0].phase == "waiting"
+    for before in (replace(RUN_1, lost=1), replace(RUN_1, failed=1)):
+        assert step(before, [A], reports(soon, soon), **fields)[0].phase == "waiting", "it has run for longer once"
+
+
 @pytest.mark.parametrize("report", [LOST, STALLED])
 def test_lost_or_stalled_worker_uses_no_retry_and_blames_no_other(report):
     found, actions = step(RUN_1, [A], reports(FAILED, report))

@@ -146,7 +146,7 @@ class Person:
     def up(self, adopt: str | None = None, bucket: str | None = None) -> tuple[document.DocumentStore, str]:
         """Do what `up --type v2-8` does; return the document's store and the note for the person."""
         self.log_in()
-        file, _ = desired_from_file.file_or_options(None, "v2-8", ["us-central1-f"], None, False, "google")
+        file = desired_from_file.file_from_options(desired_from_file.TpuOptions("v2-8", ["us-central1-f"]))
         fleet = Fleet(file.name, "google", "shared", bucket)
         store = fleet.store(self.cloud)
         found, _, note = fleets.inspect_fleet(fleet, store, self.cloud, file, adopt)

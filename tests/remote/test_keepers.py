@@ -84,16 +84,28 @@ def test_job_survives_preemptions_maintenance_and_killed_keepers_and_never_runs_
     keeper.wait()
 
 
-def test_one_command_gets_a_machine_runs_a_program_until_it_succeeds_and_deletes_it(spot_fleet):
-    fleet = spot_fleet
-    line = "if [ -e tried ]; then exit 0; fi; touch tried; exit 5"
+def test_one_line_sends_the_folder_reports_a_failing_program_once_and_deletes_the_machine_after_success(
+    spot_fleet, tmp_path
+):
+    fleet, program = spot_fleet, tmp_path / "train.py"
     words = ["up", "--type", "v2-8", "--spot", "--keep", "--provider", "rehearsal", "--paid", "--yes"]
-    err = fleet.run(*words, "--down-when", "done", "--", line)[1]
-    assert "running, run 1 on v2-" in err and "no keeper runs" not in err
+    words += ["--down-when", "done", "--", "python", "train.py"]
+
+    def job() -> tuple[str, int]:
+        (seat,) = fleet.run_json("jobs", "v2-8")["jobs"][0]["seats"]
+        return seat["phase"], seat["run"]
+
+    program.write_text("import jax, no_such_module")
+    out, err = fleet.run(*words, code=1, cwd=tmp_path)
+    assert "No module named 'no_such_module'" in out and "no keeper runs" not in err
+    assert re.search(r"`python train.py` failed: v2-\S+/0: exit 1 after \d+ s, so it is not run again", err), err
+    assert job() == ("failed", 1)
+
+    program.write_text("import jax, tpuswarm")
+    fleet.run(*words, cwd=tmp_path)
     log = fleet.folder / "state/tpuswarm/fleets/rehearsal/v2-8/keeper.log"
     until(lambda: "deleting: down_when: the work is done" in log.read_text())
     until(lambda: "v2-8" not in {machine["type"] for machine in fleet.machines()})
-    (seat,) = fleet.run_json("jobs", "v2-8")["jobs"][0]["seats"]
-    assert (seat["phase"], seat["failed"], seat["run"]) == ("done", 1, 2)
+    assert job() == ("done", 2)
     assert "unexpected argument 'b'" in fleet.run("up", "a.toml", "b", "--", "true", code=2)[1]
     assert "-- CMD needs --type" in fleet.run("up", "--", "true", code=2)[1]

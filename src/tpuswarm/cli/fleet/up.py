@@ -12,19 +12,26 @@ from tpuswarm.cli.console import FleetOption, Target, Yes, confirm
 from tpuswarm.cli.fleet import apply
 from tpuswarm.cli.help import TYPED_WORDS
 from tpuswarm.cli.machine import jobs
+from tpuswarm.cli.machine.files import SizeConfirmation, send_folder, store_folder
+from tpuswarm.cli.machine.job_logs import show_job_logs
 from tpuswarm.cloud.protocol import Listing
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.names import resolve_name
+from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.spec.file import DEFAULT_FILE
 from tpuswarm.fleet.store import fleets
 from tpuswarm.fleet.store.document import Document
+from tpuswarm.remote.paths import command_line
+from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.terminal import echo
 
 MachineName = Annotated[
     str, typer.Argument(metavar="NAME", help="A machine: its name, its number, or a unique prefix.")
 ]
+COMMAND_PACKAGES = ("tpuswarm[tpu]",)
+"""What `up -- CMD` installs: it requires JAX with libtpu."""
 DOWN_REASON = "requested by `tpuswarm down`"
 
 
@@ -33,7 +40,7 @@ def up(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Default: swarm.toml.")] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- CMD]", help="With --type: a job to run on it until it exits 0."),
+        typer.Argument(metavar="[-- CMD]", help="With --type: send this folder, and run CMD in it until it exits 0."),
     ] = None,
     type_: Annotated[str | None, typer.Option("--type", help="Without a file: a TPU of this type.")] = None,
     zone: Annotated[list[str] | None, typer.Option(help="Without a file: zones in order.")] = None,
@@ -42,6 +49,12 @@ def up(
         bool, typer.Option("--spot", help="Without a file: a spot TPU: cheaper, may be preempted.")
     ] = False,
     provider: Annotated[str, typer.Option(help="Without a file: google or rehearsal.")] = "google",
+    project: Annotated[str | None, typer.Option(help="Without a file: the project. Default: gcloud's.")] = None,
+    network: Annotated[str | None, typer.Option(help="Without a file: the network. Default: default.")] = None,
+    runtime: Annotated[str | None, typer.Option(help="Without a file: the runtime version.")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Without a file: metadata of the machine.")
+    ] = None,
     scale: Annotated[list[str] | None, typer.Option(help="POOL=N: set the number of machines in a pool.")] = None,
     down_when: Annotated[str | None, typer.Option(help='Without a file: "done", "idle 30m" or a date.')] = None,
     paid: Annotated[
@@ -62,20 +75,44 @@ def up(
     file, command = _split_words(context, file, words or [])
     if command and type_ is None:
         raise InputError("-- CMD needs --type. To start a job on a fleet: `tpuswarm exec POOL --detach -- CMD`")
-    spec, warnings = desired_from_file.file_or_options(file, type_, zone or [], name, spot, provider, down_when)
-    for warning in warnings:
-        echo(f"warning: {warning}", err=True)
+    if type_ is None:
+        if zone or name or spot or down_when or project or network or runtime or metadata:
+            raise InputError(
+                "--zone, --name, --spot, --project, --network, --runtime, --metadata and --down-when need --type; a "
+                "fleet's file has them"
+            )
+        spec, warnings = desired_from_file.read_checked_file(file or DEFAULT_FILE)
+        for warning in warnings:
+            echo(f"warning: {warning}", err=True)
+    elif file is not None:
+        raise InputError("give a file or --type, not both")
+    else:
+        options = desired_from_file.TpuOptions(
+            type_, zone or (), name, spot, provider, project, network, runtime, metadata or (), down_when,
+            Setup(pip=COMMAND_PACKAGES) if command else None,
+        )  # fmt: skip
+        spec = desired_from_file.file_from_options(options)
 
     def adjust(desired: Desired) -> Desired:
         return desired_from_file.with_machine_name(desired_from_file.with_counts(desired, scale or []), name)
 
+    def print_command() -> None:
+        if command:
+            packages = ", ".join(COMMAND_PACKAGES)
+            echo(f"then: this folder is sent there, Python and {packages} are installed, and it runs")
+            echo(f"     {command_line(command)}")
+
     if dry_run:
-        apply.print_dry_run(spec, adjust, paid, keep)
+        apply.print_dry_run(spec, adjust, paid, keep, print_command)
         return
     fleet = fleets.fleet_of_file(spec)
-    confirmed = apply.preview_and_confirm(fleet, spec, adjust, paid, yes, keep, adopt=adopt)
+    confirmation = SizeConfirmation(yes)
+    if command:
+        store_folder(fleet, confirmation)
+    confirmed = apply.preview_and_confirm(fleet, spec, adjust, paid, yes, keep, print_command, adopt)
     desired = confirmed.desired
     if command:
+        _send_folder_again(confirmed, fleet, confirmation)
         jobs.store_main_job(fleet, desired.pools[0].name, command)
     is_on_head = False
     try:
@@ -83,6 +120,7 @@ def up(
         is_on_head = desired.kept_on is not None
         if command:
             jobs.wait_until_started(fleet, jobs.MAIN_JOB, keep)
+            _report_early_failure(fleet)
     finally:  # even after an error machines may exist and cost money
         if is_on_head:
             echo(f"the keeper runs on {desired.keeper_machine}; you may switch this computer off")
@@ -90,6 +128,24 @@ def up(
             echo(f"the keeper runs in the background; its log is {fleet.log}")
         elif any(pool.how == "spot" for pool in desired.pools) or desired.down_when or desired.budget.total:
             echo("no keeper runs from now on. Start one: `tpuswarm keep`, or `tpuswarm up --keep` in the background")
+
+
+def _send_folder_again(confirmed: apply.Confirmed, fleet: fleets.Fleet, confirmation: SizeConfirmation) -> None:
+    """Send the folder to a machine that exists from an earlier command; a new one gets it before the job starts."""
+    listing = confirmed.cloud.machines(confirmed.desired.zones)
+    if any(machine.state == "ready" for machine in confirmed.desired.own(listing.machines)):
+        send_folder(Routes(fleet, confirmed.cloud, confirmed.store), confirmed.desired.pools[0].name, confirmation)
+
+
+def _report_early_failure(fleet: fleets.Fleet) -> None:
+    """Watch the first minute of `up -- CMD`. Raise RunFailed if the command fails in it, after its last lines."""
+    job = jobs.wait_for_first_minute(fleet)
+    if failed := [part for part in job.assignments if part.phase == "failed"]:
+        show_job_logs(fleet, job, follow=False)
+        raise RunFailed(
+            f"`{job.line}` failed: {failed[0].why}. The machine stays: give the same command again after a correction, "
+            f"or `tpuswarm down {fleet.full_name}`"
+        )
 
 
 def _split_words(context: typer.Context, file: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:

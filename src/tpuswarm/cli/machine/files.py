@@ -12,7 +12,7 @@ from tpuswarm.cli.console import FleetOption, Yes, confirm, make_console
 from tpuswarm.cli.machine.setup import describe_hosts, print_outcome, update_head_keeper
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
-from tpuswarm.fleet.store.fleets import find_fleet
+from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.connect import Connections, fan_out
 from tpuswarm.remote.copy import base_name, download, split_location, upload
 from tpuswarm.remote.host import Host
@@ -33,26 +33,37 @@ def sync(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, send nothing.")] = False,
 ) -> None:
     """Send this folder to machines, all at once: the files that git does not ignore, without those already there."""
-    confirmation = SizeConfirmation(yes or dry_run)
-    root = find_project_root(Path.cwd())
     routes = open_routes(find_fleet(fleet)[0])
-    tree = routes.fleet.tree_store.take(root, confirmation.check_folder)
+    if send_folder(routes, where, SizeConfirmation(yes or dry_run), dry_run):
+        update_head_keeper(routes)
+
+
+def store_folder(fleet: Fleet, confirmation: "SizeConfirmation") -> Tree:
+    """Store a copy of this folder's files, which new machines get before a job runs there."""
+    root = find_project_root(Path.cwd())
+    tree = fleet.tree_store.take(root, confirmation.check_folder)
+    if not tree.files:
+        raise InputError(f"nothing to send: git ignores everything in {root}")
+    return tree
+
+
+def send_folder(routes: Routes, where: str, confirmation: "SizeConfirmation", dry_run: bool = False) -> bool:
+    """Send this folder to machines, and return whether it was sent. Raise RunFailed if a machine does not get it."""
+    tree = store_folder(routes.fleet, confirmation)
     hosts, unreachable = routes.hosts(where)
     for reason in unreachable:
         echo(f"not now: {reason}")
-    if not tree.files:
-        raise InputError(f"nothing to send: git ignores everything in {root}")
     outcome = asyncio.run(_send(routes, hosts, tree, confirmation, dry_run))
     if dry_run:
         echo("nothing was sent" if outcome.changed else "nothing to send")
-        return
+        return False
     good = len(hosts) - len(outcome.failed)
     have = f"{describe_hosts(good, hosts)} {'has' if good == 1 else 'have'} ~/{tree.name}"
     unchanged = len(outcome.same)
     suffix = "" if not unchanged else f"; {unchanged} had it already" if unchanged < good else ", as before"
     summary = f"{have} as it is here ({_count_files(len(tree.files))}, {_format_bytes(tree.size)}){suffix}"
     print_outcome(summary, list(outcome.failed.values()), hosts)
-    update_head_keeper(routes)
+    return True
 
 
 class SizeConfirmation:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 JOB_NAME = r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?"
 MAIN_JOB = "main"
 """The job of `up -- CMD`."""
+FIRST_MINUTE_S = 60.0
+"""If the command of `up -- CMD` fails within this time, it is wrong and is not run again."""
 STATUS_TIMEOUT_S = 10.0
 """How long to wait for a host that is only asked for the state of a job."""
 KEEPER_IDLE_S = 20.0
@@ -161,7 +164,7 @@ def start_job(
 
 def store_job(
     fleet: Fleet, where: str, words: list[str], name: str | None, restart: str | None, failures: int,
-    alive_s: float | None, list_machines: "Callable[[Iterable[str]], Listing] | None",
+    alive_s: float | None, list_machines: "Callable[[Iterable[str]], Listing] | None", min_run_s: float = 0.0,
 ) -> Job:  # fmt: skip
     """Store a job that runs from now on. Raises InputError if its name is taken or its machine does not exist."""
     stored: list[Job] = []
@@ -189,7 +192,7 @@ def store_job(
         assignments = tuple(replace(assignment, run=last_run) for assignment in new)
         job = Job(
             job_name, where, command_line(words), restart or "preempted", assignments, remote_folder(Path.cwd()),  # type: ignore[arg-type]
-            machine.name if machine else None, worker, failures, alive_s, time.time(),
+            machine.name if machine else None, worker, failures, alive_s, time.time(), min_run_s=min_run_s,
         )  # fmt: skip
         stored[:] = [job]
         return with_job(document, job)
@@ -202,7 +205,21 @@ def store_main_job(fleet: Fleet, pool: str, words: list[str]) -> None:
     """Store the command of `up -- CMD`, which runs until it exits 0. The same command continues."""
     current = next((job for job in read_document(fleet).jobs if job.name == MAIN_JOB), None)
     if current is None or current.is_over or current.line != command_line(words):
-        store_job(fleet, pool, words, MAIN_JOB, "always", 0, None, None)
+        store_job(fleet, pool, words, MAIN_JOB, "always", 0, None, None, FIRST_MINUTE_S)
+
+
+def wait_for_first_minute(fleet: Fleet) -> Job:
+    """Wait until the job of `up -- CMD` has run for a minute, or has ended; return it."""
+    deadline = math.inf
+
+    def is_past(job: Job) -> bool:
+        nonlocal deadline
+        if has_started(job):
+            deadline = min(deadline, time.monotonic() + FIRST_MINUTE_S)
+        return job.is_over or time.monotonic() > deadline
+
+    with survives_interrupt(MAIN_JOB):
+        return run_jobs_until(fleet, MAIN_JOB, is_past)
 
 
 def wait_until_started(fleet: Fleet, name: str, keep: bool = False) -> None:

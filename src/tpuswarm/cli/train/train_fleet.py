@@ -42,7 +42,7 @@ def train_on_fleet(
 ) -> None:
     """Create and set up the machines, start the jobs, and follow the run until Ctrl-C, which ends nothing."""
     _refuse_other_options(context)
-    file, warnings = desired_from_file.file_or_options(path, None, [], None, False, "google")
+    file, warnings = desired_from_file.read_checked_file(path)
     for warning in warnings:
         echo(f"warning: {warning}", err=True)
     if file.train is None:

@@ -299,7 +299,8 @@ def _firewall(file: SwarmFile, network: str, facts: ProjectFacts) -> Verdict:
         delete = f"gcloud compute firewall-rules delete {rule.name} --project={facts.project}"
         return (
             f"{problem}: processes of Ray and JAX listen on all addresses and obey anybody",
-            f'{delete}, or network = "{tag}", a network of the fleet\'s own that `tpuswarm init` makes',
+            f'{delete}, or network = "{tag}" in the file, a network of the fleet\'s own that `tpuswarm init` makes; '
+            "without a file: --network NAME",
         )
     if not firewall.opens_all_ports(rules, network, [tag]):
         wanted = firewall.fleet_rules(network, tag, f"tpuswarm {file.name}")[0]

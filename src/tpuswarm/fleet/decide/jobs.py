@@ -5,6 +5,7 @@ of the pool takes over, and the job runs again on all workers. Each start gets a
 lower ones, so no run starts twice on a worker.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
@@ -75,6 +76,8 @@ class Job:
     at: float = 0.0
     """When it was requested, Unix seconds."""
     stop: bool = False
+    min_run_s: float = 0.0
+    """If the first run fails sooner, the command is wrong, and the job has failed."""
 
     @property
     def is_over(self) -> bool:
@@ -89,6 +92,7 @@ class RunReport(NamedTuple):
     """`asked`: it ended at our request."""
     code: int | None = None
     why: str = ""
+    ran_s: float = math.inf
 
 
 END_PRIORITY = {"lost": 0, "stalled": 1, "ended": 2, "asked": 3}
@@ -369,8 +373,11 @@ def _handle_end(
     if report.state != "ended":
         phase: Phase = "failed" if job.restart == "never" else "waiting"
         return replace(assignment, phase=phase, lost=assignment.lost + 1, why=why), []
+    is_first = not assignment.failed and not assignment.lost
     failed = assignment.failed + 1
     assignment = replace(assignment, failed=failed, code=report.code, why=why)
+    if is_first and report.ran_s < job.min_run_s:
+        return replace(assignment, phase="failed", why=f"{why} after {report.ran_s:.0f} s, so it is not run again"), []
     if job.restart == "never" or (job.restart == "preempted" and failed > job.failures):
         count = f" ({failed} failures, {job.failures} are forgiven)" if job.failures else ""
         return replace(assignment, phase="failed", why=why + count), []

@@ -1,6 +1,7 @@
 """Run the fleet's jobs: ask their hosts, decide, save the decision, then act on it."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -341,7 +342,8 @@ def _reports(job: str, states: HostStates) -> dict[tuple[str, int], RunReport | 
 def _report(state: object) -> RunReport | None:
     if not isinstance(state, dict) or "state" not in state:
         return None
-    return RunReport(state["run"], state["state"], state.get("code"), state.get("why", ""))
+    ran_s = state["ended"] - state["began"] if "ended" in state else math.inf
+    return RunReport(state["run"], state["state"], state.get("code"), state.get("why", ""), ran_s)
 
 
 def _waiting_machines(jobs: Iterable[Job], states: HostStates) -> dict[str, BootState]:

@@ -5,7 +5,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tpuswarm.fleet.spec import file as tables
 from tpuswarm.fleet.spec.checks import check_file, find_problems
 from tpuswarm.fleet.spec.flags import flags_from_file
 from tpuswarm.fleet.spec.providers import check_provider
+from tpuswarm.remote.setup.table import Setup
 
 ID_PLACEHOLDER = "xxxxxx"
 """Replaces the random part of an id before a fleet exists."""
@@ -146,37 +147,67 @@ def _with_ssh_keys(pool: PoolSpec, lines: Sequence[str] | Mapping[str, None]) ->
     return replace(pool, spec=replace(pool.spec, metadata={**pool.spec.metadata, SSH_KEYS: "\n".join(lines)}))
 
 
-def file_or_options(
-    path: Path | None,
-    type_: str | None,
-    zones: Sequence[str],
-    name: str | None,
-    spot: bool,
-    provider: str,
-    down_when: str | None = None,
-) -> tuple[tables.SwarmFile, list[str]]:
-    """Read the file, or make one for the single TPU that the options describe; return it with warnings."""
-    if type_ is None:
-        if zones or name or spot or down_when:
-            raise InputError("--zone, --name, --spot and --down-when need --type; a fleet's file has them")
-        path = path or tables.DEFAULT_FILE
-        file = tables.read_swarm(path)
-        return file, check_file(path, file, time.time())
-    if path is not None:
-        raise InputError("give a file or --type, not both")
-    check_provider(provider)
-    tpu = find(type_)
-    own_zone = find_zone() if provider == "google" else None
-    zones = zones or sorted(tpu.zones(), key=lambda zone: zone != own_zone)
-    pool = {"name": name or tpu.name, "type": type_, "zones": zones, "count": 1, "how": "spot" if spot else "on-demand"}
-    table = {"name": pool["name"], "provider": provider, "pool": [pool]}
+@dataclass(frozen=True)
+class TpuOptions:
+    """A TPU without a file, as the options of `up --type` describe it. None: the default of swarm.toml."""
+
+    type: str
+    zones: Sequence[str] = ()
+    name: str | None = None
+    is_spot: bool = False
+    provider: str = "google"
+    project: str | None = None
+    network: str | None = None
+    runtime: str | None = None
+    metadata: Sequence[str] = ()
+    """Each KEY=VALUE."""
+    down_when: str | None = None
+    setup: Setup | None = None
+
+
+def read_checked_file(path: Path) -> tuple[tables.SwarmFile, list[str]]:
+    """Return the file and warnings. Raise InputError for a mistake, with its line."""
+    file = tables.read_swarm(path)
+    return file, check_file(path, file, time.time())
+
+
+def file_from_options(options: TpuOptions) -> tables.SwarmFile:
+    """Return a file for one TPU. Raise InputError for a wrong option."""
+    check_provider(options.provider)
+    tpu = find(options.type)
+    own_zone = find_zone() if options.provider == "google" else None
+    pool = {
+        "name": options.name or tpu.name,
+        "type": options.type,
+        "zones": options.zones or sorted(tpu.zones(), key=lambda zone: zone != own_zone),
+        "count": 1,
+        "how": "spot" if options.is_spot else "on-demand",
+        "network": options.network,
+        "runtime": options.runtime,
+        "metadata": dict(map(_key_and_value, options.metadata)),
+    }
+    table = {
+        "name": pool["name"],
+        "provider": options.provider,
+        "project": options.project,
+        "pool": [{key: value for key, value in pool.items() if value is not None}],
+        "down_when": options.down_when,
+        "setup": options.setup,
+    }
     try:
-        file = tables.SwarmFile.model_validate(table | ({"down_when": down_when} if down_when else {}))
+        file = tables.SwarmFile.model_validate({key: value for key, value in table.items() if value is not None})
     except ValidationError as error:
         raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     for _, problem in find_problems(file, time.time()):
         raise InputError(problem)
-    return file, []
+    return file
+
+
+def _key_and_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise InputError(f"--metadata takes KEY=VALUE, such as startup-script=uptime, not {text!r}")
+    return key, value
 
 
 def with_machine_name(desired: Desired, name: str | None) -> Desired:

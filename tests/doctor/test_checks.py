@@ -103,6 +103,7 @@ def message(mark: str, text: str = "") -> dict:
 
 
 NO_PRELOAD = {"/usr/lib/libtcmalloc.so.4": False}
+UPCOMING = '{"type": "SCHEDULED", "window_start_time": "2", "window_end_time": "6"}'
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
 
 
@@ -146,6 +147,9 @@ READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
         ),
         ({"metadata": {"preempted": "TRUE"}}, "notice", "a preemption has begun"),
         ({"metadata": {"maintenance": "MIGRATE"}}, "notice", "its metadata announces maintenance: MIGRATE"),
+        ({"metadata": {"upcoming": UPCOMING}}, "notice", "its metadata announces scheduled maintenance from 2 to 6"),
+        ({"metadata": {"upcoming": '{"error": "no notifications"}'}}, None, ""),
+        ({"metadata": {"upcoming": "NONE"}}, None, ""),
         ({"disks": {"free": 1e9}}, "disk", "the disk of /home/me has 0.9 of 93 GiB left"),
         ({"disks": {"inodes": 0}}, "disk", "the disk of /home/me has no inodes left"),
         ({"disks": {"error": "Read-only"}}, "disk", "nothing can be written in /home/me: Read-only"),

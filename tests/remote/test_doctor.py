@@ -26,13 +26,14 @@ FINDINGS = {
     "worker-id": ("worker", "the cloud calls it worker 0, but TPU_WORKER_ID says '7'"),
     "read-only": ("bucket", "its access scopes allow writing to no bucket: .*devstorage.read_only"),
     "maintenance": ("notice", "its metadata announces maintenance: MIGRATE"),
+    "upcoming-maintenance": ("notice", r"its metadata announces scheduled maintenance from 20\d\d-.*Z to 20\d\d-.*Z$"),
     "symptom": ("symptom", r"the cloud reports LOW_MEMORY on worker 0 at 20\d\d-"),
     "unhealthy": ("health", "the cloud calls it unhealthy: The TPU's runtime does not answer."),
 }
 """Fault → the check that finds it, and its sentence."""
 TOGETHER = [
     ["lock", "missing-device", "tpu-logs", "preload", "apt", "worker-id", "maintenance", "symptom"],
-    ["holder", "read-only", "unhealthy"],
+    ["holder", "read-only", "unhealthy", "upcoming-maintenance"],
 ]
 """Faults that can be planted on one machine at the same time."""
 NOT_FOUND = {"chatty-shell", "dpkg-interrupted", "repository"}

@@ -83,6 +83,14 @@ def test_run_on_a_machine_has_its_step_and_a_single_machine_a_row_for_each_devic
         assert "device" not in fleet.run("top", "all", "--once")[0]
 
 
+def test_announced_maintenance_is_shown_and_once_among_the_events_of_the_machine(fleet):
+    with fleet.broken(ONE, "upcoming-maintenance"):
+        assert "no program; scheduled maintenance from 20" in shown(fleet, "v2")[HOSTS[0]]["why"]
+        with fleet.job("v2", "works", "echo begun; sleep 1000", prints="begun"):
+            pass
+        assert fleet.run("describe", ONE)[0].count("maintenance: scheduled maintenance from 20") == 1
+
+
 def test_lost_host_is_reported_and_others_go_on(machines):
     async def work(connections) -> str:
         follower, first = Follower(connections), machines[0]
@@ -117,7 +125,7 @@ def machine(name: str, **about) -> Machine:
 
 def sample(**about) -> Sample:
     said = {"duty": {"0": 90.0, "1": 10.0}, "used": {"0": 2e9, "1": 8e9}, "total": {"0": 16e9, "1": 16e9}}
-    return Sample(about.pop("at", NOW), {**said, "owners": [], "chips": 2, **about})
+    return Sample(about.pop("at", NOW), {**said, "owners": [], "chips": 2, "maintenance": "", **about})
 
 
 def rows_of(machines, samples, members=(), away=()):

@@ -8,7 +8,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from tpuswarm.catalog import find
-from tpuswarm.config.formatting import format_age
+from tpuswarm.config.formatting import format_age, format_maintenance
 from tpuswarm.config.units import GIB
 from tpuswarm.doctor.finding import THIS_COMPUTER, Check, CheckedHost, Finding, Problem
 from tpuswarm.errors import InputError
@@ -195,6 +195,8 @@ def check_notice(host: CheckedHost) -> Iterator[Problem]:
     event = metadata.get("maintenance") or "NONE"
     if event != "NONE":
         yield Problem(f"its metadata announces maintenance: {event}")
+    if upcoming := format_maintenance(metadata.get("upcoming")):
+        yield Problem(f"its metadata announces {upcoming}")
 
 
 def check_disk(host: CheckedHost) -> Iterator[Problem]:
@@ -326,7 +328,8 @@ CHECKS = (
           "checkpoints and commits that cannot be stored are lost with the machine",
           "`tpuswarm doctor cloud` checks the bucket itself; the machines' service account needs the role "
           "roles/storage.objectAdmin there", check_bucket),
-    Check("notice", "preempted, maintenance-event in the metadata", "anything not saved within seconds is lost",
+    Check("notice", "preempted, maintenance-event and upcoming-maintenance in the metadata",
+          "anything not saved within seconds is lost",
           "nothing to do: with a keeper (`tpuswarm keep`) it comes back, and jobs and members continue", check_notice),
     Check("disk", "free space and a test file in the home folder and in /tmp",
           "checkpoints fail, logs stop, and libtpu does not start on a full disk",

@@ -41,6 +41,7 @@ MAX_LOG_AGE_S = 86400.0
 METADATA = {
     "worker": "attributes/agent-worker-number", "type": "attributes/accelerator-type", "preempted": "preempted",
     "maintenance": "maintenance-event", "scopes": "service-accounts/default/scopes",
+    "upcoming": "upcoming-maintenance?alt=json",
 }  # fmt: skip
 PERMISSIONS = ("storage.objects.create", "storage.objects.delete", "storage.objects.get", "storage.objects.list")
 DERIVED = {"others": ("is_blind",), "holders": ("holders", "on_cpu"), "requested": ("is_attended", "on_cpu")}

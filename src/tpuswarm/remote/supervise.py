@@ -9,6 +9,7 @@ higher than the last one starts nothing, so a repeated or late request cannot ru
     supervise.py end NAME RUN       end this run, or an earlier one, and all its processes; print the state
     supervise.py log NAME LINES     print a line INODE OFFSET, and the last lines of the output
     supervise.py log NAME LINES OFFSET INODE        the same for the output since then, up to a limit
+    supervise.py maintenance        print the answer of the metadata key upcoming-maintenance; nothing if there is none
     supervise.py again              after a reboot, restart jobs that the host may restart by itself
 """
 
@@ -359,15 +360,20 @@ def bury_orphans(child: int) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def is_preempted() -> bool:
+def read_metadata(path: str) -> str:
+    """Return a value from the metadata server; empty if there is none."""
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-    url = f"http://{host}/computeMetadata/v1/instance/preempted"
+    url = f"http://{host}/computeMetadata/v1/instance/{path}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=2) as answer:
-            return answer.read().strip() == b"TRUE"
+            return str(answer.read().decode().strip())
     except OSError:
-        return False
+        return ""
+
+
+def is_preempted() -> bool:
+    return read_metadata("preempted") == "TRUE"
 
 
 def end(name: str, run: int) -> "dict[str, Any]":
@@ -464,6 +470,8 @@ def main(verb: str, *words: str) -> None:
         print(json.dumps(end(words[0], int(words[1]))))
     elif verb == "log":
         show_log(words[0], *map(int, words[1:]))
+    elif verb == "maintenance":
+        print(read_metadata("upcoming-maintenance?alt=json"))
     elif verb == "again":
         restart_jobs()
     else:

@@ -41,6 +41,10 @@ class Supervisor:
         """Ask a run to end; return the job's state."""
         return (await self._read_states("end", name, str(run)))[0]
 
+    async def maintenance(self) -> str:
+        """Return the answer of the host's metadata key upcoming-maintenance; empty if there is none."""
+        return (await self._call("maintenance")).decode(errors="replace").strip().rpartition("\n")[2]
+
     async def log(self, name: str, lines: int, since: tuple[int, int] | None = None) -> tuple[tuple[int, int], bytes]:
         """Return a position (inode, offset), and the last lines of a job's log or, with `since`, the output after it.
 

@@ -15,6 +15,7 @@ import time
 from glob import glob
 from typing import Any
 
+from tpuswarm.doctor.collect import METADATA, metadata_host, read_metadata_value
 from tpuswarm.doctor.processes import find_holders, list_devices
 
 METRICS = {
@@ -31,6 +32,7 @@ ROW_SEARCH_BYTES = 1 << 14
 """At the end of a metrics file."""
 SAMPLES_PER_OWNER_SEARCH = 5
 """The search reads all processes."""
+SAMPLES_PER_NOTICE = 30
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
@@ -152,9 +154,18 @@ def read_metrics(owners: "list[dict[str, Any]]") -> "dict[str, Any]":
     return metrics
 
 
+def read_maintenance() -> str:
+    """Return the answer of the metadata key upcoming-maintenance; empty if there is none."""
+    host = metadata_host()
+    try:
+        return read_metadata_value(host, METADATA["upcoming"]) if host else ""
+    except (OSError, ValueError):
+        return ""
+
+
 def main() -> None:
     """Print a line every `interval` (the first argument) seconds."""
-    interval, number = float(sys.argv[1]), 0
+    interval, number, maintenance = float(sys.argv[1]), 0, ""
     owners = []  # type: list[dict[str, Any]]
     while True:
         start = time.time()
@@ -163,10 +174,12 @@ def main() -> None:
                 dict(holder, libtpu=describe_libtpu(holder["pid"]), metrics=find_metrics_file(holder["pid"]))
                 for holder in find_holders(list_devices())
             ]
+        if number % SAMPLES_PER_NOTICE == 0:
+            maintenance = read_maintenance()
         number += 1
         for owner in owners:
             owner["row"] = read_last_row(owner["metrics"]) if owner["metrics"] else {}
-        data = dict(read_metrics(owners), owners=owners, chips=len(list_devices()))
+        data = dict(read_metrics(owners), owners=owners, chips=len(list_devices()), maintenance=maintenance)
         try:
             sys.stdout.write(json.dumps(data) + "\n")
             sys.stdout.flush()

@@ -16,7 +16,7 @@ from tpuswarm.remote.modules import bootstrap, pack_modules
 SAMPLE_INTERVAL_S = 2.0
 RETRY_S = 5.0
 """After a host was lost."""
-MODULES = "tpuswarm.doctor.processes", "tpuswarm.watch.chips"
+MODULES = "tpuswarm.doctor.processes", "tpuswarm.doctor.collect", "tpuswarm.watch.chips"
 """Sent to a host; the last one runs."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.config.formatting import format_age, format_figure
+from tpuswarm.config.formatting import format_age, format_figure, format_maintenance
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.routes import ReachableHosts
@@ -84,7 +84,9 @@ def _row(label: str, machine: Machine, sample: Sample | None, member: MemberStat
     elif sample is not None and sample.data is not None:
         chips, owners = _chips(sample.data), tuple(sample.data["owners"])
         metrics: Mapping[str, Any] = next((owner["row"] for owner in owners if owner.get("row")), {})
-        row = Row(label, *_state(machine, sample, chips, owners, now), chips, owners, metrics.get("step"),
+        state, why = _state(machine, sample, chips, owners, now)
+        why = "; ".join(filter(None, (why, format_maintenance(sample.data["maintenance"]))))
+        row = Row(label, state, why, chips, owners, metrics.get("step"),
                    metrics.get("tokens_per_s"), metrics.get("loss"))  # fmt: skip
     if member is not None:
         row = replace(row, tokens_per_s=member.tokens_per_s, loss=member.loss, version=member.base)

@@ -149,9 +149,10 @@ def break_(
         typer.Argument(
             metavar="FAULT",
             help="Of a machine: lock, holder, missing-device, tpu-logs, preload, apt, dpkg-interrupted, repository, "
-            "chatty-shell, worker-id, read-only, maintenance, symptom, unhealthy. Of a zone: stockout, vm-stockout, "
-            "hidden, unreachable, stuck. Of a project: no-billing, no-apis, os-login. Of a bucket: lost-answers, "
-            "outage, silent, stalls, lost-chunks, lost-uploads, corrupt, rate-limit, retention, requester-pays.",
+            "chatty-shell, worker-id, read-only, maintenance, upcoming-maintenance, symptom, unhealthy. Of a zone: "
+            "stockout, vm-stockout, hidden, unreachable, stuck. Of a project: no-billing, no-apis, os-login. Of a "
+            "bucket: lost-answers, outage, silent, stalls, lost-chunks, lost-uploads, corrupt, rate-limit, "
+            "retention, requester-pays.",
         ),
     ],
     mend: Annotated[bool, typer.Option("--mend", help="Remove the fault.")] = False,

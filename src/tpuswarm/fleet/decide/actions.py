@@ -85,6 +85,6 @@ class Event(NamedTuple):
     machine: str
     """Empty if the event concerns the whole pool."""
     kind: str
-    """asked, ready, preempted, lost, gone, unhealthy, deleting, stopping, starting, growing, refused, job
-    or clock."""
+    """asked, ready, preempted, lost, gone, unhealthy, deleting, stopping, starting, growing, refused, job,
+    maintenance or clock."""
     text: str

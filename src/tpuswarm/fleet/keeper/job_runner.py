@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tpuswarm.cloud.errors import Changed, CloudError
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
+from tpuswarm.config.formatting import format_maintenance
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.fleet_state import WorkStatus
@@ -44,6 +45,8 @@ BUSY_INTERVAL_S, IDLE_INTERVAL_S = 0.5, 2.0
 MAX_HOSTS_PER_S = 25
 """Each answer starts a Python process beside somebody's training, so large fleets are asked less often."""
 SWEEP_INTERVAL_S = 30.0
+NOTICE_INTERVAL_S = 600.0
+"""How often all hosts are asked for announced maintenance, which has days of notice."""
 RETRY_S = 5.0
 HOST_TIMEOUT_S = 30.0
 MAX_LISTING_AGE_S = 30.0
@@ -68,7 +71,9 @@ class JobRunner:
         self._failures: dict[tuple[str, str, str], tuple[float, str]] = {}
         """By job, machine and host: when to retry, and what went wrong."""
         self._strays: frozenset[StrayRun] = frozenset()
-        self._swept_at = -SWEEP_INTERVAL_S
+        self._swept_at, self._notices_read_at = -SWEEP_INTERVAL_S, -NOTICE_INTERVAL_S
+        self._notices: set[tuple[str, str]] = set()
+        """Announced maintenance that is among the events: machine and text."""
         self._document: Document | None = None
         self.interval_s = IDLE_INTERVAL_S
 
@@ -108,6 +113,7 @@ class JobRunner:
         if sweep:
             await asyncio.to_thread(self._routes.refresh_ssh_config, Snapshot(document, listing))
             await self._end_strays(connections, document.jobs, states, hosts)
+        notices = await self._read_notices(connections, document, hosts, now) if sweep and may_start else []
         updates = self._decide(document, open_jobs, own, listing, states, now, may_start)
         jobs = tuple(self._explain(update, old.name) for update, old in zip(updates, document.jobs, strict=True))
         if not may_start:  # whoever runs the jobs explains what waits
@@ -115,9 +121,9 @@ class JobRunner:
         tpus = {machine.name: machine.created for machine in own if machine.kind == "tpu"}
         unusable = self._preparer.unusable(tpus) if may_start else document.work.unusable
         work = _work_status(document, jobs, unusable, now)
-        if jobs != document.jobs or work != document.work:
+        if jobs != document.jobs or work != document.work or notices:
             events = [event for old, new in zip(document.jobs, jobs, strict=True) for event in _events(old, new, now)]
-            document = with_events(replace(document, jobs=jobs, work=work), events)
+            document = with_events(replace(document, jobs=jobs, work=work), [*notices, *events])
             try:
                 await asyncio.to_thread(self._store.save, document)
             except Changed:
@@ -141,6 +147,27 @@ class JobRunner:
             time_out_s=HOST_TIMEOUT_S,
         )
         return [(target, state) for (target, _), state in zip(hosts, states, strict=True)]
+
+    async def _read_notices(
+        self, connections: Connections, document: Document, hosts: TargetHosts, now: float
+    ) -> list[Event]:
+        """Return an event for each machine whose maintenance is announced, once for each announcement."""
+        if time.monotonic() - self._notices_read_at < NOTICE_INTERVAL_S:
+            return []
+        self._notices_read_at = time.monotonic()
+        self._notices |= {(event.machine, event.text) for event in document.events if event.kind == "maintenance"}
+        answers = await fan_out(
+            [host for _, host in hosts],
+            lambda host: Supervisor(connections, host).maintenance(),
+            time_out_s=HOST_TIMEOUT_S,
+        )
+        events = []
+        for (target, _), answer in zip(hosts, answers, strict=True):
+            notice = target.machine.name, format_maintenance(answer if isinstance(answer, str) else None)
+            if notice[1] and notice not in self._notices:
+                self._notices.add(notice)
+                events.append(Event(now, target.machine.pool or "", target.machine.name, "maintenance", notice[1]))
+        return events
 
     def _decide(
         self, document: Document, open_jobs: Sequence[Job], own: Sequence[Machine], listing: Listing,

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from tpuswarm.cloud.rehearsal.machines import processes
@@ -96,12 +97,20 @@ def _set_wrong_worker_id(machine: FaultyMachine, is_planted: bool) -> None:
 
 def _set_metadata(**values: str) -> Callable[[FaultyMachine, bool], None]:
     def set_values(machine: FaultyMachine, is_planted: bool) -> None:
-        if is_planted:
-            machine.root.faulty_metadata.write_text(json.dumps(values))
-        else:
-            machine.root.faulty_metadata.unlink(missing_ok=True)
+        others = {name: value for name, value in machine.root.read_faulty_metadata().items() if name not in values}
+        machine.root.faulty_metadata.write_text(json.dumps({**others, **values} if is_planted else others))
 
     return set_values
+
+
+def _set_upcoming_maintenance(machine: FaultyMachine, is_planted: bool) -> None:
+    start = datetime.now(UTC) + timedelta(days=7)
+    first, last = (time.strftime("%Y-%m-%dT%H:%M:%SZ") for time in (start, start + timedelta(hours=4)))
+    notice = {
+        "can_reschedule": "false", "latest_window_start_time": first, "maintenance_status": "PENDING",
+        "type": "SCHEDULED", "window_end_time": last, "window_start_time": first,
+    }  # fmt: skip
+    _set_metadata(upcoming=json.dumps(notice))(machine, is_planted)
 
 
 def _set_file(name: str) -> Callable[[FaultyMachine, bool], None]:
@@ -130,6 +139,7 @@ MACHINE_FAULTS: dict[str, Fault] = {
     "maintenance": Fault(
         "its metadata announces a maintenance", _set_metadata(maintenance="MIGRATE_ON_HOST_MAINTENANCE")
     ),
+    "upcoming-maintenance": Fault("its metadata announces a maintenance in seven days", _set_upcoming_maintenance),
     "apt": Fault("a process that holds apt's lock", _set_apt_lock),
     "chatty-shell": Fault("each shell prints a welcome as it starts", _set_file(CHATTY_SHELL)),
     "dpkg-interrupted": Fault("it went down while dpkg installed a package", _set_file("var/lib/dpkg/interrupted")),

@@ -1,6 +1,7 @@
 """A machine's metadata server: https://cloud.google.com/compute/docs/metadata."""
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -16,13 +17,15 @@ from tpuswarm.cloud.rehearsal.tpu.guests import GuestAttributes
 PREFIX = "/computeMetadata/v1/"
 HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 POLL_INTERVAL_S = 0.1
+NO_NOTICE = {"error": "no notifications have been received yet, try again later"}
+"""https://cloud.google.com/tpu/docs/view-maintenance-notifications."""
 SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 
 
 def _metadata(
     host: RehearsedHost, facts: Facts, token: str, guests: Mapping[str, str], faulty: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return all metadata as folders and values; `faulty` replaces scopes and maintenance."""
+    """Return all metadata as folders and values; `faulty` replaces scopes and announces maintenance."""
     account = {
         "email": "000000000000-compute@developer.gserviceaccount.com",
         "scopes": faulty.get("scopes", SCOPES) + "\n",
@@ -43,6 +46,7 @@ def _metadata(
             "machine-type": f"projects/{facts.project}/machineTypes/{facts.machine_type}",
             "preempted": "TRUE" if host.leaving else "FALSE",
             "maintenance-event": faulty.get("maintenance", "NONE"),
+            "upcoming-maintenance": json.loads(faulty.get("upcoming", json.dumps(NO_NOTICE))),
             "scheduling": {"preemptible": str(facts.is_spot).upper()},
             "tags": facts.tags,
             "attributes": dict(facts.attributes),
@@ -108,9 +112,11 @@ class MetadataServer:
         if value is None:
             return PlainTextResponse("Not found", 404)
         if isinstance(value, dict | list) and (
-            request.query_params.get("recursive", "").lower() == "true" or path.endswith(("/token", "/tags"))
+            request.query_params.get("recursive", "").lower() == "true"
+            or request.query_params.get("alt") == "json"
+            or path.endswith(("/token", "/tags"))
         ):
-            return JSONResponse(value)
+            return JSONResponse(value, 503 if value == NO_NOTICE else 200)
         if isinstance(value, dict):
             return PlainTextResponse(
                 "".join(f"{key}/\n" if _is_folder(inner) else f"{key}\n" for key, inner in value.items())

@@ -140,6 +140,24 @@ def test_single_tpu_has_the_project_network_runtime_and_metadata_of_its_options(
     assert all(words in out for words in (*wanted, "--project=other-project")), out
 
 
+def test_command_reaches_the_one_of_two_fleets_that_it_names(cli, monkeypatch):
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "my-project")
+    (cli.folder / "swarm.toml").unlink()
+    for name in ("node-1", "node-2"):
+        cli.run(f"up --type v3-8 --zone europe-west4-a --name {name} --yes")
+    job = Job("main", "all", "true", "always", (Assignment("node-1", phase="done", why="exit 0"),))
+    store = Fleet("node-1", "google", "my-project", None).store(cli.cloud)
+    store.change(lambda document: replace(document, jobs=(job,)))
+    assert "--fleet my-project/node-1 or --fleet my-project/node-2" in cli.run("logs main", code=2)
+    assert "exit 0" in cli.run("logs main --fleet node-1")
+    assert "job main has ended: done" in cli.run("stop main --fleet node-1", code=2)
+    assert "fleet node-2 has no job or machine main" in cli.run("stop main --fleet node-2", code=2)
+    assert "main" in cli.run("jobs --fleet node-1") and "no jobs" in cli.run("jobs --fleet node-2")
+    assert "no flags are set" in cli.run("flags show --fleet node-2")
+    cli.run("down node-1 --fleet node-1 --yes")
+    assert cli.ready == ["node-2"]
+
+
 def test_interrupted_command_lists_what_exists_and_continues_when_repeated(cli, monkeypatch):
     def interrupt(line: str, sleeps: int) -> str:
         remaining = iter(range(sleeps))

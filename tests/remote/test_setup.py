@@ -208,6 +208,14 @@ def test_shell_without_a_terminal_has_the_environment_although_its_bashrc_ends_e
     assert bashrc.stat().st_mode & 0o777 == 0o600
 
 
+def test_swap_has_its_size_on_each_pool(machines, apply):
+    sizes = {"head": 100, "all": 20, "none": 0}
+    for pool, size in (("head", 100), ("small", 20), ("none", 0)):
+        plan = steps(Setup(swap_gb=sizes), Machine(machines.hosts[0], pool=pool), {}, "")
+        swap = [step.do for step in plan if step.id == "swap"]
+        assert [f"fallocate -l {size}GB /swapfile" in do for do in swap] == [True] * bool(size)
+
+
 @pytest.mark.parametrize(("shift", "direction"), [("+3000", "ahead of"), ("-3000", "behind")])
 def test_clock_that_is_off_is_reported(machines, apply, tmp_path, shift, direction):
     bin_ = tmp_path / "cloud/bin/date"

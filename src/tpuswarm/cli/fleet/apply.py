@@ -306,8 +306,10 @@ def is_up(tick: Tick) -> bool:
     return False
 
 
-def find_fleet_or_machine(target: str | None) -> tuple[Fleet, str | None]:
-    """Return the fleet that a word names, or the default fleet and its machine of that name."""
+def find_fleet_or_machine(target: str | None, fleet: str | None) -> tuple[Fleet, str | None]:
+    """Return the fleet that a word names, or the machine of that name in `fleet`, by default the only one."""
+    if fleet is not None:
+        return fleets.find_fleet(fleet)[0], target
     is_fleet = target is None or target.endswith(".toml") or "/" in target
     if is_fleet or target in {fleet.name for fleet in fleets.known_fleets()}:
         return fleets.find_fleet(target)[0], None

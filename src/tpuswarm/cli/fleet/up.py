@@ -163,12 +163,13 @@ def down(
     target: Annotated[
         str | None, typer.Argument(metavar="[FILE|NAME]", help="swarm.toml, a fleet, or one of its machines.")
     ] = None,
+    fleet_name: FleetOption = None,
     orphans: Annotated[str | None, typer.Option(help="Delete the machines of a lost fleet, by its id.")] = None,
     yes: Yes = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
 ) -> None:
     """Delete a fleet, or one of its machines, and check by listing that nothing is left that costs money."""
-    fleet, machine = apply.find_fleet_or_machine(target)
+    fleet, machine = apply.find_fleet_or_machine(target, fleet_name)
     cloud = fleet.provider()
     store = fleet.store(cloud)
     document: Document | None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from tpuswarm.cli.console import Json, Target, make_console
+from tpuswarm.cli.console import FleetOption, Json, Target, make_console
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.config.formatting import format_age
 from tpuswarm.config.units import check_number, parse_seconds
@@ -47,11 +47,11 @@ RESTARTS = ("preempted", "always", "never")
 RESTART_HINT = "Start a keeper: `tpuswarm keep`, or `tpuswarm up --keep` in the background"
 
 
-def jobs(target: Target = None, as_json: Json = False) -> None:
+def jobs(target: Target = None, fleet_name: FleetOption = None, as_json: Json = False) -> None:
     """List the jobs of all machines: where and how long each runs, how often it failed or was lost, and why."""
     from tpuswarm.train.look.widgets import Column, make_table
 
-    fleet, _ = find_fleet(target)
+    fleet, _ = find_fleet(fleet_name or target)
     document = refresh_jobs(fleet)
     if as_json:
         objects = TypeAdapter(tuple[Job, ...]).dump_python(document.jobs, mode="json", by_alias=True)
@@ -119,11 +119,13 @@ def refresh_jobs(fleet: Fleet) -> Document:
         return document
 
 
-def find_job(name: str) -> tuple[Fleet, Job] | None:
-    """Return the job of that name in this folder's fleet (or the only fleet), and the fleet."""
+def find_job(name: str, fleet_name: str | None = None) -> tuple[Fleet, Job] | None:
+    """Return the job of that name in a fleet, by default this folder's or the only one, and the fleet."""
     try:
-        fleet, _ = find_fleet(None)
+        fleet, _ = find_fleet(fleet_name)
     except InputError:
+        if fleet_name is not None:
+            raise
         return None
     if not (fleet.folder / "fleet.json").exists():
         return None  # not created from this computer: do not call a cloud for a mere name

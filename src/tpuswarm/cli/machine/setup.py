@@ -132,8 +132,9 @@ def _print_steps(table: Setup, has_router: bool) -> None:
     secrets = dict.fromkeys(table.secrets, "…")
     settings = (("", ""),) if has_router else ()
     found: dict[str, Step] = {}
+    most_swap = max(table.swap_gb, key=table.swap_of, default="")
     for is_server, server in ((True, None), (False, "SERVER")):
-        machine = Machine(no_host, is_server, server, has_disk=True, settings=settings)
+        machine = Machine(no_host, is_server, server, has_disk=True, settings=settings, pool=most_swap)
         found |= {step.id: step for step in steps(table.without_files(), machine, secrets, wheel="")}
     details = _step_details(table)
     for number, step in enumerate(found, 1):
@@ -147,7 +148,7 @@ def _step_details(table: Setup) -> dict[str, str]:
         "network": "larger network buffers, on TPUs behind the router",
         "timezone": table.timezone or "",
         "nofile": f"{table.nofile} open files",
-        "swap": f"{table.swap_gb} GB",
+        "swap": ", ".join(f"{size} GB on {pool}" for pool, size in table.swap_gb.items()),
         "data-disk": f"{table.data_disk}, on machines with a data disk",
         "apt": " ".join(table.apt),
         "python": f"{table.python}, from uv",

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tpuswarm.cli.console import FleetOption
 from tpuswarm.cli.machine.job_logs import show_job_logs, show_machine_logs
 from tpuswarm.cli.machine.jobs import find_job, stop_job
 from tpuswarm.cli.train.train_fleet import end_train_jobs, find_open_jobs
@@ -17,7 +18,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.hosts.targets import find_targets
-from tpuswarm.fleet.store.fleets import Fleet, find_fleet
+from tpuswarm.fleet.store.fleets import Fleet, find_fleet, known_fleets
 from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.train.process.computer import computer_id, is_process_alive
 from tpuswarm.train.process.terminal import echo
@@ -45,11 +46,12 @@ def logs(
     ],
     name: Annotated[str | None, typer.Argument(help="Only this process: coordinator, aggregator-0, m0, …")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
+    fleet: FleetOption = None,
 ) -> None:
     """Show what happened in a run, and the output of its processes; or the output of a job on its machines."""
-    job, machine = _find_job(run), None
+    job, machine = _find_job(run, fleet), None
     if job is None:
-        machine = _find_machine(run)
+        machine = _find_machine(run, fleet)
     if (job or machine) and name is not None:
         raise InputError(f"{run} is a {'job' if job else 'machine'}, which has no named processes")
     if job:
@@ -57,7 +59,7 @@ def logs(
     elif machine:
         show_machine_logs(*machine, follow)
     else:
-        _show_run_logs(_find_folder(run), name, follow)
+        _show_run_logs(_find_folder(run, fleet), name, follow)
 
 
 def _show_run_logs(folder: Path, name: str | None, follow: bool) -> None:
@@ -102,13 +104,13 @@ class RunProcess:
         return is_alive and time.monotonic() - self._seen_at < LAST_WORDS_S
 
 
-def _find_job(name: str) -> tuple[Fleet, Job] | None:
-    """Return the job of that name. Raises InputError if a run has the name too."""
+def _find_job(name: str, fleet: str | None) -> tuple[Fleet, Job] | None:
+    """Return the job of that name. Raises InputError if a run has the name too, unless `fleet` is named."""
     if "/" in name or name == "last":
         return None
-    is_run = Path(find_run(name)).exists()
+    is_run = fleet is None and Path(find_run(name)).exists()
     try:
-        job = find_job(name)
+        job = find_job(name, fleet)
     except CloudError:
         if not is_run:
             raise
@@ -120,17 +122,19 @@ def _find_job(name: str) -> tuple[Fleet, Job] | None:
     return job
 
 
-def _find_machine(name: str) -> tuple[Fleet, str, int | None] | None:
-    """Return the machine of this folder's fleet that has the name, and its worker.
+def _find_machine(name: str, fleet_name: str | None) -> tuple[Fleet, str, int | None] | None:
+    """Return the machine of the fleet (by default this folder's) that has the name, and its worker.
 
     Raises InputError for a machine that exists but cannot be reached or belongs to another fleet.
     """
     machine, slash, worker = name.partition("/")
     snapshot = None
-    if name == "last" or (slash and not worker.isdecimal()) or not machine or Path(find_run(name)).exists():
+    if name == "last" or (slash and not worker.isdecimal()) or not machine:
+        return None
+    if fleet_name is None and Path(find_run(name)).exists():
         return None
     try:
-        fleet, _ = find_fleet(None)
+        fleet, _ = find_fleet(fleet_name)
         if not (fleet.folder / "fleet.json").exists():
             return None
         snapshot = open_routes(fleet).snapshot()
@@ -144,9 +148,15 @@ def _find_machine(name: str) -> tuple[Fleet, str, int | None] | None:
     return fleet, target.machine.name, target.worker if slash else None
 
 
-def _find_folder(name: str) -> Path:
+def _find_folder(name: str, fleet: str | None) -> Path:
     """Return the folder of a run. Beside a swarm.toml, an unknown name may also be a job's or a machine's."""
+    if fleet is not None:
+        raise InputError(f"fleet {fleet} has no job or machine {name}: `tpuswarm jobs {fleet}` lists its jobs")
     folder = Path(find_run(name))
+    fleets = [] if folder.exists() or Path("swarm.toml").exists() else known_fleets()
+    if len(fleets) > 1 and "/" not in name:
+        names = " or ".join(f"--fleet {known.full_name}" for known in fleets[:3])
+        raise InputError(f"no run is called {name}; for a job or machine, name its fleet: {names}")
     if not folder.exists() and "/" not in name and Path("swarm.toml").exists():
         raise InputError(
             f"no run, job or machine is called {name}. List them: `tpuswarm status`, `tpuswarm jobs`, `tpuswarm list`"
@@ -158,12 +168,13 @@ def stop(
     run: Annotated[
         str, typer.Argument(metavar="RUN|JOB", help="A run's directory or gs:// URL, its name, `last`; or a job.")
     ],
+    fleet: FleetOption = None,
 ) -> None:
     """Stop a run as Ctrl-C does, or a job on all its machines, and wait until it has stopped."""
-    if job := _find_job(run):
+    if job := _find_job(run, fleet):
         stop_job(*job)
         return
-    folder = _find_folder(run)
+    folder = _find_folder(run, fleet)
     pid, url = holder_pid(folder), origin(folder)
     is_here = bool(pid) and owner_elsewhere(folder) is None
     fleet_jobs = find_open_jobs(url) if url and not is_here else None

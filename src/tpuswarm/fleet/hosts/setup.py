@@ -98,6 +98,7 @@ def find_setup_targets(routes: Routes, table: Setup, where: str = ALL) -> SetupT
             target.machine.pool in pools_with_disks,
             clients if target == server else (),
             client_settings(desired) if target.machine.kind == "tpu" else (),
+            target.machine.pool or "",
         )
         for host, target in zip(routes.route_to(snapshot, targets), targets, strict=True)
     )

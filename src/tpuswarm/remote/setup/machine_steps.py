@@ -25,6 +25,7 @@ class Machine:
     """On the server: the internal addresses of all other machines."""
     settings: tuple[tuple[str, str], ...] = ()
     """Kernel settings: names in /proc/sys, and values."""
+    pool: str = ""
 
 
 def steps(table: Setup, machine: Machine, secrets: Mapping[str, str], wheel: str) -> tuple[Step, ...]:
@@ -35,7 +36,7 @@ def steps(table: Setup, machine: Machine, secrets: Mapping[str, str], wheel: str
     # Close descriptor 3: programs that the step leaves running would keep set-up waiting.
     prefix = f"exec 3>&-\n. ~/{ENVIRONMENT}\n"
     return (
-        *system(table, machine.has_disk),
+        *system(table, machine.has_disk, table.swap_of(machine.pool)),
         *([network(machine.settings)] if machine.settings else []),
         *python(table, wheel),
         *environment(table, secrets),

@@ -38,7 +38,7 @@ apt_install() {
 """A machine that has just started updates itself, so wait up to ten minutes for apt's lock."""
 
 
-def system(table: Setup, has_disk: bool) -> Iterator[Step]:
+def system(table: Setup, has_disk: bool, swap_gb: int) -> Iterator[Step]:
     """Yield the steps of the table. `has_disk`: a data disk is attached."""
     if table.timezone:
         yield Step(
@@ -48,8 +48,8 @@ def system(table: Setup, has_disk: bool) -> Iterator[Step]:
         )
     if table.nofile:
         yield _nofile(table.nofile)
-    if table.swap_gb:
-        yield _swap(table.swap_gb)
+    if swap_gb:
+        yield _swap(swap_gb)
     if table.data_disk and has_disk:
         yield _disk(table.data_disk)
     if table.apt:

@@ -6,12 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from tpuswarm.config.toml_file import Name, StrictTable, match_pattern
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.atomic import write_atomically
 
+ALL = "all"
 Variable = Annotated[str, match_pattern(r"[A-Za-z_]\w*", "the name of an environment variable")]
 Folder = Annotated[str, match_pattern(r"/[\w./-]*\w", "an absolute path of letters, digits and ./_-")]
 Package = Annotated[str, match_pattern(r"[a-z0-9][a-z0-9.+:~=-]+", "the name of a Debian package")]
@@ -48,7 +49,11 @@ class Setup(StrictTable):
     notebook: bool = False
     timezone: Annotated[str, match_pattern(r"[A-Za-z0-9_+/-]+", "a time zone such as Asia/Tokyo")] | None = None
     run: tuple[SetupStep, ...] = ()
-    swap_gb: Annotated[int, Field(strict=True, ge=0)] = 0
+    swap_gb: Annotated[
+        dict[str, Annotated[int, Field(strict=True, ge=0)]],
+        BeforeValidator(lambda value: value if isinstance(value, dict) else {ALL: value}),
+    ] = Field(default_factory=dict)
+    """By pool or VM; `all`: for the others."""
     nofile: PositiveInt | None = None
     nfs: Nfs | None = None
     data_disk: Folder | None = None
@@ -64,6 +69,10 @@ class Setup(StrictTable):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two steps in run have the name {twice}")
         return self
+
+    def swap_of(self, pool: str) -> int:
+        """Return the gigabytes of swap on the machines of a pool, or on a VM."""
+        return self.swap_gb.get(pool, self.swap_gb.get(ALL, 0))
 
     def without_files(self) -> "Setup":
         """Move the lines of `requirements`, a file of this computer, to `pip`."""

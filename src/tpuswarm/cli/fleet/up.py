@@ -1,5 +1,6 @@
 """`tpuswarm up`, `down`, `pause`, `resume`, `keep`: change a fleet after a preview and a confirmation."""
 
+import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.names import resolve_name
 from tpuswarm.fleet.hosts.routes import Routes
+from tpuswarm.fleet.hosts.setup import wait_for_ssh
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.spec.file import DEFAULT_FILE
 from tpuswarm.fleet.store import fleets
@@ -134,7 +136,9 @@ def _send_folder_again(confirmed: apply.Confirmed, fleet: fleets.Fleet, confirma
     """Send the folder to a machine that exists from an earlier command; a new one gets it before the job starts."""
     listing = confirmed.cloud.machines(confirmed.desired.zones)
     if any(machine.state == "ready" for machine in confirmed.desired.own(listing.machines)):
-        send_folder(Routes(fleet, confirmed.cloud, confirmed.store), confirmed.desired.pools[0].name, confirmation)
+        routes = Routes(fleet, confirmed.cloud, confirmed.store)
+        asyncio.run(wait_for_ssh(routes))
+        send_folder(routes, confirmed.desired.pools[0].name, confirmation)
 
 
 def _report_early_failure(fleet: fleets.Fleet) -> None:

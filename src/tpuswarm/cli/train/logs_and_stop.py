@@ -154,7 +154,7 @@ def _find_folder(name: str, fleet: str | None) -> Path:
         raise InputError(f"fleet {fleet} has no job or machine {name}: `tpuswarm jobs {fleet}` lists its jobs")
     folder = Path(find_run(name))
     fleets = [] if folder.exists() or Path("swarm.toml").exists() else known_fleets()
-    if len(fleets) > 1 and "/" not in name:
+    if len(fleets) > 1 and "/" not in name and name != "last":
         names = " or ".join(f"--fleet {known.full_name}" for known in fleets[:3])
         raise InputError(f"no run is called {name}; for a job or machine, name its fleet: {names}")
     if not folder.exists() and "/" not in name and Path("swarm.toml").exists():

@@ -9,7 +9,7 @@ higher than the last one starts nothing, so a repeated or late request cannot ru
     supervise.py end NAME RUN       end this run, or an earlier one, and all its processes; print the state
     supervise.py log NAME LINES     print a line INODE OFFSET, and the last lines of the output
     supervise.py log NAME LINES OFFSET INODE        the same for the output since then, up to a limit
-    supervise.py maintenance        print the answer of the metadata key upcoming-maintenance; nothing if there is none
+    supervise.py maintenance        print the answer of the metadata key upcoming-maintenance, as one line of JSON
     supervise.py again              after a reboot, restart jobs that the host may restart by itself
 """
 
@@ -471,7 +471,7 @@ def main(verb: str, *words: str) -> None:
     elif verb == "log":
         show_log(words[0], *map(int, words[1:]))
     elif verb == "maintenance":
-        print(read_metadata("upcoming-maintenance?alt=json"))
+        print(json.dumps(read_metadata("upcoming-maintenance?alt=json")))
     elif verb == "again":
         restart_jobs()
     else:

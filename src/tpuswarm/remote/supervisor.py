@@ -43,7 +43,8 @@ class Supervisor:
 
     async def maintenance(self) -> str:
         """Return the answer of the host's metadata key upcoming-maintenance; empty if there is none."""
-        return (await self._call("maintenance")).decode(errors="replace").strip().rpartition("\n")[2]
+        last_line = (await self._call("maintenance")).decode(errors="replace").strip().rpartition("\n")[2]
+        return str(json.loads(last_line)) if last_line.startswith('"') else ""
 
     async def log(self, name: str, lines: int, since: tuple[int, int] | None = None) -> tuple[tuple[int, int], bytes]:
         """Return a position (inode, offset), and the last lines of a job's log or, with `since`, the output after it.

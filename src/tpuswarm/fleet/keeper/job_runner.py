@@ -73,7 +73,7 @@ class JobRunner:
         self._strays: frozenset[StrayRun] = frozenset()
         self._swept_at, self._notices_read_at = -SWEEP_INTERVAL_S, -NOTICE_INTERVAL_S
         self._notices: set[tuple[str, str]] = set()
-        """Announced maintenance that is among the events: machine and text."""
+        """Announced maintenance that was stored as an event: machine and text. The document keeps the last events."""
         self._document: Document | None = None
         self.interval_s = IDLE_INTERVAL_S
 
@@ -130,6 +130,7 @@ class JobRunner:
                 self._document = await asyncio.to_thread(self._store.load)
                 return self._document, True  # decide again in the next round
             self._document = document
+            self._notices |= {(event.machine, event.text) for event in notices}
         actions = [
             (job, action)
             for job, update in zip(jobs, updates, strict=True)
@@ -155,7 +156,7 @@ class JobRunner:
         if time.monotonic() - self._notices_read_at < NOTICE_INTERVAL_S:
             return []
         self._notices_read_at = time.monotonic()
-        self._notices |= {(event.machine, event.text) for event in document.events if event.kind == "maintenance"}
+        known = self._notices | {(event.machine, event.text) for event in document.events}
         answers = await fan_out(
             [host for _, host in hosts],
             lambda host: Supervisor(connections, host).maintenance(),
@@ -164,8 +165,8 @@ class JobRunner:
         events = []
         for (target, _), answer in zip(hosts, answers, strict=True):
             notice = target.machine.name, format_maintenance(answer if isinstance(answer, str) else None)
-            if notice[1] and notice not in self._notices:
-                self._notices.add(notice)
+            if notice[1] and notice not in known:
+                known.add(notice)
                 events.append(Event(now, target.machine.pool or "", target.machine.name, "maintenance", notice[1]))
         return events
 

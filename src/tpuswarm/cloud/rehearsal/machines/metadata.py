@@ -112,11 +112,11 @@ class MetadataServer:
         if value is None:
             return PlainTextResponse("Not found", 404)
         if isinstance(value, dict | list) and (
-            request.query_params.get("recursive", "").lower() == "true"
-            or request.query_params.get("alt") == "json"
-            or path.endswith(("/token", "/tags"))
+            request.query_params.get("recursive", "").lower() == "true" or path.endswith(("/token", "/tags"))
         ):
-            return JSONResponse(value, 503 if value == NO_NOTICE else 200)
+            return JSONResponse(value)
+        if request.query_params.get("alt") == "json":  # in many lines
+            return PlainTextResponse(json.dumps(value, indent=2), 503 if value == NO_NOTICE else 200)
         if isinstance(value, dict):
             return PlainTextResponse(
                 "".join(f"{key}/\n" if _is_folder(inner) else f"{key}\n" for key, inner in value.items())

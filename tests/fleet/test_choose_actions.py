@@ -8,7 +8,7 @@ import pytest
 
 from tests.fleet.fake_cloud import BOOT_S, FakeCloud
 from tests.fleet.loop import EUROPE, FLEET, A, B, C, Loop, desired, pool, started, vm
-from tpuswarm.cloud.errors import Denied, Invalid, NotSignedIn
+from tpuswarm.cloud.errors import Denied, Invalid, NoCapacity, NotSignedIn
 from tpuswarm.cloud.google.instances import instance_from_spec
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, VmSpec
 from tpuswarm.fleet.apply.gcloud import create
@@ -261,6 +261,13 @@ def test_exhausted_addresses_of_a_region_stop_its_zones_and_leave_others(cloud):
     loop.change()
     loop.run(600)
     assert not loop.waits
+
+
+def test_refusal_among_the_events_has_the_clouds_code(cloud, monkeypatch):
+    monkeypatch.setattr(NoCapacity, "code", "RESOURCE_EXHAUSTED", raising=False)
+    cloud.capacity[A] = 0
+    refused = [event.text for event in started(cloud, pool(count=1), seconds=600).events if event.kind == "refused"]
+    assert refused and all(text.endswith(" (RESOURCE_EXHAUSTED)") for text in refused)
 
 
 def test_zone_that_refuses_late_is_probed_for_as_long(cloud):

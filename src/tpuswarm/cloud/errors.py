@@ -6,6 +6,14 @@ from tpuswarm.errors import TpuswarmError
 class CloudError(TpuswarmError):
     """The cloud refused or is not reachable; the message has its sentence."""
 
+    code = ""
+    """The cloud's own name for the reason, such as RESOURCE_EXHAUSTED, if it answered."""
+
+    @property
+    def with_code(self) -> str:
+        """The sentence and the code."""
+        return f"{self} ({self.code})" if self.code else str(self)
+
 
 class NoCapacity(CloudError):
     """The zone has no such TPU now: retry, or use another zone."""

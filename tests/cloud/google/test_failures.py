@@ -66,7 +66,7 @@ def from_json(fixture: dict) -> Answer:
 def check(answer: Answer, fixture: dict) -> None:
     error = cloud_error_for(answer, DOING, "my-project")
     assert type(error).__name__ == fixture["is"]
-    assert str(error).startswith(DOING)
+    assert str(error).startswith(DOING) and error.code == answer.code
     assert fixture.get("way", "") in str(error)
     if "limit" in fixture:
         assert error.limit == fixture["limit"]

@@ -95,6 +95,12 @@ def cloud_error_for(
 
     project_note: where the project comes from.
     """
+    error = _error_for(answer, doing, project, used, project_note)
+    error.code = answer.code
+    return error
+
+
+def _error_for(answer: Answer, doing: str, project: str, used: UsedCredentials, project_note: str) -> CloudError:
     text = answer.message.lower()
     message = f"{doing}: {answer.message.strip().rstrip('.')}"
     if answer.code == "UNAUTHENTICATED":

@@ -106,13 +106,13 @@ class _Observer:
                 self.deleting.setdefault(key, self.now)
                 self._report(machine, "deleting", action.why)
             elif not isinstance(error, Unreachable):
-                self._report(machine, "refused", f"it cannot be deleted: {error}")
+                self._report(machine, "refused", f"it cannot be deleted: {error.with_code}")
             return
         verb = "stopping" if isinstance(action, Stop) else "starting" if isinstance(action, Start) else "growing"
         if error is None:
             self._report(machine, verb, action.why)
         elif not isinstance(error, Unreachable):
-            self._report(machine, "refused", f"{verb} it failed: {error}")
+            self._report(machine, "refused", f"{verb} it failed: {error.with_code}")
         if isinstance(action, Start) and isinstance(error, NoCapacity | NoQuota):
             self._back_off(machine_backoff_key(machine), str(error))
 
@@ -144,7 +144,7 @@ class _Observer:
 
     def _add_refusal(self, spec: Spec, key: str, error: CloudError) -> None:
         why, backoff_key = str(error), spec_backoff_key(spec)
-        self._report(spec, "refused", why)
+        self._report(spec, "refused", error.with_code)
         if isinstance(error, NoQuota) and not self._quota_may_be_freed(spec, error.limit):
             if error.limit in REGION_QUOTAS:
                 self._limit_region(spec, error.limit, key, why)

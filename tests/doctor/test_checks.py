@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tpuswarm.doctor import collect, processes
+from tpuswarm.doctor import collect, processes, report
 from tpuswarm.doctor.checks import BUSY, CHECKS, VERSIONS
 from tpuswarm.doctor.examine import MODULES, judge
 from tpuswarm.doctor.finding import CheckedHost
@@ -241,6 +241,9 @@ def test_programs_for_hosts_need_python_alone(python, tmp_path):
     words = [python, "-I", "-c", bootstrap(MODULES[-1])]
     done = subprocess.run(words, input=pack_modules(*MODULES), capture_output=True, env={"HOME": str(tmp_path)})
     assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr
+    words = [python, "-I", "-c", bootstrap(report.MODULES[-1]), "1"]
+    done = subprocess.run(words, input=pack_modules(*report.MODULES), capture_output=True, env={"HOME": str(tmp_path)})
+    assert json.loads(done.stdout)["environment"].keys() >= {"HOME"}, done.stderr
     words = [python, "-I", "-c", bootstrap(follow.MODULES[-1]), "0.01"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(words, env={"HOME": str(tmp_path)}, **pipes) as program:

@@ -1,12 +1,13 @@
 """`doctor` on machines: planted faults are found and fixed, a healthy machine has none. Facts: tests/doctor."""
 
 import asyncio
+import json
 import re
 
 import pytest
 
 from tests.cloud.rehearsal.conftest import until
-from tests.remote.conftest import ONE
+from tests.remote.conftest import HOSTS, ONE
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS
 from tpuswarm.doctor import examine
@@ -87,6 +88,43 @@ def test_machine_at_work_is_healthy_and_one_that_does_nothing_is_idle(fleet, mon
             assert findings(fleet, code=0) == [], "libtpu's lock file is no fault while its process runs"
     finally:
         fleet.run("rehearsal", "break", ONE, "lock", "--mend")
+
+
+IMITATED = {
+    "worker-number", "worker-endpoints", "accelerator-type", "instance-id", "preempted", "maintenance-event", "scopes",
+    "device-files", "chips-per-host", "jax-devices", "process-index", "preload",
+}  # fmt: skip
+"""Assumptions that a report of machines of the local cloud confirms."""
+SET_UP = (
+    "mkdir -p ~/.tpuswarm/venv/bin; cd ~/.tpuswarm/venv/bin; "
+    """printf '#!/bin/sh\\nexec $TPUSWARM_PYTHON "$@"\\n' >python; chmod +x python"""
+)
+"""Leaves the Python of set-up."""
+
+
+def test_report_says_which_assumptions_the_machines_confirm_and_contradict(fleet):
+    def write_report(where: str, code: int = 0) -> tuple[dict, str]:
+        out, err = fleet.run("doctor", where, "--report", code=code)
+        return json.loads((fleet.folder / "tpuswarm-report.json").read_text()), out + err
+
+    fleet.exec("all", SET_UP)
+    try:
+        report, said = write_report("all")
+        assert report["contradicted"] == {} and report["confirmed"].keys() == IMITATED
+        assert f"{len(IMITATED)} confirmed, 0 contradicted" in said
+        hosts = {host["host"]: host for host in report["hosts"]}
+        assert sorted(hosts) == HOSTS and all(host["is_rehearsed"] and not host["lost"] for host in hosts.values())
+        slice_processes = [host["jax"]["process"] for label, host in sorted(hosts.items()) if label != HOST]
+        assert slice_processes == [3, 2, 1, 0] and hosts[HOST]["jax"]["kinds"] == ["cpu"] * 8
+        assert "attributes/ssh-keys" in hosts[HOST]["metadata_keys"]
+        text = str(report)
+        assert "ssh-ed25519" not in text and not re.search(r"\b127\.\d+\.\d+\.\d+", text)
+        with fleet.broken(ONE, "missing-device", "holder"):
+            report, said = write_report("v2", code=1)
+        assert report["contradicted"] == {"chips-per-host": f"{HOST}: 3, expected 4"}
+        assert "contradicted  chips-per-host" in said and "a process uses the chips" in said
+    finally:
+        fleet.exec("all", "rm -r ~/.tpuswarm/venv")
 
 
 def run_connected(machines, work):

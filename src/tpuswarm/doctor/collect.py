@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tpuswarm.doctor.processes import (
 
 ANSWER_TIMEOUT_S = 5.0
 """Long enough for a busy machine's metadata server."""
-LOCK = ROOT / "tmp/libtpu_lockfile"
+LOCK, LOGS = ROOT / "tmp/libtpu_lockfile", ROOT / "tmp/tpu_logs"
 PACKAGES = ("jax", "jaxlib", "libtpu", "tpuswarm", "ray", "torch")
 KNOWN_MESSAGES = re.compile(
     rb"Couldn't open iommu group|open\(/dev/vfio|Failed to initialize TPU system|TPU initialization failed"
@@ -242,20 +243,22 @@ def try_connection(address: str) -> "dict[str, str]":
         return {"address": address, "error": getattr(error, "strerror", None) or str(error)}
 
 
+def read_fact(found: "dict[str, Any]", fact: str, probe: "Callable[..., Any]", *arguments: Any) -> None:
+    """Add a fact to `found`, or its error to `found["lost"]`."""
+    try:
+        found[fact] = probe(*arguments)
+    except Exception as error:  # noqa: BLE001  # one broken probe must not hide the other facts
+        found["lost"].update(dict.fromkeys(DERIVED.get(fact, (fact,)), type(error).__name__ + ": " + str(error)))
+
+
 def collect(head: str, bucket: str) -> "dict[str, Any]":
     """Return all facts; head: the swarm's HOST:PORT; bucket: the fleet's. Empty: none.
 
     A fact that cannot be read is missing, and `lost` has the error.
     """
-    found = {"time": time.time(), "user": user_name(os.getuid())}  # type: dict[str, Any]
     lost = {}  # type: dict[str, str]
-
-    def read(fact: str, probe: "Callable[..., Any]", *arguments: Any) -> None:
-        try:
-            found[fact] = probe(*arguments)
-        except Exception as error:  # noqa: BLE001  # one broken probe must not hide the other facts
-            lost.update(dict.fromkeys(DERIVED.get(fact, (fact,)), type(error).__name__ + ": " + str(error)))
-
+    found = {"time": time.time(), "user": user_name(os.getuid()), "lost": lost}  # type: dict[str, Any]
+    read = partial(read_fact, found)
     read("devices", lambda: [machine_path(path) for path in list_devices()])
     read("others", find_holders_as_root)
     others = found.pop("others", None)
@@ -269,7 +272,7 @@ def collect(head: str, bucket: str) -> "dict[str, Any]":
             found[fact] = value
     read("lock", read_entry, LOCK)
     read("locker", find_locker, LOCK)
-    read("logs", read_entry, ROOT / "tmp/tpu_logs")
+    read("logs", read_entry, LOGS)
     read("preload", read_preload)
     read("disks", read_disks)
     read("memory", read_memory)
@@ -283,7 +286,7 @@ def collect(head: str, bucket: str) -> "dict[str, Any]":
     read("accelerator", os.environ.get, "TPU_ACCELERATOR_TYPE")
     read("head", lambda: try_connection(head) if head else None)
     read("bucket", lambda: check_bucket(bucket) if bucket else None)
-    return {**found, "lost": lost}
+    return found
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ HOST_TIMEOUT_S = 30.0
 def examine_here() -> list[Finding]:
     """Check this computer."""
     before = time.time()
-    done = _run_here([sys.executable, "-c", bootstrap(MODULES[-1])], pack_modules(*MODULES))
-    facts = _parse_facts(done.returncode, done.stdout, done.stderr)
+    done = run_here([sys.executable, "-c", bootstrap(MODULES[-1])], pack_modules(*MODULES))
+    facts = parse_facts(done.returncode, done.stdout, done.stderr)
     if isinstance(facts, str):
         raise RunFailed(f"this computer cannot be checked: {facts}")
     metadata = facts.get("metadata") or {}
@@ -55,7 +55,7 @@ async def examine(
 
     async def collect_from(host: Host) -> CheckedHost:
         before = time.time()
-        facts = _parse_facts(*await run_shell(connections, host, line, pack_modules(*MODULES)))
+        facts = parse_facts(*await run_shell(connections, host, line, pack_modules(*MODULES)))
         if isinstance(facts, str):
             raise HostUnreachable(host, facts)
         skew_s = _clock_skew(facts, before, time.time())
@@ -102,7 +102,7 @@ def fix_here(findings: Iterable[Finding]) -> list[str]:
     """Carry out the fixes on this computer; return a sentence for each."""
     sentences = []
     for finding in findings:
-        done = _run_here(["/bin/bash", "-c", finding.fix or "true"])
+        done = run_here(["/bin/bash", "-c", finding.fix or "true"])
         sentences.append(_fix_result(finding, done.returncode, done.stderr))
     return sentences
 
@@ -129,11 +129,14 @@ async def fix_hosts(connections: Connections, hosts: Mapping[str, Host], finding
     return [sentence for done in sentences.values() for sentence in done]
 
 
-def _run_here(words: list[str], stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+def run_here(
+    words: list[str], stdin: bytes = b"", timeout_s: float = HOST_TIMEOUT_S
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a program on this computer. Raise RunFailed if it does not end in time."""
     try:
-        return subprocess.run(words, input=stdin, capture_output=True, check=False, timeout=HOST_TIMEOUT_S)
+        return subprocess.run(words, input=stdin, capture_output=True, check=False, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"this computer did not answer within {HOST_TIMEOUT_S:g} s") from error
+        raise RunFailed(f"this computer did not answer within {timeout_s:g} s") from error
 
 
 def _fix_result(finding: Finding, code: int, err: bytes) -> str:
@@ -146,8 +149,8 @@ def _last_line(err: bytes) -> str:
     return err.decode(errors="replace").strip().rpartition("\n")[2] or "no output"
 
 
-def _parse_facts(code: int, out: bytes, err: bytes) -> Facts | str:
-    """Return the output of `collect.py`, or why there is none."""
+def parse_facts(code: int, out: bytes, err: bytes) -> Facts | str:
+    """Return the JSON that a module printed on a host, or why there is none."""
     if code == 127:
         return "has no python3, which doctor and jobs need"
     try:

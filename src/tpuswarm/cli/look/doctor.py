@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,12 +13,14 @@ from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.doctor.cloud import check_fleet, check_missing
 from tpuswarm.doctor.examine import examine, examine_here, fix_here, fix_hosts
 from tpuswarm.doctor.finding import THIS_COMPUTER, Finding
+from tpuswarm.doctor.report import list_refusals, make_report, survey_here, survey_hosts
 from tpuswarm.doctor.run import check_run
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.swarm.views.status import read_run
+from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import is_run, read_config
@@ -27,6 +29,7 @@ from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import is_url, shown
 
 CLOUD = "cloud"
+REPORT = "tpuswarm-report.json"
 FIRST_CHECKS = ("credentials", "project", "billing", "apis")
 """Without these, the cloud answers no further questions."""
 
@@ -37,14 +40,23 @@ def doctor(
         typer.Argument(metavar="[WHERE]", help="here, NAME, NAME/2 (a worker), POOL, all, cloud, or a run."),
     ] = THIS_COMPUTER,
     fix: Annotated[bool, typer.Option("--fix", help="Fix what is safe to fix, and check again.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help=f"Write {REPORT}: what the machines show of docs/assumptions.md.")
+    ] = False,
     as_json: Json = False,
     fleet: FleetOption = None,
 ) -> None:
     """Find what is wrong with machines or a run: why it matters, how to fix it. Exit code 1 if something is."""
+    if report and fix:
+        raise InputError("--report changes nothing: leave out --fix, or --report")
     if where == CLOUD or (where != THIS_COMPUTER and _names_run(where)):
         if fix:
             raise InputError("--fix is for machines only; follow the remedies that doctor prints without it")
+        if report:
+            raise InputError("--report is for machines only: NAME, POOL, all, or nothing for this computer")
         raise typer.Exit(_check_cloud(fleet, as_json) if where == CLOUD else _check_run(where, as_json))
+    if report:
+        raise typer.Exit(_write_report(where, fleet, as_json))
     if where == THIS_COMPUTER:
         findings, host_count = examine_here(), 1
         if fix and (fixable := _print_fixes(findings, as_json)):
@@ -58,6 +70,41 @@ def doctor(
     else:
         _print_findings(_count_hosts(host_count), findings)
     raise typer.Exit(1 if findings else 0)
+
+
+def _write_report(where: str, fleet_name: str | None, as_json: bool) -> int:
+    """Write what machines show of the assumptions; return the exit code, 1 if they contradict one."""
+    refusals: list[str] = []
+    if where == THIS_COMPUTER:
+        with waiting("surveying this computer"):
+            hosts = survey_here()
+    else:
+        routes = open_routes(find_fleet(fleet_name)[0])
+        snapshot = routes.snapshot()
+        reached = routes.find_listed(where, snapshot)
+        refusals = list_refusals(snapshot.document)
+
+        async def survey() -> list[dict[str, Any]]:
+            async with Connections(routes.key) as connections:
+                return await survey_hosts(connections, reached)
+
+        with waiting(f"surveying {_count_hosts(len(reached.hosts))}"):
+            hosts = asyncio.run(survey())
+    report = make_report(hosts, refusals)
+    text = json.dumps(report, indent=1)
+    write_atomically(Path(REPORT), text + "\n")
+    if as_json:
+        print(text)
+        return 1 if report["contradicted"] else 0
+    for assumption, seen in report["contradicted"].items():
+        echo(f"contradicted  {assumption}: {seen}")
+    for host in hosts:
+        lost = [f"{fact} could not be read: {error}" for fact, error in host.get("lost", {}).items()]
+        for error in filter(None, (host.get("error"), host.get("jax", {}).get("error"), *lost)):
+            echo(f"not seen  {host['host']}: {error}", err=True)
+    counts = [f"{len(report[key])} {key.replace('_', ' ')}" for key in ("confirmed", "contradicted", "not_seen")]
+    echo(f"{REPORT}: of the assumptions of docs/assumptions.md {', '.join(counts)}. Read it before you send it.")
+    return 1 if report["contradicted"] else 0
 
 
 def _check_cloud(fleet_name: str | None, as_json: bool) -> int:

@@ -41,12 +41,11 @@ def test_argument_under_another_name_or_in_another_place_is_answered_with_the_ri
 
 LOSS = """
 import jax.numpy as jnp, numpy as np, optax
-from tpuswarm import Every, StreamSource, Trainer, load, supervised
+from tpuswarm import StreamSource, Trainer, load, supervised
 
 def helper(params): return params["w"] @ jnp.zeros((7, 2))
 def wrong(params, batch, key): return helper(params)
 def right(params, batch, key): return jnp.mean(batch["x"] @ params["w"])
-def hook(step): return load("no-such-run")
 def stream():
     for length in (3, 4): yield {"x": np.ones((8, length), np.float32)}
 
@@ -63,7 +62,6 @@ CALLS = {
     "fit(wrong)": ["return helper(params)", "@ jnp.zeros((7, 2))", "fails: TypeError"],
     "steps()": ["for step in Trainer", "data arrays need"],
     'fit(devices="many")': [").fit(recipe", "many"],
-    "fit(hooks=[Every(2, hook)])": ['return load("no-such-run")', "is no run"],
     "fit(data=StreamSource(stream))": ["pad or cut"],
     "fit(optimizer=optax.GradientTransformation(lambda params: {}['a'], None))": ["lambda params", "KeyError: 'a'"],
 }

@@ -258,10 +258,10 @@ def test_resumed_deterministic_run_is_deterministic(stopped, monkeypatch):
     config.write_text(config.read_text().replace("deterministic = false", "deterministic = true"))
 
     def prepare(deterministic=False):
-        raise InterruptedError(deterministic)
+        raise RunFailed(str(deterministic))
 
     monkeypatch.setattr("tpuswarm.train.process.platform.configure_jax", prepare)
-    with pytest.raises(InterruptedError, match="True"):
+    with pytest.raises(RunFailed, match=r"^True$"):
         trainer().fit(toy.recipe(), run=stopped)
 
 

@@ -12,6 +12,8 @@ from tests.remote.conftest import FILE, ONE, SLICE
 from tests.terminal import terminal
 from tpuswarm.cli.machine.setup import SetupProgress
 from tpuswarm.fleet.hosts.setup import SavedSetup, find_setup_targets, prepare_machine
+from tpuswarm.fleet.keeper.head_keeper import SETUP_FILES
+from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.setup.table import Setup
 
 pytestmark = pytest.mark.slow
@@ -34,6 +36,8 @@ def file(fleet, monkeypatch):
     yield path
     fleet.environment.pop("A_TOKEN", None)
     path.write_text(FILE)
+    for name in SETUP_FILES:  # else jobs of other tests would set up their machines first
+        (find_fleet(None)[0].folder / name).unlink(missing_ok=True)
 
 
 def test_dry_run_shows_the_steps_without_a_machine(fleet, file):

@@ -49,8 +49,8 @@ def store_folder(fleet: Fleet, confirmation: "SizeConfirmation") -> Tree:
 
 def send_folder(routes: Routes, where: str, confirmation: "SizeConfirmation", dry_run: bool = False) -> bool:
     """Send this folder to machines, and return whether it was sent. Raise RunFailed if a machine does not get it."""
-    tree = store_folder(routes.fleet, confirmation)
     hosts, unreachable = routes.hosts(where)
+    tree = store_folder(routes.fleet, confirmation)
     for reason in unreachable:
         echo(f"not now: {reason}")
     outcome = asyncio.run(_send(routes, hosts, tree, confirmation, dry_run))

@@ -52,7 +52,7 @@ def test_one_line_trains_one_model_on_all_workers(fleet, tmp_path, place):
     run = "gs://rehearsal-trio/runs/pod" if place == "bucket" else str(tmp_path / "pod")
     out, err = fleet.run("exec", SLICE, "--", f"{TRAIN} --run {run}")
     assert "4/4 ok" in err and "wide on 16 x cpu" in err, out + err
-    assert err.count("of the 4 of a slice, which train together") == 4 and out.count("finished at step 4 of 4") == 4
+    assert err.count("of a slice of 4 workers, which train together") == 4 and out.count("finished at step 4 of 4") == 4
     Trainer().fit(build_recipe(TARGET, {}), steps=4, batch=16, run=tmp_path / "alone")
     if place == "bucket":
         zero, one = (fleet.user_home(f"{SLICE}-{worker}") / COPY for worker in (0, 1))
@@ -73,4 +73,4 @@ def test_program_that_was_told_nothing_joins_the_other_workers_or_says_that_it_t
     assert sorted(text for text in out.splitlines() if "│ process" in text) == expected
     out, err = fleet.run("exec", SLICE, "--", line.replace("RUN", "None"))
     assert out.count("│ process 0 of 1: step 5") == 4
-    assert err.count("of the 4 of a slice; it trains alone: it needs a run") == 4
+    assert err.count("of a slice of 4 workers; it trains alone: it needs a run") == 4

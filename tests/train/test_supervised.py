@@ -230,7 +230,7 @@ def loss_and_metrics(metrics):
         (loss_and_metrics({"eval_a": 1.0}), {}, "cannot be called eval_a"),
         ({"data": (toy.data()["x"], toy.data()["y"])}, {}, "the train data of toy is a tuple: give a dict of arrays"),
         ({"data": {"in": {"x": np.ones(4)}, "y": np.ones(4)}}, {}, "a dict under in: a batch is one dict of arrays, w"),
-        ({"data": {"x": [[1], [1, 2]]}}, {}, "x of the data is no array: setting an array element with a sequence"),
+        ({"data": {"x": [[1], [1, 2]]}}, {}, "x of the data is not an array: setting an array element with a sequence"),
         ({"data": {"x": np.ones(4), "n": 4}}, {}, r"n of the data is a int \(int64\): a batch is one dict of arrays"),
         ({"data": {"x": ["a", "b"]}}, {}, r"x of the data is a list \(<U1\)"),
     ],

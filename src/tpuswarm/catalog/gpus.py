@@ -26,12 +26,12 @@ class Gpu:
     """Other short forms: h100."""
     device_kinds: tuple[str, ...]
     peak_bf16: float | None
-    """None: no bfloat16 units."""
+    """FLOP/s; None for a GPU without bfloat16 units."""
     peak_f32: float
-    """For float32 matmuls as JAX runs them by default: in TF32 where there is."""
+    """FLOP/s of float32 matmuls, which JAX runs in TF32 on GPUs that have it."""
     bandwidth: float
     memory_gib: float
-    """As CUDA reports it."""
+    """Memory that CUDA reports."""
     compute_capability: str
     multiprocessors: int
     clock_ghz: float
@@ -102,7 +102,7 @@ device_description_str: "{self.device_kind}"
 
 
 Hardware = Accelerator | Gpu
-"""What a member trains on: a TPU type or a GPU."""
+"""A TPU type or a GPU, on which a member trains."""
 
 
 @cache

@@ -1,6 +1,5 @@
 """Format figures and sentences for people."""
 
-import json
 import math
 import re
 from datetime import timedelta
@@ -21,19 +20,6 @@ def format_figure(value: float | None) -> str:
         return f"{value:g}"
     text = f"{value:#.4g}".rstrip(".")
     return f"{value:.3e}" if "e" in text or abs(value) < MIN_FIXED_POINT else text
-
-
-def format_maintenance(answer: str | None) -> str:
-    """Format the value of the metadata key upcoming-maintenance; empty if it announces nothing."""
-    try:
-        found = json.loads(answer or "")
-    except ValueError:
-        return ""
-    notice = {name.replace("_", "").lower(): value for name, value in found.items()} if isinstance(found, dict) else {}
-    if "windowstarttime" not in notice:
-        return ""
-    kind = notice.get("type", notice.get("maintenancetype", "")).lower()
-    return f"{kind} maintenance from {notice['windowstarttime']} to {notice.get('windowendtime', '?')}".strip()
 
 
 def format_duration(seconds: float | None) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from tpuswarm.catalog import find
-from tpuswarm.config.formatting import format_age, format_maintenance
+from tpuswarm.config.formatting import format_age
 from tpuswarm.config.units import GIB
 from tpuswarm.doctor.finding import THIS_COMPUTER, Check, CheckedHost, Finding, Problem
 from tpuswarm.errors import InputError
 from tpuswarm.remote.paths import SERVICE_PREFIX
+from tpuswarm.train.process.metadata import format_maintenance
 
 LOCK = "/tmp/libtpu_lockfile"
 LOGS = "/tmp/tpu_logs"

@@ -164,11 +164,8 @@ def enter_scope(name: str, run: int) -> None:
     unit = f"tpuswarm-{name}-{run}.scope"
     manager = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"]
     pids = ["PIDs", "au", "1", str(os.getpid())]
-    survive = [
-        "OOMPolicy",
-        "s",
-        "continue",
-    ]  # else systemd 253 and later stop the whole scope after an out-of-memory kill
+    # without it, systemd 253 and later stop the whole scope after an out-of-memory kill
+    survive = ["OOMPolicy", "s", "continue"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no sudo
         for properties in (["2", *pids, *survive], ["1", *pids]):
             words = ["StartTransientUnit", "ssa(sv)a(sa(sv))", unit, "fail", *properties, "0"]

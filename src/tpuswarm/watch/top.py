@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpuswarm.cloud.protocol import Machine
-from tpuswarm.config.formatting import format_age, format_figure, format_maintenance
+from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.hosts.routes import ReachableHosts
 from tpuswarm.swarm.views.status import MemberStatus
+from tpuswarm.train.process.metadata import format_maintenance
 from tpuswarm.watch.follow import SAMPLE_INTERVAL_S, Sample
 
 if TYPE_CHECKING:

@@ -191,7 +191,7 @@ def test_worker_of_a_slice_joins_the_others_or_says_why_not(monkeypatch, capfd, 
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
     group = find_host_group(None, None, None, **{"run": "gs://bucket/run", **given})
     assert group == (None if given else HostGroup(4, 2, f"t-0:{PORT}"))
-    assert f"this is worker 2 of the 4 of a slice{';' if given else ','} {sentence}" in capfd.readouterr().err
+    assert f"this is worker 2 of a slice of 4 workers{';' if given else ','} {sentence}" in capfd.readouterr().err
     monkeypatch.undo()
     monkeypatch.setenv("TPU_WORKER_ID", "0")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")

@@ -101,7 +101,7 @@ def up(
     def print_command() -> None:
         if command:
             packages = ", ".join(COMMAND_PACKAGES)
-            echo(f"then: this folder is sent there, Python and {packages} are installed, and it runs")
+            echo(f"then: send this folder there, install Python and {packages}, and run")
             echo(f"     {command_line(command)}")
 
     if dry_run:

@@ -47,7 +47,7 @@ class Subnetwork(NamedTuple):
 
 
 class RegionQuota(NamedTuple):
-    """What a project may use of a region, such as external addresses, and what it uses."""
+    """A project's quota in one region, for example of external addresses, and its usage."""
 
     limit: int
     usage: int

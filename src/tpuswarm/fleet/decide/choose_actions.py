@@ -11,7 +11,6 @@ from typing import Literal
 from tpuswarm.catalog import find
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.protocol import Machine, Spec
-from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.actions import Action, Create, Delete, Plan, Start, Stop, Wait
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
 from tpuswarm.fleet.decide.fleet_state import (
@@ -25,7 +24,7 @@ from tpuswarm.fleet.decide.fleet_state import (
 from tpuswarm.fleet.decide.limits import Limits, Refusal, machine_quota, spec_quota
 from tpuswarm.fleet.decide.money import DELETE_MARGIN_S, HOUR_S, QuotaKey, format_dollars, machine_price
 from tpuswarm.fleet.decide.names import by_number, free_names
-from tpuswarm.fleet.decide.region_quotas import count_hosts, spec_hosts
+from tpuswarm.fleet.decide.region_quotas import count_hosts, host_count, spec_hosts
 from tpuswarm.fleet.decide.settings import explain_outdated, plan_disks
 
 BOOT_TIMEOUT_S = 1800.0
@@ -397,8 +396,5 @@ class _Planner:
 
 
 def _boot_factor(type_: str) -> int:
-    try:
-        hosts = find(type_).hosts
-    except InputError:  # the catalogue does not know the type
-        return 1
+    hosts = host_count(type_)
     return 1 if hosts < 64 else 2 if hosts < 256 else 3

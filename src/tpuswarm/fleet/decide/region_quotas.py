@@ -15,6 +15,14 @@ def region_key(zone: str, quota: str) -> str:
     return f"{region_of(zone)}/{quota}"
 
 
+def host_count(type_: str) -> int:
+    """Return how many hosts a machine has; 1 for a VM and for a type that the catalogue does not know."""
+    try:
+        return find(type_).hosts
+    except InputError:
+        return 1
+
+
 def count_hosts(pools: Iterable[PoolSpec], machines: Iterable[Machine], specs: Iterable[Spec]) -> Counter[str]:
     """Return how many hosts of existing and requested machines each quota counts, by its key."""
     internal = {pool.name for pool in pools if not pool.spec.external_ips}
@@ -33,9 +41,5 @@ def spec_hosts(spec: Spec) -> dict[str, int]:
 
 
 def _hosts_by_key(machine: Machine | Spec, has_external: bool) -> dict[str, int]:
-    try:
-        hosts = find(machine.type).hosts
-    except InputError:  # a VM, or a type that the catalogue does not know
-        hosts = 1
     quotas = REGION_QUOTAS if has_external else (INSTANCES,)
-    return {region_key(machine.zone, quota): hosts for quota in quotas}
+    return {region_key(machine.zone, quota): host_count(machine.type) for quota in quotas}

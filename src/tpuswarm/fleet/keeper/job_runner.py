@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tpuswarm.cloud.errors import Changed, CloudError
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
-from tpuswarm.config.formatting import format_maintenance
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.fleet_state import WorkStatus
@@ -32,6 +31,7 @@ from tpuswarm.fleet.decide.jobs import (
 from tpuswarm.fleet.hosts.routes import Routes, Snapshot
 from tpuswarm.fleet.hosts.setup import BootState, Preparer
 from tpuswarm.fleet.hosts.targets import Target
+from tpuswarm.fleet.keeper.maintenance import MaintenanceNotices, TargetHosts
 from tpuswarm.fleet.store.document import Document, DocumentStore, with_events
 from tpuswarm.fleet.store.machine_flags import machine_exports
 from tpuswarm.fleet.training import is_head, is_member, share_token
@@ -45,8 +45,6 @@ BUSY_INTERVAL_S, IDLE_INTERVAL_S = 0.5, 2.0
 MAX_HOSTS_PER_S = 25
 """Each answer starts a Python process beside somebody's training, so large fleets are asked less often."""
 SWEEP_INTERVAL_S = 30.0
-NOTICE_INTERVAL_S = 600.0
-"""How often all hosts are asked for announced maintenance, which has days of notice."""
 RETRY_S = 5.0
 HOST_TIMEOUT_S = 30.0
 MAX_LISTING_AGE_S = 30.0
@@ -56,7 +54,6 @@ NO_KEEPER = "no keeper runs; start one with `tpuswarm keep`"
 
 RouteKey = tuple[str, tuple[Worker, ...]]
 """A route is valid for a host's alias and its machine's addresses."""
-TargetHosts = Sequence[tuple[Target, Host]]
 HostStates = Sequence[tuple[Target, object]]
 """Each target's states of jobs, or the error of a host that did not answer."""
 
@@ -71,9 +68,8 @@ class JobRunner:
         self._failures: dict[tuple[str, str, str], tuple[float, str]] = {}
         """By job, machine and host: when to retry, and what went wrong."""
         self._strays: frozenset[StrayRun] = frozenset()
-        self._swept_at, self._notices_read_at = -SWEEP_INTERVAL_S, -NOTICE_INTERVAL_S
-        self._notices: set[tuple[str, str]] = set()
-        """Announced maintenance that was stored as an event: machine and text. The document keeps the last events."""
+        self._swept_at = -SWEEP_INTERVAL_S
+        self._maintenance = MaintenanceNotices()
         self._document: Document | None = None
         self.interval_s = IDLE_INTERVAL_S
 
@@ -113,7 +109,7 @@ class JobRunner:
         if sweep:
             await asyncio.to_thread(self._routes.refresh_ssh_config, Snapshot(document, listing))
             await self._end_strays(connections, document.jobs, states, hosts)
-        notices = await self._read_notices(connections, document, hosts, now) if sweep and may_start else []
+        notices = await self._maintenance.read(connections, document, hosts, now) if sweep and may_start else []
         updates = self._decide(document, open_jobs, own, listing, states, now, may_start)
         jobs = tuple(self._explain(update, old.name) for update, old in zip(updates, document.jobs, strict=True))
         if not may_start:  # whoever runs the jobs explains what waits
@@ -130,7 +126,7 @@ class JobRunner:
                 self._document = await asyncio.to_thread(self._store.load)
                 return self._document, True  # decide again in the next round
             self._document = document
-            self._notices |= {(event.machine, event.text) for event in notices}
+            self._maintenance.add_stored(notices)
         actions = [
             (job, action)
             for job, update in zip(jobs, updates, strict=True)
@@ -148,27 +144,6 @@ class JobRunner:
             time_out_s=HOST_TIMEOUT_S,
         )
         return [(target, state) for (target, _), state in zip(hosts, states, strict=True)]
-
-    async def _read_notices(
-        self, connections: Connections, document: Document, hosts: TargetHosts, now: float
-    ) -> list[Event]:
-        """Return an event for each machine whose maintenance is announced, once for each announcement."""
-        if time.monotonic() - self._notices_read_at < NOTICE_INTERVAL_S:
-            return []
-        self._notices_read_at = time.monotonic()
-        known = self._notices | {(event.machine, event.text) for event in document.events}
-        answers = await fan_out(
-            [host for _, host in hosts],
-            lambda host: Supervisor(connections, host).maintenance(),
-            time_out_s=HOST_TIMEOUT_S,
-        )
-        events = []
-        for (target, _), answer in zip(hosts, answers, strict=True):
-            notice = target.machine.name, format_maintenance(answer if isinstance(answer, str) else None)
-            if notice[1] and notice not in known:
-                known.add(notice)
-                events.append(Event(now, target.machine.pool or "", target.machine.name, "maintenance", notice[1]))
-        return events
 
     def _decide(
         self, document: Document, open_jobs: Sequence[Job], own: Sequence[Machine], listing: Listing,

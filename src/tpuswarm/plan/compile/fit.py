@@ -29,7 +29,9 @@ EVALUATION_BATCHES = 3
 """An evaluation holds three batches on the devices: two that wait and the next (train/loop/evaluate.py)."""
 TOKEN_BYTES = 2
 """Tokens are stored as uint16."""
-NO_CALLBACKS = "a call of the host (jax.debug.print) compiles for a GPU only where there is one: leave it out to plan"
+NO_CALLBACKS = (
+    "the step calls the host (jax.debug.print), which compiles for a GPU only where there is one: leave it out to plan"
+)
 
 
 def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:

@@ -26,7 +26,7 @@ ATTENTION_PRODUCTS = {"__cudnn$fmhaSoftmaxBackward": 5, "__cudnn$fmhaSoftmax": 2
 
 
 class LeastTime(NamedTuple):
-    """Seconds of kernels that are limited by their FLOPs, and of those that are limited by memory."""
+    """Seconds that kernels need at least: those limited by FLOPs, and those limited by memory."""
 
     compute: float
     memory: float
@@ -135,7 +135,10 @@ def _moved_bytes(instruction: Instruction, body: Mapping[str, Instruction], comp
 
 
 def _read_bytes(fused: Mapping[str, Instruction], operands: Sequence[str]) -> int:
-    """Return what a fusion reads: of an operand that it only slices, the slices; nothing of one that it updates."""
+    """Return how many bytes a fusion reads.
+
+    An operand that it only slices counts with its slices, and one that it updates in place not at all.
+    """
     total = 0
     for parameter in fused.values():
         if parameter.op != "parameter":
@@ -162,7 +165,7 @@ def _users(fused: Mapping[str, Instruction], name: str) -> Iterator[tuple[Instru
 
 
 def _written_bytes(fused: Mapping[str, Instruction]) -> int:
-    """Return what a fusion writes: of an array that it updates in place, the update."""
+    """Return how many bytes a fusion writes; an array that it updates in place counts with the update."""
     root = next(instruction for instruction in fused.values() if instruction.is_root)
     results = [fused[name] for name in root.operands] if root.op == "tuple" else [root]
     total = 0

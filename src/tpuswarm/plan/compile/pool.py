@@ -21,6 +21,7 @@ from typing import Any
 from tpuswarm.errors import InputError
 from tpuswarm.plan.compile.cache import PlanCache, cache_key
 from tpuswarm.plan.compile.request import CompileRequest, CompileResult
+from tpuswarm.train.process.nvidia import plugin_cuda_version
 from tpuswarm.train.settings import check_batch
 
 COMPILE_TIMEOUT_S = 3600.0
@@ -170,7 +171,7 @@ def no_compiler() -> str:
 
 def no_gpu_compiler() -> str:
     """Return why nothing can be compiled for GPUs here, if so, and what helps."""
-    if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    if plugin_cuda_version() is not None:
         return ""
     return "JAX's CUDA plugin, the GPU compiler, is not installed: on Linux, pip install 'tpuswarm[cuda]' (5 GB)"
 

@@ -38,9 +38,9 @@ class Target:
     """Memory for a program on one device."""
     matrix_unit: int
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a GPU, by dtype of a product's operands."""
+    """Peak of a GPU, by the dtype of a product's operands."""
     bytes_per_s: float = 0.0
-    """Of a GPU's memory."""
+    """Bandwidth of a GPU's memory."""
 
 
 def describe_target(hardware: Hardware) -> Target:
@@ -109,9 +109,9 @@ class Program:
     is_averaged: bool
     """A swarm keeps a moving average of the parameters."""
     compute_seconds: float | None = None
-    """Least time of a GPU's kernels that their FLOPs limit; None for a TPU, as the next."""
+    """Least time of a GPU's kernels that are limited by FLOPs; None for a TPU."""
     memory_seconds: float | None = None
-    """Least time of those that memory limits."""
+    """Least time of a GPU's kernels that are limited by memory; None for a TPU."""
 
 
 @dataclass(frozen=True)

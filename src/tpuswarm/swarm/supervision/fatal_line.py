@@ -6,7 +6,7 @@ from pathlib import Path
 TAIL_BYTES = 65536
 MAX_CHARS = 300
 FATAL = re.compile(r"F\d{4} [\d:.]+ +\d+ \S+\] (.*)")
-"""A fatal error of XLA or another C++ library with Abseil's log. It ends the process."""
+"""The fatal error of a C++ library that logs with Abseil, such as XLA."""
 STACK = re.compile(r"$|\s|@|\*\*\*|PC: @|(Current t|T)hread 0x|Stack \(|Extension modules:|\[\d{4}-\d\d-\d\d ")
 """Lines of stack traces, and those of Ray."""
 ERROR = re.compile(r"Fatal Python error|[\w.]+(Error|Exception)\b|terminate called|.*(double free|corrupt|smashing)")

@@ -325,8 +325,10 @@ def _supervise(
     loggers: list[GuardedLogger] = []
 
     def close_loggers() -> None:
-        for logger in loggers:
-            logger.close(is_urgent=ended is not None and ended.signal not in (None, Signals.SIGINT))
+        is_urgent = ended is not None and ended.signal not in (None, Signals.SIGINT)
+        with ExitStack() as closing:  # all of them, even after Ctrl-C in one
+            for logger in loggers:
+                closing.callback(logger.close, is_urgent=is_urgent)
 
     try:
         with ExitStack() as ends:

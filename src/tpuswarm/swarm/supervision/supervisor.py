@@ -37,8 +37,8 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """Wait before a dead process is restarted; doubles while it makes no progress."""
 MAX_FAILURES, MAX_DEATHS = 4, 12
 """A process may fail with an error, or die silently, this often in a row without a step (of a member) or a commit (of
-the others). Then the run gives up, or only sets a member aside, if another one may train. So it does with a
-member that dies twice before its first step with the same cause in its log."""
+the others). Then the run gives up, or only sets a member aside, if another one may train. The same goes for a member
+that dies twice before its first step with the same cause in its log."""
 SET_ASIDE_RETRY_S = 600.0
 """A member that was set aside is tried again after this time: the user may have fixed the cause."""
 LAST_REPORT_TIMEOUT_S = 5.0

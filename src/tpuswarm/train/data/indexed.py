@@ -114,7 +114,7 @@ def _read_items(data: Any, names: Sequence[str], numbers: list[int]) -> ArrayRow
 
 
 def _describe_death(exit_codes: list[int | None]) -> str:
-    """Return why worker processes have ended, of which all but the first got SIGTERM."""
+    """Explain the end of worker processes: one died, and the pool ended the others with SIGTERM."""
     code = next((code for code in exit_codes if code not in (0, None, -SIGTERM)), -SIGTERM)
     if code < 0:
         return f"a process that reads rows was ended by {Signals(-code).name}; is there memory for all workers?"

@@ -28,7 +28,7 @@ def stack_items(items: Iterable[Any], names: Sequence[str], label: Callable[[int
         if arrays.keys() != columns.keys():
             name = min(arrays.keys() ^ columns.keys(), key=str)
             has, lacks = (0, position) if name in columns else (position, 0)
-            raise InputError(f"{label(has)} has {name}, and {label(lacks)} has not: {SAME_NAMES}{line}")
+            raise InputError(f"{label(has)} has {name}, and {label(lacks)} does not: {SAME_NAMES}{line}")
         for name, column in columns.items():
             array = arrays[name]
             if column and array.shape != column[0].shape:

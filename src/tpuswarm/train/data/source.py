@@ -61,7 +61,7 @@ def _to_rows(name: str, data: Any) -> np.ndarray:
     try:
         array = np.asanyarray(data)
     except ValueError as error:  # rows of different lengths
-        raise InputError(f"{name} of the data is no array: {error}") from error
+        raise InputError(f"{name} of the data is not an array: {error}") from error
     if array.dtype.kind in NON_NUMERIC_KINDS or not array.ndim:
         raise InputError(
             f"{name} of the data is a {type(data).__name__} ({array.dtype}): a batch is one dict of arrays of numbers "
@@ -189,7 +189,7 @@ def copy_arrays(values: Mapping[str, Any], label: Callable[[], str], line: str) 
             array = np.array(np.asarray(value))  # in two steps, because NumPy cannot copy a torch tensor
         except Exception as error:
             place = "" if user_line(error) else line
-            failure = describe_failure(f"{name} of {label()} is no array", error)
+            failure = describe_failure(f"{name} of {label()} is not an array", error)
             raise InputError(f"{failure}; pad or cut it to one shape{place}") from error
         if array.dtype.kind in NON_NUMERIC_KINDS:
             raise InputError(

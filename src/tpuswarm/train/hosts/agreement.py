@@ -20,6 +20,7 @@ from tpuswarm.train.hosts import control_channel
 from tpuswarm.train.hosts.host_group import HostGroup
 from tpuswarm.train.hosts.rendezvous import Hosts, initialize
 from tpuswarm.train.process import platform
+from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.mesh import select_devices
@@ -180,9 +181,7 @@ class _SecretPlace:
         if self._bucket:
             self._bucket.put(SECRET_FILE, secret)
             return
-        self._path.unlink(missing_ok=True)
-        self._path.touch(mode=0o600)
-        self._path.write_bytes(secret)
+        write_atomically(self._path, secret, 0o600)
 
     def read(self) -> bytes:
         """Return the secret; empty if it is not there (yet)."""
@@ -198,6 +197,7 @@ class _SecretPlace:
         if self._bucket:
             with suppress(BucketFailed):
                 self._bucket.delete(SECRET_FILE)
+            return
         self._path.unlink(missing_ok=True)
 
 

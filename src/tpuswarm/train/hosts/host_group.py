@@ -66,7 +66,7 @@ def find_host_group(
     worker = find_slice_worker()
     if worker is None:
         return None
-    place = f"this is worker {worker.number} of the {len(worker.names)} of a slice"
+    place = f"this is worker {worker.number} of a slice of {len(worker.names)} workers"
     if reason := _reason_to_stay_alone(run, devices, is_dev_run):
         echo(f"{place}; it trains alone: {reason}", err=True)
         return None

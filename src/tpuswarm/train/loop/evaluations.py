@@ -41,7 +41,9 @@ class Evaluations:
                 "next evaluation replaces it"
             )
         if self._best and self._best.is_lost:
-            self._session.notes.append("best.json or its checkpoint is damaged: from here on the best is kept anew")
+            self._session.notes.append(
+                "best.json or its checkpoint is damaged: only evaluations from here on count for it"
+            )
 
     def require_names(self, hooks: Hooks, names: list[str]) -> None:
         """Raise InputError if hooks or `keep_best` need a metric that no evaluation will have."""

@@ -100,7 +100,7 @@ def restored_lr_scale(events: Sequence[Mapping[str, Any]], saved: Saved) -> tupl
     recorded = saved.about.get("lr_scale", found)  # before or after the hooks of its step
     if recorded in (found, lr_scale_after(events, saved.step - 1)):
         return found, ""
-    note = f"events.jsonl lacks changes of the learning rate; its factor is {recorded:g}, as the checkpoint says"
+    note = f"events.jsonl has lost changes of the learning rate; its factor is {recorded:g}, as the checkpoint says"
     return recorded, note
 
 

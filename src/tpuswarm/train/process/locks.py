@@ -36,7 +36,7 @@ def locked(path: Path, way_out: str) -> Iterator[None]:
 
 
 def read_lock_holder(path: Path) -> str | None:
-    """Return the text that the holder of a file lock wrote into it; None without a holder."""
+    """Return the text that the holder of a file lock wrote into the file; None if nobody holds it."""
     with suppress(FileNotFoundError, NotADirectoryError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,6 +1,7 @@
 """Read Google's metadata server, which describes this machine."""
 
 import http.client
+import json
 import os
 import urllib.request
 from pathlib import Path
@@ -53,6 +54,19 @@ def read_local_machine() -> LocalMachine | None:
         return None
     addresses = tuple(worker.rpartition(":")[2] for worker in workers.split(",") if worker)
     return LocalMachine(name, int(read("attributes/agent-worker-number") or 0), addresses)
+
+
+def format_maintenance(answer: str | None) -> str:
+    """Format the value of the metadata key upcoming-maintenance; empty if it announces nothing."""
+    try:
+        found = json.loads(answer or "")
+    except ValueError:
+        return ""
+    notice = {name.replace("_", "").lower(): value for name, value in found.items()} if isinstance(found, dict) else {}
+    if "windowstarttime" not in notice:
+        return ""
+    kind = notice.get("type", notice.get("maintenancetype", "")).lower()
+    return f"{kind} maintenance from {notice['windowstarttime']} to {notice.get('windowendtime', '?')}".strip()
 
 
 def _made_by_google() -> bool:

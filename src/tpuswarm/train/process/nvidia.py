@@ -23,8 +23,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 MEMORY_SHARE, OLD_MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The share of a GPU's memory that a process reserves; JAX refuses both at once (jaxlib/xla_client.py)."""
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-LEAST = 0.9
-"""The part of its share with which XLA's allocator is content at its second try (tsl/framework/bfc_allocator.cc)."""
+ACCEPTED_SHARE = 0.9
+"""XLA's allocator asks for its whole share, then for this part of it (kBackpedalFactor in tsl's bfc_allocator.cc)."""
 
 MIN_DRIVERS = {12: "525", 13: "580"}
 MIN_CAPABILITIES = {12: (5, 2), 13: (7, 5)}
@@ -35,7 +35,7 @@ NO_GPU = "train on the CPU with JAX_PLATFORMS=cpu"
 
 
 class Card(NamedTuple):
-    """One GPU, as nvidia-smi describes it; None for what it does not say."""
+    """One GPU, as nvidia-smi describes it; fields that it does not know are None."""
 
     number: str
     uuid: str
@@ -148,8 +148,9 @@ def require_free_memory(cards: Sequence[Card]) -> None:
     share = memory_share()
     if share > 1:  # in memory that the GPU and the host share
         return
+    accepted = ACCEPTED_SHARE * share
     for card in cards:
-        if card.total_bytes and card.free_bytes is not None and card.free_bytes < LEAST * share * card.total_bytes:
+        if card.total_bytes and card.free_bytes is not None and card.free_bytes < accepted * card.total_bytes:
             possible = math.floor(90 * card.free_bytes / card.total_bytes) / 100
             less = f", or reserve less with {_memory_variable()}={possible}" if possible else ""
             raise InputError(

@@ -70,7 +70,7 @@ class _Manifest(TypedDict):
     seconds: float
     files: dict[str, str]
     sha256: NotRequired[str]
-    """Of the other values; earlier versions wrote none."""
+    """Digest of the other values; earlier versions did not write it."""
 
 
 _MANIFEST = TypeAdapter(_Manifest)

@@ -2,8 +2,8 @@
 
 A process works on the copy as on any run. Files that only grow are uploaded in parts, all others whole. An upload ends
 with one change of the run's record, so readers see the whole upload or nothing. A swarm's commits are not uploaded from
-here: swarm/storage/store.py writes them to the bucket first. Secrets never leave the disk, but
-for that of a run of several hosts (train/hosts/agreement.py).
+here: swarm/storage/store.py writes them to the bucket first. Secrets stay on the disk, except the one with which the
+hosts of a run recognize each other (train/hosts/agreement.py).
 """
 
 import json

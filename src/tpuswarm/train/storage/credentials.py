@@ -10,17 +10,17 @@ SIGN_IN = "`gcloud auth application-default login`"
 
 
 class UsedCredentials(NamedTuple):
-    """What errors say about the credentials in use; by default there are none."""
+    """The credentials in use, as errors describe them; without arguments, none."""
 
     remedy: str = f"sign in with {SIGN_IN}"
     place: str = ""
-    """Where they come from."""
+    """A file, or the program that holds them."""
     account: str = ""
     """Email address; empty if their file does not name it."""
 
     @property
     def note(self) -> str:
-        """Text that continues an error."""
+        """The account and the place, to append to an error."""
         account = f" of {self.account}" if self.account else ""
         return f"; the credentials{account} are from {self.place}" if self.place else ""
 

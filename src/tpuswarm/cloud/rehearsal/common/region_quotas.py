@@ -11,7 +11,7 @@ DEFAULT_LIMITS = {ADDRESSES: 2300, INSTANCES: 24000}
 
 
 class Held(NamedTuple):
-    """What a machine takes of the quotas, from its request on."""
+    """A requested or existing machine, as the quotas count it."""
 
     zone: str
     hosts: int
@@ -19,7 +19,7 @@ class Held(NamedTuple):
 
 
 class RegionQuotas:
-    """Limits by region, the same for each project, and what each project uses of them."""
+    """The limits of each region, which are the same for all projects, and each project's usage."""
 
     def __init__(self, records: Records):
         self._limits: Table[int] = records.table("region quota")
@@ -27,7 +27,7 @@ class RegionQuotas:
         """Return the machines of a project."""
 
     def set_limit(self, region: str, quota: str, limit: int | None) -> None:
-        """None: the usual limit."""
+        """Set a limit; None restores the default."""
         if limit is None:
             self._limits.pop(f"{region} {quota}")
         else:

@@ -24,7 +24,7 @@ from tpuswarm.fleet.keeper.keeper import Keeper, rotate_log
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.store import document, fleets, history
 from tpuswarm.fleet.store.fleets import Fleet
-from tpuswarm.train.process.computer import computer_id
+from tpuswarm.train.process.computer import computer_id, state_folder
 
 start_process = subprocess.Popen
 
@@ -73,10 +73,10 @@ def test_fleets_of_one_name_in_two_projects_are_distinguished(background_keepers
 
 def test_local_folder_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    folder = document.state_folder()
+    folder = state_folder()
     assert folder == tmp_path / "tpuswarm" and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
-    assert document.state_folder().stat().st_mode & 0o777 == 0o700
+    assert state_folder().stat().st_mode & 0o777 == 0o700
 
 
 def test_old_finished_jobs_are_forgotten_but_not_their_run_numbers():

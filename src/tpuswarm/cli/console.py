@@ -19,6 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Best = Annotated[bool, typer.Option("--best", help="The checkpoint that --keep-best kept, not the newest.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="The fleet, by name or file. Default: ./swarm.toml.")]
 Target = Annotated[str | None, typer.Argument(metavar="[FILE|FLEET]", help="swarm.toml, or a fleet's name.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Execute the run's own recipe, a file that you have read.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 PIPE_WIDTH_CHARS = 240

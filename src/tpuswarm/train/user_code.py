@@ -174,7 +174,7 @@ def find_maker(target: str) -> Any:
     if not place or not name:
         raise InputError(f"a recipe is a name, module:Recipe or file.py:Recipe, not {target!r}")
     if place.endswith(".py"):
-        _check_file(Path(place))
+        check_recipe_file(Path(place))
     if not place.startswith("tpuswarm."):
         configure_jax()  # the import may use JAX
     with blame(f"{place} cannot be imported"):
@@ -188,7 +188,7 @@ def find_maker(target: str) -> Any:
     return maker
 
 
-def _check_file(path: Path) -> None:
+def check_recipe_file(path: Path) -> None:
     """Raise InputError for a file that Python cannot read: Python's own errors name no file."""
     if not path.is_file():
         raise InputError(f"there is no recipe file {path}")
@@ -238,12 +238,20 @@ def option_types(maker: Any) -> dict[str, Any]:
     return {p.name: Any if p.annotation is p.empty else p.annotation for p in parameters}
 
 
-def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = None) -> Recipe:
+def build_recipe(
+    target: str, options: Mapping[str, Any], home: Path | None = None, named_by_user: bool = True
+) -> Recipe:
     """Build the recipe at `target` with `options`, whose strings are parsed as the option's type.
 
-    home: see Recipe.home. Raises InputError for a wrong target or option.
+    home: see Recipe.home. named_by_user: False for a target that a file names; it must be marked as a recipe.
+    Raises InputError for a wrong target or option.
     """
     maker = find_maker(target)
+    if not (named_by_user or _is_marked(maker, target)):
+        raise InputError(
+            f"{target} is neither a recipe class, nor a function of the recipe's own file, nor one that is declared "
+            "`-> tpuswarm.Recipe`, so it is not called"
+        )
     types = option_types(maker)
     values = {}
     for name, value in options.items():
@@ -269,6 +277,16 @@ def build_recipe(target: str, options: Mapping[str, Any], home: Path | None = No
         name: value for name, value in call.arguments.items() if isinstance(value, bool | int | float | str)
     }
     return recipe
+
+
+def _is_marked(maker: Any, target: str) -> bool:
+    """Return whether a class or function says that it makes recipes; `os:system` for example does not."""
+    if inspect.isclass(maker):
+        return issubclass(maker, Recipe)
+    function, place = inspect.unwrap(maker), target.rpartition(":")[0]
+    if not inspect.isfunction(function):
+        return False
+    return function.__code__.co_filename == place or function.__annotations__.get("return") in (Recipe, "Recipe")
 
 
 def parse_option(name: str, value: Any, annotation: Any) -> Any:

@@ -21,6 +21,7 @@ from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import CONFIG, read_config, require_usable
 from tpuswarm.train.run.parent import find_parent, parent_folder, parent_options
+from tpuswarm.train.run.trust import remember
 from tpuswarm.train.settings import differences, refuse_differences
 from tpuswarm.train.storage.copy import refreshed_folder
 from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types, parse_option
@@ -212,7 +213,9 @@ def make_recipe(
             "trained with another",
             err=True,
         )
-    return build_recipe(target, recipe_arguments, home)
+    recipe = build_recipe(target, recipe_arguments, home)
+    remember(recipe.target)
+    return recipe
 
 
 def _unknown_option(recipe: str, key: str, types: dict[str, Any], context: typer.Context) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tpuswarm.cli.console import Best, Json, Run
+from tpuswarm.cli.console import Best, Json, Run, Trust, confirm
 from tpuswarm.config.formatting import format_figure
 from tpuswarm.config.limits import check_settings
 from tpuswarm.config.units import check_number
@@ -21,6 +22,7 @@ from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.recipe import supports
 from tpuswarm.train.run.directory import read_config, writing
 from tpuswarm.train.run.listing import find_run
+from tpuswarm.train.run.trust import is_trusted, rebuild_recipe, require_trust
 from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import is_url, shown
 
@@ -51,6 +53,7 @@ def sample(
     ] = 1.0,
     out: Annotated[Path | None, typer.Option(help="The file for pictures; its extension gives the format.")] = None,
     best: Best = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Generate text, or a grid of pictures, with a trained model."""
@@ -62,9 +65,9 @@ def sample(
         check_number(interpolate, "interpolate", least=2)
         grid = grid or "1x1"
     if grid is not None:
-        _sample_pictures(run, grid, interpolate, truncation, seed, out, best, as_json)
+        _sample_pictures(run, grid, interpolate, truncation, seed, out, best, trust, as_json)
         return
-    loaded = load(run, None, best)
+    loaded = load(run, None, best, trust)
     if not supports(loaded.recipe, "sample"):
         makes_pictures = supports(loaded.recipe, "grids")
         reason = "makes pictures, not text; add --grid 8x8" if makes_pictures else "cannot generate text"
@@ -78,7 +81,15 @@ def sample(
 
 
 def _sample_pictures(
-    run: str, grid: str, frames: int | None, truncation: float, seed: int, out: Path | None, best: bool, as_json: bool
+    run: str,
+    grid: str,
+    frames: int | None,
+    truncation: float,
+    seed: int,
+    out: Path | None,
+    best: bool,
+    trust: bool,
+    as_json: bool,
 ) -> None:
     match = re.fullmatch(r"([1-9][0-9]?)x([1-9][0-9]?)", grid)
     if not match:
@@ -86,7 +97,7 @@ def _sample_pictures(
     rows, columns = int(match[1]), int(match[2])
     out = out or Path("grid.png" if frames is None else "walk.gif")
     _check_picture_file(out, is_film=frames is not None)
-    loaded = load(run, None, best)
+    loaded = load(run, None, best, trust)
     if not supports(loaded.recipe, "grids"):
         raise InputError(f"{loaded.recipe.name} cannot make pictures")
     with waiting("generating"):
@@ -108,12 +119,13 @@ def evaluate(
         typer.Option(metavar="FILE.py:NAME", help="Compare pictures by a function of yours, such as Inception's."),
     ] = None,
     best: Best = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Measure the loss of a trained model on data; of pictures also how far they are from real ones."""
     if data and split != "validation":
         raise InputError("--data has no splits: leave --split out")
-    loaded = load(run, data, best)
+    loaded = load(run, data, best, trust)
     from tpuswarm.train.loop.evaluate import evaluate_run
 
     with waiting("evaluating") as show_progress:
@@ -141,11 +153,12 @@ def export(
     out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     form: Annotated[Literal["hf"], typer.Option("--format", help="hf: for Hugging Face transformers.")] = "hf",
     best: Best = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Export a trained model to files that other programs read."""
     require_new_folder(out)
-    loaded = load(run, None, best)
+    loaded = load(run, None, best, trust)
     if not supports(loaded.recipe, "export"):
         raise InputError(f"{loaded.recipe.name} cannot be exported to Hugging Face")
     with writing(out), waiting("exporting"), new_folder(out) as folder:
@@ -167,6 +180,7 @@ def project(
         Path, typer.Option(help="The picture beside the one found; its code goes to the same name with .npy.")
     ] = Path("projected.png"),
     best: Best = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Find the latent code of a given picture in a trained StyleGAN2."""
@@ -175,7 +189,7 @@ def project(
     _check_picture_file(out, is_film=False)
     if not picture.is_file():
         raise InputError(f"there is no picture {picture}")
-    loaded = load(run, None, best)
+    loaded = load(run, None, best, trust)
     if not (supports(loaded.recipe, "project") and supports(loaded.recipe, "read_picture")):
         raise InputError(f"{loaded.recipe.name} cannot find the code of a picture")
     given = loaded.recipe.read_picture(picture)
@@ -194,20 +208,28 @@ def project(
         )
 
 
-def load(run: str, data: str | None, best: bool = False) -> Any:
-    """Load a run's newest (or best) state on all devices; `data` replaces the run's own."""
+def load(run: str, data: str | None, best: bool, trust: bool) -> Any:
+    """Load a run's newest (or best) state on all devices; `data` replaces the run's own.
+
+    trust: consent to the run's code; without it, ask on a terminal.
+    """
     folder = download_run(run, whole=True) if is_url(run) else Path(find_run(run))
-    is_swarm = "swarm" in read_config(folder)
+    config = read_config(folder)
+    if not trust and config["recipe"]["target"] and not is_trusted(config["recipe"]["target"]) and sys.stdin.isatty():
+        echo(f"{shown(folder)} executes {config['recipe']['target']}, which is not part of tpuswarm.", err=True)
+        confirm(False)
+        trust = True
+    require_trust(folder, trust)
     platform.load_jax()
     with waiting(f"reading {shown(folder)}", delay_s=0.0):
         from tpuswarm.swarm.storage.load import load_swarm
         from tpuswarm.train.run.loaded import load_run
 
-        options = {"data": data} if data else None
-        if is_swarm and not best:
-            loaded = load_swarm(folder, platform.local_devices(), options)
+        recipe = rebuild_recipe(folder, {"data": data} if data else None, trust)
+        if "swarm" in config and not best:
+            loaded = load_swarm(folder, platform.local_devices(), recipe)
         else:
-            loaded = load_run(folder, platform.local_devices(), options, best=best)
+            loaded = load_run(folder, platform.local_devices(), best=best, recipe=recipe)
     for note in loaded.notes:
         echo(note, err=True)
     return loaded

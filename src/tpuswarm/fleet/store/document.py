@@ -4,12 +4,10 @@ It lies in the fleet's bucket, so that any computer can take over; without a buc
 fails if somebody else has written since the document was read.
 """
 
-import os
 import random
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -28,7 +26,7 @@ from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.decide.spending import Spending
 from tpuswarm.fleet.decide.traffic import Traffic
 from tpuswarm.train.process.atomic import create_atomically, write_atomically
-from tpuswarm.train.process.computer import is_process_alive
+from tpuswarm.train.process.computer import is_process_alive, state_folder
 from tpuswarm.train.process.locks import locked
 
 FORMAT = 1
@@ -198,16 +196,6 @@ class LocalBucket:
                 raise Changed(f"{file} was written by another process meanwhile")
             write_atomically(file, b"%d\n" % (generation + 1) + data)
         return generation + 1
-
-
-def state_folder() -> Path:
-    """Return this computer's private folder for fleets: jobs, variables, logs."""
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    folder = Path(base).expanduser() / "tpuswarm"
-    with suppress(OSError):  # the next write reports the reason
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    return folder
 
 
 def state_folder_mark() -> str:

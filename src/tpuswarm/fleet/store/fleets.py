@@ -28,12 +28,12 @@ from tpuswarm.fleet.store.document import (
     LocalBucket,
     MemoryBucket,
     is_holder_alive,
-    state_folder,
     state_folder_mark,
 )
 from tpuswarm.fleet.store.history import History
 from tpuswarm.remote.sync.tree_store import TreeStore
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.computer import state_folder
 
 LEAD_TIMEOUT_S = 60.0
 """A background keeper must lead within this time."""

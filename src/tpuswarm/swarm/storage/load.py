@@ -1,7 +1,7 @@
 """Load a swarm's run: rebuild its recipe and bring a committed version to devices."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,20 +21,21 @@ from tpuswarm.train.loop.resolve import request
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Placed, place_program
+from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.loaded import LoadedRun
-from tpuswarm.train.user_code import build_recipe
+from tpuswarm.train.run.trust import rebuild_recipe
 
 
-def load_swarm(folder: Path, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> LoadedRun:
-    """Load the recipe (with `options` replacing its own) and the newest intact version of the run in `folder`.
+def load_swarm(folder: Path, devices: Sequence[Any], recipe: Recipe | None = None) -> LoadedRun:
+    """Load the newest intact version of the run in `folder`, for `recipe` or the run's own.
 
     Its step is the number of whole batches counted. Raise InputError before the first version, and RunFailed if no
     version is intact.
     """
     config = read_config(folder)
     newest = _newest(folder)
-    recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
+    recipe = recipe or rebuild_recipe(folder)
     placed = place_program(recipe, request(config["train"]), devices)
     state = placed.init(run_key(0), on_devices(placed, newest.layout, newest.state))
     average = placed.program.exchange().average

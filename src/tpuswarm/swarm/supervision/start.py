@@ -260,10 +260,10 @@ def _mark_finished(folder: Path) -> None:
     write_status(folder, replace(read_run(folder).status, phase=FINISHED))
 
 
-def _sample(run: Run) -> None:
+def _sample(run: Run, recipe: Recipe) -> None:
     with waiting("writing a sample"):
-        loaded = load_swarm(run.folder, jax.devices()[:1])
-        text = sample_for_report(loaded.recipe, loaded.state)
+        loaded = load_swarm(run.folder, jax.devices()[:1], recipe)
+        text = sample_for_report(recipe, loaded.state)
     if text is not None:
         run.write_event(SAMPLE_EVENT, step=loaded.step, text=text)
 
@@ -362,6 +362,6 @@ def _supervise(
     run.write_event(ended.how, message=ended.message.removeprefix("finished: "))
     if ended.how == "finished":
         if prepared.state_bytes <= MAX_SAMPLED_BYTES:
-            _sample(run)
+            _sample(run, recipe)
         _report(run)
     return _result(run, ended, supervisor.view.newest if supervisor.view else None)

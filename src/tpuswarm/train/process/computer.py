@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -29,3 +30,13 @@ def is_process_alive(computer: str, pid: int) -> bool | None:
 def boot_time() -> float:
     """Return seconds since boot, on Linux including sleep."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def state_folder() -> Path:
+    """Return this user's private folder on this computer: fleets, trusted recipes, logs."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    folder = Path(base).expanduser() / "tpuswarm"
+    with suppress(OSError):  # the next write reports the reason
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    return folder

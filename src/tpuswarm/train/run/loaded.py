@@ -19,6 +19,7 @@ from tpuswarm.train.run.best import best_checkpoint
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.parent import not_a_run, parent_folder
 from tpuswarm.train.run.trees import swarm_arrays
+from tpuswarm.train.run.trust import rebuild_recipe
 from tpuswarm.train.settings import differences
 from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import build_recipe
@@ -46,24 +47,17 @@ class LoadedRun:
 def load_run(
     folder: Path,
     devices: Sequence[Any],
-    options: Mapping[str, Any] | None = None,
     agree: Agree = single_host,
     best: bool = False,
     recipe: Recipe | None = None,
 ) -> LoadedRun:
     """Return the newest state of a run.
 
-    options: override those of its recipe. best: read the best checkpoint. recipe: use it instead of rebuilding it.
+    best: read the best checkpoint. recipe: use it instead of rebuilding the run's.
     Raises InputError for a folder that is no run, has no intact checkpoint, or whose recipe cannot be rebuilt.
     """
     config = read_config(folder)
-    if recipe is None and not config["recipe"]["target"]:
-        raise InputError(
-            f"{folder} was trained by a Python program; to use it here, put its recipe into a file and train "
-            "file.py:Recipe"
-        )
-    if recipe is None:
-        recipe = build_recipe(config["recipe"]["target"], {**config["recipe"]["options"], **(options or {})}, folder)
+    recipe = recipe or rebuild_recipe(folder)
     train = config["train"]
     names = ("batch", "precision", "accumulate", "clip", "freeze", "decay", "ema")
     placed = place_program(recipe, Request(**{name: train.get(name) for name in names}), devices)
@@ -128,7 +122,10 @@ def _read_shared(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Ma
         return theirs
     if not read_config(folder)["recipe"]["target"]:
         return _read_shared_by_path(folder, recipe, onto, agree)
-    loaded = load_run(folder, list(onto.mesh.devices.flat), agree=agree)
+    config = read_config(folder)["recipe"]
+    is_same = config["target"] == recipe.target  # its code is running already
+    own = build_recipe(config["target"], config["options"], folder) if is_same else rebuild_recipe(folder)
+    loaded = load_run(folder, list(onto.mesh.devices.flat), agree, recipe=own)
     _refuse_other_meaning(folder, recipe, loaded.recipe.options())
     return by_path(loaded.placed.program.exchange().get(loaded.state))
 

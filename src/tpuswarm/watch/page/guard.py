@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 
-from tpuswarm.fleet.store.document import state_folder
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.computer import state_folder
 
 LOOPBACK = "127.0.0.1"
 

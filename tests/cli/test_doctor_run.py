@@ -25,6 +25,9 @@ def member(name, speed=1000.0, state="alive"):
 def run(tmp_path):
     """A healthy swarm's run, held by this process."""
     held = Run(tmp_path / "run")
+    recipe, train = {"name": "toy", "target": "toy", "options": {}}, {"steps": 8, "batch": 2, "seed": 0}
+    chosen = {"tokens_per_row": 4, "devices": 1, "platform": "cpu"}
+    held.write_config({"recipe": recipe, "train": train, "chosen": chosen, "swarm": {"members": 3}})
     append_event(held.folder, "started", message="3 members")
     alive(held.folder)
     yield held.folder

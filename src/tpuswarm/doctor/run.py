@@ -8,10 +8,10 @@ from statistics import median
 from typing import Any
 
 from tpuswarm.doctor.finding import Finding
+from tpuswarm.swarm.views.missing_rows import missing_rows
 from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, read_status
 from tpuswarm.train.run.directory import EVENTS, read_rows
 from tpuswarm.train.run.life import read_life
-from tpuswarm.train.run.listing import missing_rows
 
 STALE_STATUS_S = 30.0
 """A supervisor writes status.json every second."""
@@ -27,7 +27,7 @@ WHY = {
     "alarm": "the swarm runs, but not as it should: it wastes work or learns worse",
     "straggler": "its work comes late, counts less, and may be dropped",
     "lost-often": "each loss costs uncommitted work and the minutes until the member is back",
-    "rows": "curves and reports lack these steps; the checkpoints have them",
+    "rows": "curves and reports lack these steps; the model has them",
     "finding": "it slows every step, or changes the training itself",
 }
 
@@ -48,9 +48,7 @@ def check_run(folder: Path, name: str, now: float | None = None) -> Iterator[Fin
     if status is not None and life.pid is not None:
         yield from _check_swarm(status, name, events, now)
     if missing := missing_rows(folder):
-        yield _finding(
-            name, "rows", missing, "nothing to do: a run resumes from its checkpoint; copy one for its curves"
-        )
+        yield _finding(name, "rows", missing, "a run resumes without them; restore a copy of the file for its curves")
     yield from _diagnostics(events)
 
 

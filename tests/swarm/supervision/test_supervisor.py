@@ -1,8 +1,10 @@
 """The supervisor: members at work, machines that join and leave, processes that fail, and the end of a run."""
 
+import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from tpuswarm.swarm.storage.objects import check_member_name
 from tpuswarm.swarm.supervision import supervised_process as process_module
 from tpuswarm.swarm.supervision import supervisor as module
 from tpuswarm.swarm.supervision.supervised_process import guest_name
+from tpuswarm.train.run.directory import METRICS
 
 
 def test_status_of_a_member_through_its_life(supervise):
@@ -95,6 +98,30 @@ def test_step_in_which_nothing_counts_is_no_sign_of_divergence(supervise):
         assert [step.loss for step in supervisor.processes["m0"].steps] == [1.0, None]
 
     supervise.finished(script)
+
+
+def test_member_learns_that_its_rows_are_stored_after_they_are_on_disk(supervise, monkeypatch):
+    """A power cut leaves only what is synchronized; a member pushes only work whose rows are stored."""
+    fsync, on_disk, requests = os.fsync, [b""], []
+
+    def synchronize(handle):
+        fsync(handle)
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if path.name == METRICS:
+            on_disk.append(path.read_bytes())
+
+    def script(supervisor, cluster):
+        yield
+        first = cluster.newest("m0")
+        report = first.report
+        first.report = lambda since, *wait: requests.append((since, on_disk[-1].count(b"\n"))) or report(since, *wait)
+        for step in range(1, 4):
+            first.rows = [{"step": step, "tokens": 8 * step, "loss": 1.0, "version": 0, "member": "m0"}]
+            yield from rounds(2)
+
+    monkeypatch.setattr(os, "fsync", synchronize)
+    supervise.finished(script)
+    assert requests[-1][0] == 3 and all(since <= stored for since, stored in requests)
 
 
 def test_end_of_the_run_waits_only_for_members_that_trained(supervise):

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import json
 import random
 import re
 import shutil
@@ -12,12 +13,14 @@ import tomli_w
 
 from tests.swarm.chains import PER_ROW, applied
 from tests.swarm.chains import Run as Chain
+from tpuswarm.doctor.run import check_run
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.views.missing_rows import missing_rows
 from tpuswarm.swarm.views.report import Mark, Span, incarnation_spans, replay_lines, write_report
 from tpuswarm.swarm.views.status import Progress, compose, write_status
-from tpuswarm.train.run.directory import append_event, append_rows
+from tpuswarm.train.run.directory import append_event, append_rows, read_rows
 
 COMMITS = 8
 PROGRESS = Progress(1e9 - 60, eval_loss=1.25, eval_version=COMMITS)
@@ -92,6 +95,26 @@ def test_report_is_one_page_with_the_figures_of_the_ledger(finished_swarm, folde
     tokens_of_members = {row[0]: int(row[2].replace(",", "")) for row in cells if len(row) == 6}
     assert sum(tokens_of_members.values()) == newest.tokens and len(tokens_of_members) == 4
     assert any("alarm: no commit for 121 s" in row[1] for row in cells if len(row) == 2)
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "sentence"),
+    [
+        (lambda row: row["member"] == "m1" and row["step"] in (5, 6, 9), "has no rows of steps 5 to 6, 9 of m1"),
+        (lambda row: row["step"] > 1, "has rows of 32 tokens, fewer than the {:,} counted"),
+    ],
+)
+def test_rows_that_a_power_cut_lost_are_named(finished_swarm, folder, typed, is_lost, sentence):
+    path = folder / "metrics.jsonl"
+    assert missing_rows(folder) == ""
+    rows = [row for row in read_rows(path) if "loss" in row and not is_lost(row)]
+    path.unlink()
+    append_rows(path, rows)
+    expected = f"metrics.jsonl {sentence.format(finished_swarm[1].records[-1].tokens)}: lost in a power cut, or damaged"
+    assert expected in " ".join(typed("status", str(folder))[1].split())
+    assert json.loads(typed("status", str(folder), "--json")[1])["missing_rows"] == expected
+    assert ("rows", expected) in [(finding.check, finding.problem) for finding in check_run(folder, "a")]
+    assert expected in html.unescape(write_report(folder).read_text())
 
 
 def test_report_before_the_first_commit(folder):

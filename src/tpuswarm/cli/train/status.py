@@ -12,10 +12,11 @@ from tpuswarm.cli.console import RUN_HELP, Json, make_console
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.views.missing_rows import missing_rows
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
-from tpuswarm.train.run.listing import Status, find_run, folder_from_name, last_used_at, list_runs, missing_rows
+from tpuswarm.train.run.listing import Status, find_run, folder_from_name, last_used_at, list_runs
 from tpuswarm.train.run.listing import read_status as plain_status
 from tpuswarm.watch.state import State
 
@@ -74,7 +75,7 @@ def _read_runs(run: str | None) -> list[Any]:
     for folder in [Path(find_run(run))] if run else list_runs():
         try:
             found.append(read_run(folder) if "swarm" in read_config(folder) else plain_status(folder))
-            if run and isinstance(found[0], Status):
+            if run:
                 found = [replace(found[0], missing_rows=missing_rows(folder))]
         except InputError as error:
             if run:
@@ -109,9 +110,9 @@ def _draw(found: list[Any], run: str | None, width: int, height: int | None = No
     [one] = found
     state = f"running, pid {one.pid}" if one.pid else f"{one.state} {_age_of(one)} ago"
     lines = [Text(f"{state}{': ' if one.message else ''}{one.message}", STATE_COLORS.get(one.state, ""))]
+    if one.missing_rows:
+        lines.append(Text(one.missing_rows, "yellow"))
     if not isinstance(one, RunView):
-        if one.missing_rows:
-            lines.append(Text(one.missing_rows, "yellow"))
         return Group(_draw_plain(one, width, height), *lines)
     silent_s = time.time() - one.status.time
     if one.pid and silent_s > SILENT_S:

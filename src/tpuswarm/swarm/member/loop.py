@@ -31,7 +31,7 @@ MAX_REFUSALS = 3
 """Limit of refusals of one contribution by a coordinator that knows the incarnation, and of damaged arrivals of its
 payload."""
 IDLE_SLEEP_S = 0.02
-"""A training process without rows looks again after this time."""
+"""A process that waits for rows, or until metrics are stored, looks again after this time."""
 EVALUATION = "member evaluates"
 COMPILE_GRACE_S = 600.0
 """A device action that runs for the first time may have to be compiled."""
@@ -92,10 +92,16 @@ class MemberLoop:
     evaluate_every: int | None = None
     """Counted tokens between two evaluations; None for no evaluations."""
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
+    steps_begun: Callable[[], int] = lambda: 0
+    """Returns the number of steps that this process has dispatched."""
+    steps_stored: Callable[[], int] = lambda: 0
+    """Returns how many of them have rows of metrics on the supervisor's disk."""
     _accepted: Identity | None = None
     """The last accepted contribution."""
     _snapshot: Any = None
     """A snapshot that is not encoded yet."""
+    _snapshot_steps: int = 0
+    """`steps_begun` at the last snapshot."""
     _pushed: tuple[Header, Payload] | None = None
     """The last contribution, kept until the next: a coordinator that does not know it requests it again."""
     _incoming: tuple[Adopt, int, Any, Any | None] | None = None
@@ -234,6 +240,7 @@ class MemberLoop:
 
     def _take_snapshot(self) -> Process:
         self._snapshot = yield from self._on_devices("member takes a snapshot", self.device_state.snapshot)
+        self._snapshot_steps = self.steps_begun()
         self.state = core.after_snapshot(self.state)
 
     def _adopt(self, adopt: Adopt, tokens: int, version: Any, average: Any | None) -> Process:
@@ -281,7 +288,10 @@ class MemberLoop:
         self._snapshot, self._pushed = None, (header, payload)
 
     def _push(self) -> Process:
-        """Send the payload to the shards, then its header to the coordinator, until it is accepted."""
+        """Send the payload to the shards, then its header to the coordinator, until it is accepted.
+
+        The rows of its steps are stored in between: a commit that survives a power cut has its rows.
+        """
         assert self._pushed is not None
         header, payload = self._pushed
         refusals = damaged = 0
@@ -302,6 +312,8 @@ class MemberLoop:
                 if damaged > MAX_REFUSALS:  # probably this machine's memory, not the network
                     raise ProcessEnded(answers[next(iter(uploads))].reason)
                 yield Sleep(POLL_INTERVAL_S)
+        while self.steps_stored() < self._snapshot_steps:
+            yield Sleep(IDLE_SLEEP_S)
         while True:
             try:
                 answer = yield Call(self.coordinator, "push", (header,))

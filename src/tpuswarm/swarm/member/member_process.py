@@ -214,6 +214,8 @@ class MemberProcess:
             leaving=self._leaving,
             evaluate_every=spec.plan.evaluate_every if spec.evaluates else None,
             on_evaluation=self._metrics.add_evaluation,
+            steps_begun=lambda: self._metrics.steps_begun,
+            steps_stored=self._metrics.steps_stored,
         )
         loop.leaving = self._leaving  # `leave` may have been called just before
         node.start("train", loop.train())

@@ -25,6 +25,9 @@ class MetricsBuffer:
         self._pending: queue.SimpleQueue[tuple[int, Metrics]] = queue.SimpleQueue()
         self._rows: list[dict[str, Any]] = []
         self._first = 0
+        self.steps_begun = 0
+        """Steps whose metrics were queued."""
+        self._steps_stored = 0
         self._began = self._read_at = time.monotonic()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -35,6 +38,7 @@ class MetricsBuffer:
         """Queue the metrics of a dispatched step. Raise the error that ended the reading of earlier ones."""
         if self._failure:
             raise self._failure
+        self.steps_begun += 1
         self._pending.put((self._version(), metrics))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
@@ -45,11 +49,19 @@ class MetricsBuffer:
             self._rows.append({"step": self._steps} | evaluation.row | {"member": self._name} | attachments)
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Return the rows from `number` on, counted from 0, and drop earlier ones."""
+        """Return the rows from `number` on, counted from 0, and drop earlier ones, which the supervisor has stored."""
         with self._lock:
-            self._rows = self._rows[max(0, number - self._first) :]
+            count = max(0, number - self._first)
+            self._steps_stored += sum("loss" in row for row in self._rows[:count])
+            self._rows = self._rows[count:]
             self._first = max(number, self._first)
             return list(self._rows)
+
+    def steps_stored(self) -> int:
+        """Return how many queued steps have stored rows. Raise the error that ended the reading of metrics."""
+        if self._failure:
+            raise self._failure
+        return self._steps_stored
 
     def _read(self) -> None:
         try:

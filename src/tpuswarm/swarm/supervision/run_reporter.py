@@ -18,7 +18,8 @@ from tpuswarm.swarm.views.screen import Screen
 from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
 from tpuswarm.train.look.pictures import PICTURES, TEXTS, write_picture
 from tpuswarm.train.look.widgets import Pace
-from tpuswarm.train.run.directory import METRICS, SAMPLE_EVENT, Run, append_rows
+from tpuswarm.train.process.atomic import fsync_path
+from tpuswarm.train.run.directory import METRICS, SAMPLE_EVENT, Run, append_rows, writing
 from tpuswarm.train.run.listing import read_newest_evaluation
 
 STATUS_INTERVAL_S = 1.0
@@ -42,6 +43,7 @@ class RunReporter:
         self._alarms: tuple[str, ...] = ()
         self._status_at = time.monotonic()
         self._sent_address = False
+        self._has_new_rows = False
 
     def event(self, event: str, **facts: Any) -> None:
         """Write and show an event."""
@@ -71,8 +73,16 @@ class RunReporter:
                     self._screen.note(f"commit {row['version']}: {text}")
         append_rows(self._run.folder / "members" / member / METRICS, rows)
         append_rows(self._run.folder / METRICS, rows)
+        self._has_new_rows = True
         for row in rows:
             self._on_row(row)
+
+    def sync_rows(self) -> None:
+        """Wait until new rows are on disk."""
+        if self._has_new_rows:
+            with writing(self._run.folder / METRICS):
+                fsync_path(self._run.folder / METRICS)
+            self._has_new_rows = False
 
     def write_status(
         self,

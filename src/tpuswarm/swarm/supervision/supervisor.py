@@ -4,6 +4,7 @@ It holds the run's directory and alone writes its text files. Its death ends the
 command then resumes from the ledger.
 """
 
+import json
 import time
 from collections.abc import Callable
 from signal import SIGHUP, SIGINT
@@ -150,7 +151,7 @@ class Supervisor:
         self.processes[process.name] = process
 
     def _steps(self, name: str) -> int:
-        rows = read_rows_back(self.run.folder / "members" / name / METRICS)
+        rows = read_rows_back(self.run.folder / METRICS, json.dumps({"member": name})[1:-1].encode())
         return next((row["step"] for row in rows if "loss" in row), 0)
 
     def _keep_alive(self) -> None:
@@ -293,6 +294,7 @@ class Supervisor:
                 self.reporter.event("note", message=message)
                 process.last_answer = now  # until Ray has noticed
                 process.actor.kill()
+        self.reporter.sync_rows()  # before the next requests, which tell the members that their rows are stored
 
     def _request_report(self, process: SupervisedProcess, seconds: float = 2 * LAST_REPORT_TIMEOUT_S) -> None:
         for _ in range(2):

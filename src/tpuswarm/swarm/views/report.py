@@ -15,6 +15,7 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.swarm.views.events import sentence
+from tpuswarm.swarm.views.missing_rows import missing_rows
 from tpuswarm.swarm.views.overview import MemberTotals, Overview, overview
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, Commit, commit_row
@@ -70,8 +71,9 @@ def write_report(folder: Path) -> Path:
     write_atomically(folder / "loss.png", picture)
     config = read_config(folder)
     spans, marks, seconds = incarnation_spans(events)
+    gaps = [("missing", missing)] if (missing := missing_rows(folder)) else []
     sections = [
-        ("", facts_table(history_facts(events) + _facts(config, run, commits, seconds))),
+        ("", facts_table([*history_facts(events), *_facts(config, run, commits, seconds), *gaps])),
         (
             "Loss",
             html_image("training loss of each member against its tokens, held-out loss against all", picture),

@@ -192,6 +192,8 @@ class RunView:
     unit: str
     """`tokens`, or `rows` if each row counts as one."""
     status: SwarmStatus
+    missing_rows: str = ""
+    """Result of `missing_rows`; empty where nobody asked for it."""
 
     @property
     def step(self) -> int:
@@ -226,7 +228,10 @@ class RunView:
 
     def json(self) -> dict[str, Any]:
         """Return one object, with the keys of a plain run's status, but with `tokens` by their fate."""
-        own = {name: getattr(self, name) for name in ("run", "recipe", "state", "pid", "message", "step", "steps")}
+        own = {
+            name: getattr(self, name)
+            for name in ("run", "recipe", "state", "pid", "message", "step", "steps", "missing_rows")
+        }
         return own | asdict(self.status)
 
 

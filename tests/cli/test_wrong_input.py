@@ -36,6 +36,7 @@ AT_ONCE = [
     ("train --lr 1 gpt2-tiny", "the recipe comes first"),
     ("train gpt2-tiny --stepz 5", "has an option --stepz; did you mean --steps?"),
     ("train gpt2-tiny --learning-rate 1", "did you mean --lr?"),
+    ("train gpt2-tiny --tpu-cores 8", "did you mean --devices?"),
     ("train gpt2-tiny --bogus 1", "has an option --bogus; `tpuswarm train gpt2-tiny --help` lists them"),
     ("train gpt2-tiny --width", "--width needs a value"),
     ("train gpt2-tiny 5", "unexpected argument '5'"),

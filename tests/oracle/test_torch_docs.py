@@ -16,6 +16,13 @@ rows = make().data('train').rows(0, 500)
 found = module.eval()(torch.from_numpy(rows['input'])).argmax(-1).numpy()
 assert (found == rows['label']).mean() > 0.9
 """
+LIGHTNING = """
+from tests.oracle.test_torch_lightning import Classifier, functional
+
+class MyModule(Classifier):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", functional.cross_entropy(self(batch[0]), batch[1]))
+"""
 
 
 @pytest.mark.long
@@ -40,8 +47,9 @@ def test_page_of_torch(tmp_path, monkeypatch, typed):
     wide = "--shard fsdp --precision bf16 --accumulate 2 --ema 0.99 --run runs/wide"
     assert wide in PAGE
     train(f"circles.py:make {wide}")
-    train("classifier.py:make --eval-every 100 --run runs/classifier")
-    assert "right" in Path("runs/classifier/metrics.jsonl").read_text()
+    Path("my_module.py").write_text(LIGHTNING)
+    train("classifier.py:make --epochs 20 --eval-every 100 --run runs/classifier")
+    assert "val_loss" in Path("runs/classifier/metrics.jsonl").read_text()
 
     runpy.run_path("shapes.py")
     assert Path("large.safetensors").stat().st_size < 100_000

@@ -72,6 +72,11 @@ def test_schedules_of_optax_count_updates_and_others_get_progress(schedule, of_p
     np.testing.assert_allclose([found["lr"] for found in metrics], expected, rtol=1e-6)
 
 
+def test_schedule_of_epochs_counts_passes_over_the_data():
+    _, metrics = train(scheduled(lambda epoch: 1e-2 / (1 + epoch)), 3)  # a step is two passes: 16 rows of 8
+    np.testing.assert_allclose([found["lr"] for found in metrics], [1e-2, 1e-2 / 3, 1e-2 / 5], rtol=1e-6)
+
+
 def test_run_with_a_schedule_of_steps_can_become_longer(tmp_path):
     schedule = optax.cosine_decay_schedule(1e-2, 12)
     for steps in (12, 14):

@@ -14,6 +14,10 @@ DATA = {"train": {"x": X}, "validation": {"x": X[:8]}}
 ITEMS = [{"x": row, "text": "a text"} for row in X]
 
 
+class LightningModule:
+    """Recognised by its name."""
+
+
 def init(key):
     return {"w": jnp.zeros(3)}
 
@@ -62,6 +66,11 @@ def test_wrong_argument_of_supervised_is_refused(tmp_path, changed, sentence):
         ({}, {"batch": 8.0}, "batch must be a whole number, not 8.0"),
         ({}, {"batch": "many"}, "batch must be a number, not 'many'"),
         ({}, {"recipe": (init, loss)}, "recipe is a tuple; give a recipe, such as .*supervised"),
+        (
+            {},
+            {"recipe": LightningModule()},
+            r"LightningModule; make a recipe .*tpuswarm.torch.recipe\(module, data=…\)",
+        ),
         ({"fast_dev_run": True, "hosts": 2, "host": 0, "hosts_at": "127.0.0.1:1"}, {}, "a fast dev run is of one"),
     ],
 )

@@ -30,6 +30,7 @@ OTHER_LIBRARIES_NAMES = {
     "save_steps": "save_every",
     "save_total_limit": "keep",
     "strategy": "shard",
+    "tpu_cores": "devices",
     "val_check_interval": "eval_every",
 }
 """Name of an option in Lightning, Keras or Transformers → ours."""

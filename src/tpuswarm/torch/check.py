@@ -16,7 +16,7 @@ from tpuswarm.torch.graph import ExportedModule
 from tpuswarm.torch.interpreter import StepOutputs, run_graph
 from tpuswarm.torch.ops import RANDOM
 from tpuswarm.torch.recipe import CHECKED_ROWS
-from tpuswarm.torch.trace import traceback_line
+from tpuswarm.torch.trace import call_loss, traceback_line
 from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.data.placing import narrow_rows
 from tpuswarm.train.process.terminal import echo
@@ -75,7 +75,7 @@ def compare_with_torch(
         raise NotComparable(f"it needs {CHECKED_ROWS} rows of the data and got {given}")
     batch = {name: to_batch(name, array, CHECKED_ROWS) for name, array in rows.items()}
     try:
-        theirs = _step_in_torch(module, loss, input_names(module, rows), batch)
+        theirs = _step_in_torch(module, loss, input_names(module, loss, rows), batch)
     except NotComparable:
         raise
     except Exception as error:  # torch raises many types
@@ -123,8 +123,7 @@ def _step_in_torch(
             submodule.dropout = 0.0
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
     with torch.random.fork_rng(devices=[]), _NoDropout(), torch.enable_grad():
-        result = loss(module(**{name: batch[name] for name in inputs}), dict(batch))
-        value = result[0] if isinstance(result, tuple) else result
+        value, _ = call_loss(module, loss, inputs, batch)
         found = [None] * len(params)
         if value.requires_grad:
             found = torch.autograd.grad(value, list(params.values()), allow_unused=True)

@@ -19,6 +19,7 @@ from tpuswarm.errors import InputError, first_line
 from tpuswarm.torch.graph import Dtype, ExportedModule, Graph, Group, Node, Ref, referenced_names, zeros_without_memory
 from tpuswarm.torch.index_limits import find_index_limits
 from tpuswarm.torch.interpreter import check_operators, draws_random_numbers
+from tpuswarm.torch.lightning import LightningSteps
 from tpuswarm.torch.masks import simplify_attention_masks
 from tpuswarm.torch.merge_traces import TRACED_ROWS, merge_traces
 from tpuswarm.torch.trace import Location, TracedStep, copy_module, trace, traceback_line
@@ -45,7 +46,7 @@ class Tracer:
         Raise InputError for a module that cannot be traced.
         """
         self._device = _check_module(module)
-        self._module, self._loss, self._inputs = copy_module(module), loss, input_names(module, row)
+        self._module, self._loss, self._inputs = copy_module(module), loss, input_names(module, loss, row)
         self._row = {name: to_batch(name, array[:1], 1) for name, array in row.items()}
         self._masks: dict[bool, list[bool | None]] = {True: [], False: []}
         self._is_output_shown = False
@@ -143,8 +144,10 @@ def _check_module(module: Any) -> str:
     return next(iter(devices), "cpu")
 
 
-def input_names(module: Any, row: Mapping[str, np.ndarray]) -> list[str]:
+def input_names(module: Any, loss: Callable[..., Any], row: Mapping[str, np.ndarray]) -> list[str]:
     """Return the arrays of the data that are arguments of `forward`. Raise InputError if one is missing."""
+    if isinstance(loss, LightningSteps):
+        return []
     arguments = inspect.signature(module.forward).parameters
     found = [name for name in row if name in arguments]
     required = [

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tpuswarm.train.data.arrays import to_torch
 from tpuswarm.train.data.source import rows_of
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import Loss
-from tpuswarm.train.recipe import Options, Source
+from tpuswarm.train.recipe import Options, Source, is_lightning
 from tpuswarm.train.run.trees import load
 from tpuswarm.train.supervised import Supervised, supervised
 from tpuswarm.train.supervised_program import SupervisedProgram
@@ -29,14 +30,17 @@ GraphOfRows = Callable[[bool, int], tuple[Graph, Mapping[str, np.ndarray]]]
 
 @entry_point
 def save(
-    module: Any, loss: Callable[..., Any], row: Mapping[str, Any], path: str | Path, check: bool | None = None
+    module: Any, loss: Callable[..., Any] | None, row: Mapping[str, Any], path: str | Path, check: bool | None = None
 ) -> None:
     """Export a module and its loss to a file that `recipe(path, …)` trains without torch.
 
-    row: arrays of the data, with at least four rows for the comparison with torch; check: see `recipe`.
+    loss: None for a LightningModule; row: arrays of the data, with at least four rows for the comparison with torch;
+    check: see `recipe`.
     Raise InputError with the module's line.
     """
-    exported = _export_module().export(module, loss, row)
+    if loss is None and is_lightning(module):
+        loss = _needs_torch("lightning").steps_of(module)
+    exported = _needs_torch("export").export(module, loss, row)
     check_indices(exported, row)
     _check(module, loss, row, exported, check)
     write(Path(path), exported)
@@ -57,17 +61,27 @@ def recipe(
     """Return a recipe for a PyTorch module and its loss.
 
     - module: an `nn.Module`, trained from its current parameters, or the path of a file that `save` has written.
-    - loss(outputs, batch) → a scalar tensor, or (scalar, dict of scalar metrics); None for a file, which contains it.
+    - loss(outputs, batch) → a scalar tensor, or (scalar, dict of scalar metrics); None for a file, which contains it,
+      and for a LightningModule, whose `training_step`, `validation_step` and `configure_optimizers` are used.
     - data, optimizer, schedule, defaults, cast, micro_batches: as in `tpuswarm.supervised`. Arrays of the data are
-      passed to the arguments of `forward` with the same names; the loss gets all of them as `batch`.
+      passed to the arguments of `forward` with the same names; the loss, or `training_step`, gets all as `batch`.
     - check: compare loss, gradients and buffers with torch before training, and refuse a module that differs. None
       compares modules with at most 50 million parameters.
 
     Buffers are mutable state. Raise InputError with the module's line if the module cannot be exported.
     """
-    if data is None or optimizer is None:
+    is_converted = loss is None and is_lightning(module)
+    if data is None or (optimizer is None and not is_converted):
         missing = "data" if data is None else "an optimizer"
         raise InputError(f"{missing} is missing; call recipe(module, loss, data, optimizer)")
+    frozen: Collection[str] = ()
+    if is_converted:
+        lightning = _needs_torch("lightning")
+        loss = lightning.steps_of(module)
+        if optimizer is None:
+            optimizer, found_schedule, decay, frozen = lightning.optimizer_of(module)
+            schedule = schedule or found_schedule
+            defaults = {**({} if decay is None else {"decay": decay}), **(defaults or {})}
     options = optimizer, data, schedule, defaults, cast, micro_batches
     if isinstance(module, (str, Path)):
         if loss is not None:
@@ -79,9 +93,11 @@ def recipe(
         raise InputError("the loss is missing; call recipe(module, loss, data, optimizer)")
     any_recipe = supervised(lambda key: {}, lambda params, batch, key: 0.0, None, data)
     rows = rows_of(any_recipe.data("train"), 0, CHECKED_ROWS)
-    exported, graph_of_rows = _export_module().export_by_rows(module, loss, rows, CHECKED_ROWS)
+    exported, graph_of_rows = _needs_torch("export").export_by_rows(module, loss, rows, CHECKED_ROWS)
     check_indices(exported, rows)
-    return ModuleRecipe(exported, *options, graph_of_rows, lambda: _check(module, loss, rows, exported, check))
+    found = ModuleRecipe(exported, *options, graph_of_rows, lambda: _check(module, loss, rows, exported, check))
+    found.frozen = (*exported.frozen, *frozen)
+    return found
 
 
 def check_indices(exported: ExportedModule, arrays: Mapping[str, Any]) -> None:
@@ -91,14 +107,14 @@ def check_indices(exported: ExportedModule, arrays: Mapping[str, Any]) -> None:
             limit.check(np.asarray(arrays[limit.array]))
 
 
-def _export_module() -> Any:
+def _needs_torch(name: str) -> Any:
+    """Return a module of this package that imports torch."""
     try:
-        from tpuswarm.torch import export
+        return import_module(f"tpuswarm.torch.{name}")
     except ImportError as error:
         raise InputError(
             "exporting a module needs torch (pip install 'tpuswarm[torch]'); training the exported file does not"
         ) from error
-    return export
 
 
 def _check(*args: Any) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from tpuswarm.errors import InputError
 from tpuswarm.torch.custom_ops import replacements
+from tpuswarm.torch.lightning import LightningSteps
 from tpuswarm.torch.ops import OPS, RANDOM
 
 LIBRARY_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<")
@@ -198,9 +199,7 @@ class _Step:
         for name, buffer in self._buffers.items():
             self._owner(name)._buffers[name.rpartition(".")[2]] = buffers[self._buffer_names[id(buffer)]]
         with self._watch_calls(), torch.set_grad_enabled(self._train):
-            outputs = self._module(**{name: batch[name] for name in self._inputs})
-            result = self._loss(outputs, dict(batch))
-            loss, metrics = result if isinstance(result, tuple) else (result, {})
+            loss, metrics = call_loss(self._module, self._loss, self._inputs, batch)
         rows = len(next(iter(batch.values())))
         _check_scalar(loss, "the loss", rows)
         for name, metric in metrics.items():
@@ -270,6 +269,16 @@ class _Step:
         self.locations.mark(location)
         self._sequence_numbers.append(torch.autograd._get_sequence_nr())
         self._forward_locations.append(location)
+
+
+def call_loss(
+    module: Any, loss: Callable[..., Any], inputs: list[str], batch: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
+    """Return the loss of a batch, and its metrics."""
+    is_lightning = isinstance(loss, LightningSteps)
+    outputs = module if is_lightning else module(**{name: batch[name] for name in inputs})
+    result = loss(outputs, dict(batch))
+    return result if isinstance(result, tuple) else (result, {})
 
 
 def _averages_all_steps(norm: Any) -> bool:

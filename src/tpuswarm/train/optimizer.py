@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,9 +151,10 @@ def _calls_schedule(update: Callable[..., Any]) -> bool:
     return False
 
 
-def is_in_steps(schedule: Callable[..., Any]) -> bool:
-    """Return whether a schedule is a function of updates: its first parameter is `count` or `step`, as in optax."""
-    return _first_parameter(schedule) in ("count", "step")
+def schedule_unit(schedule: Callable[..., Any]) -> Literal["progress", "step", "epoch"]:
+    """Return what a schedule is a function of, by the name of its first parameter; optax says `count` for `step`."""
+    name = _first_parameter(schedule)
+    return "epoch" if name == "epoch" else "step" if name in ("count", "step") else "progress"
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:
@@ -165,7 +166,7 @@ def _first_parameter(function: Callable[..., Any]) -> str:
 
 def check_schedule(schedule: Callable[..., Any]) -> None:
     """Raise InputError for a schedule of progress that changes by less than 2% with it, and by over 10% with steps."""
-    if _first_parameter(schedule) in ("progress", "count", "step"):
+    if _first_parameter(schedule) in ("progress", "count", "step", "epoch"):
         return
     with blame("the schedule fails"):
         over_run, over_steps = (

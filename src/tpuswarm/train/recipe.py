@@ -336,10 +336,24 @@ def supports(recipe: Recipe | type[Recipe], method: str) -> bool:
     return found is not None and getattr(found, "__func__", found) is not Recipe.__dict__[method]
 
 
+def is_lightning(value: Any) -> bool:
+    """Return whether a value is a LightningModule, of any package."""
+    return any(kind.__name__ == "LightningModule" for kind in type(value).__mro__)
+
+
+def how_to_make_recipe(value: Any) -> str:
+    """Return the end of a sentence about a value that is no recipe."""
+    if is_lightning(value):
+        return "make a recipe of it with tpuswarm.torch.recipe(module, data=…)"
+    if any(kind.__module__ == "torch.nn.modules.module" for kind in type(value).__mro__):
+        return "make a recipe of it with tpuswarm.torch.recipe(module, loss, data, optimizer)"
+    return "give a recipe, such as one from `supervised(...)`"
+
+
 def check_recipe(recipe: Any, options: Iterable[str] | None = None) -> None:
     """Raise InputError if this is no recipe or an attribute holds an unknown name; options: the recipe's own."""
     if not isinstance(recipe, Recipe):
-        raise InputError(f"recipe is a {type(recipe).__name__}; give a recipe, such as one from `supervised(...)`")
+        raise InputError(f"recipe is a {type(recipe).__name__}; {how_to_make_recipe(recipe)}")
     kind, compiling = type(recipe).__name__, recipe.compiling
     if not isinstance(recipe.name, str):
         raise InputError(f"{kind}.name is a {type(recipe.name).__name__}, not a text")

@@ -29,7 +29,7 @@ class Supervised(Recipe):
     - optimizer: an optax optimizer, also one that needs the loss, such as reduce_on_plateau or lbfgs; with a schedule,
       a function of (learning_rate, decay_mask) that returns one.
     - schedule: progress (0 to 1) → learning rate; or number of updates → learning rate, such as optax's schedules or
-      any function whose parameter is called `step` or `count`.
+      any function whose parameter is called `step` or `count`; or epochs, if it is called `epoch` (1.5: halfway).
     - data: a mapping of arrays with a common first axis, a Source, or a mapping or function from a split's name
       (`train`, `validation`, `test`, `all`) to either; None for a missing split.
     - defaults: run settings to use when the user sets none, such as {"steps": 400, "batch": 64}.
@@ -97,7 +97,7 @@ class Supervised(Recipe):
         return SupervisedProgram(
             self._init, loss, self._optimizer, self._schedule, spec, options,
             extra=self._extra, weights=self.weights, micro_batches="accumulate" in self.forms,
-            frozen=self.frozen,
+            frozen=self.frozen, rows_per_epoch=getattr(source_of(self, "train"), "rows_per_epoch", None),
         )  # fmt: skip
 
     @functools.cached_property

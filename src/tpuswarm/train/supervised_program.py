@@ -30,9 +30,9 @@ from tpuswarm.train.optimizer import (
     as_transformation,
     default_decay_mask,
     init_state,
-    is_in_steps,
     params_to_use,
     refuse_statistics,
+    schedule_unit,
     swarm_obstacle,
     update,
 )
@@ -65,7 +65,7 @@ class SupervisedProgram(Program):
     """Gradient descent on one loss.
 
     - optimizer: an optax transformation, or with `schedule` a function of (learning_rate, decay_mask) that returns one.
-    - schedule: progress (float32 scalar, 0 to 1) or number of updates (see `is_in_steps`) → learning rate.
+    - schedule: progress (float32 scalar, 0 to 1), number of updates or epochs (see `schedule_unit`) → learning rate.
     - loss: already computes in `options.precision`.
     - micro_batches: the loss of a batch is the mean of the losses of its equal parts, or Weighted.
     - frozen: paths of parameters that are never trained, whatever `options.freeze` says.
@@ -88,11 +88,15 @@ class SupervisedProgram(Program):
         weights: Callable[[], Any] | None = None,
         micro_batches: bool = False,
         frozen: Collection[str] = (),
+        rows_per_epoch: int | None = None,
     ):
         self._frozen = frozenset(frozen)
         self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
-        self.has_schedule, self.has_step_schedule = schedule is not None, schedule is not None and is_in_steps(schedule)
+        self._unit, self._rows_per_epoch = schedule_unit(schedule) if schedule else None, rows_per_epoch or 0
+        self.has_schedule, self.has_step_schedule = schedule is not None, self._unit in ("step", "epoch")
+        if self._unit == "epoch" and not rows_per_epoch:
+            raise InputError("the schedule counts epochs, but the training data has no rows_per_epoch")
         self.has_progress_schedule = self.has_schedule and not self.has_step_schedule
         """Whether a step depends on the run's progress, so that the run needs a length."""
         self._batch_spec, self._options, self._tied = batch_spec, options, tied or {}
@@ -111,7 +115,7 @@ class SupervisedProgram(Program):
     def at(self, schedule: Callable[[jax.Array], Any]) -> "SupervisedProgram":
         """Return the same program with another schedule of progress."""
         other = copy(self)
-        other._schedule, other.has_step_schedule = schedule, False
+        other._schedule, other._unit, other.has_step_schedule = schedule, "progress", False
         return other
 
     def init(self, key: jax.Array, shared: Any = None) -> TrainState:
@@ -149,7 +153,9 @@ class SupervisedProgram(Program):
         grads, metrics["grad_norm"] = self._clip(mean_gradient(grads, total, count))
         rate: Any = None
         if self._schedule is not None:
-            position = clock.step if self.has_step_schedule else clock.progress
+            position: Any = clock.step if self.has_step_schedule else clock.progress
+            if self._unit == "epoch":
+                position /= self._rows_per_epoch / len(jax.tree.leaves(batch)[0])
             with blame("the schedule fails"):
                 rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32)
             rate = rate * clock.lr_scale

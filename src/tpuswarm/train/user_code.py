@@ -21,7 +21,7 @@ from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.train.process.platform import configure_jax
 from tpuswarm.train.process.stop import interruptible_imports
-from tpuswarm.train.recipe import Recipe, State, check_recipe, supports
+from tpuswarm.train.recipe import Recipe, State, check_recipe, how_to_make_recipe, supports
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
 OUR_RECIPES = OUR_FOLDER / "recipes"
@@ -268,7 +268,9 @@ def build_recipe(
     with blame(f"{target} fails to make a recipe"):
         recipe = maker(**values)
     if not isinstance(recipe, Recipe):
-        raise InputError(f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; return supervised(...)")
+        raise InputError(
+            f"{target} makes a {type(recipe).__name__}, not a tpuswarm.Recipe; {how_to_make_recipe(recipe)}"
+        )
     check_recipe(recipe, types)
     recipe.target = absolute_target(target)
     if supports(recipe, "keep"):

@@ -238,7 +238,7 @@ def prepare(
     if is_changed:
         notes.append("the loss, optimizer or schedule has changed since this run began, which was accepted")
     if getattr(compiled.program, "has_step_schedule", False):
-        notes.append("the schedule counts updates, as its parameter is called `step` or `count`")
+        notes.append("the schedule counts updates or epochs, as its parameter is called `step`, `count` or `epoch`")
     notes += changed_numerics(new_config["numerics"])
     session = Session(
         run, agreement, recipe, settings, compiled, source, validation, eval_names, new_config, notes, step_key,

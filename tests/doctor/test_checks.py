@@ -60,9 +60,9 @@ def test_this_computer_is_checked_and_fixed_without_a_fleet(typed, tmp_path, mon
     (tmp_path / "tmp" / "libtpu_lockfile").touch(0o400)
     code, out, _ = typed("doctor")
     assert code == 1 and out.startswith("here  lock: /tmp/libtpu_lockfile belongs to you with mode 400: ")
-    assert "or `tpuswarm doctor --fix`" in out and out.endswith("\n1 host: 1 wrong\n")
+    assert "or `tpuswarm doctor --fix`" in out and out.endswith("\nthis computer: 1 wrong\n")
     code, out, _ = typed("doctor", "--fix")
-    assert code == 0 and out.endswith("1 host: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
+    assert code == 0 and out.endswith("this computer: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
 
 
 HEALTHY = {

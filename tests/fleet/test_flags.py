@@ -14,14 +14,19 @@ from tpuswarm.cli.machine.flags import update_pods
 from tpuswarm.cloud.protocol import ENV_VARS, ENV_VARS_NEW, TpuSpec
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.desired import Desired
-from tpuswarm.fleet.decide.flags import LAYERS, Flag, resolve_flags, set_flag, unset_flag
+from tpuswarm.fleet.decide.flag_restarts import FLAG_RESTART_INTERVAL_S, restart_for_flags
+from tpuswarm.fleet.decide.flags import (
+    LAYERS,
+    Flag,
+    resolve_flags,
+    set_flag,
+    unset_flag,
+)
 from tpuswarm.fleet.decide.jobs import (
-    FLAG_RESTART_INTERVAL_S,
     Assignment,
     Job,
     RunReport,
     StartRun,
-    restart_for_flags,
     update_job,
 )
 from tpuswarm.fleet.spec.checks import check_file

@@ -7,6 +7,7 @@ import pytest
 from tests.fleet.loop import FLEET, ZONE, desired, machine, pool
 from tpuswarm.fleet.decide import jobs
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.job_failures import find_failures
 from tpuswarm.fleet.decide.jobs import Assignment, EndRun, Job, RunReport, StartRun, StrayRun, scale_job
 
 NOW = 1_000.0
@@ -85,6 +86,46 @@ def test_first_run_that_fails_too_soon_is_the_last():
     assert step(RUN_1, [A], reports(late, late), **fields)[0].phase == "waiting"
     for before in (replace(RUN_1, lost=1), replace(RUN_1, failed=1)):
         assert step(before, [A], reports(soon, soon), **fields)[0].phase == "waiting", "it has run for longer once"
+
+
+def fail(before: Assignment, error: str, ran_s: float = 20.0, **fields) -> Assignment:
+    """Let the run of an assignment fail with a last line, and start it again unless that was the last."""
+    failed = RunReport(before.run, "ended", 1, error=error, ran_s=ran_s)
+    after, _ = step(before, [A], reports(failed, failed), restart="always", **fields)
+    return step(after, [A], reports(failed, failed), after.not_before, restart="always")[0]
+
+
+def test_job_that_fails_three_times_with_the_same_last_line_stops_and_says_so():
+    again = fail(RUN_1, "error: no step 7")
+    assert (again.phase, again.why) == ("running", "run 2 on a; the one before failed: error: no step 7")
+    (failure,) = find_failures([job(again)])
+    assert failure.says == "job train keeps failing on a: error: no step 7"
+    last = fail(fail(again, "error: no step 8"), "error: no step 9")
+    assert last.phase == "failed"
+    assert last.why.endswith("3 times the same error, so it is not run again: error: no step 9")
+    (failure,) = find_failures([job(last)])
+    assert failure.says == "job train has failed on a: error: no step 9"
+
+
+@pytest.mark.parametrize(("errors", "ran_s"), [(("a", "b", "a", "b"), 20.0), (("a",) * 5, jobs.SHORT_RUN_S)])
+def test_job_with_other_errors_or_progress_in_between_runs_on(errors, ran_s):
+    found = RUN_1
+    for error in errors:
+        found = fail(found, error, ran_s)
+    assert found.phase == "running" and found.error == errors[-1]
+    healthy = RunReport(found.run, "running", ran_s=jobs.SHORT_RUN_S)
+    later, _ = step(found, [A], reports(healthy, healthy))
+    assert (later.error, later.why) == ("", f"run {found.run} on a") and not find_failures([job(later)])
+
+
+def test_job_that_failed_for_good_runs_again_on_a_new_machine_or_when_asked():
+    failed = fail(fail(fail(RUN_1, "x"), "x"), "x")
+    assert failed.phase == "failed" and step(failed, [A], reports(None, None))[0] == failed
+    assert step(failed, [], {}, unreachable=(ZONE,))[0] == failed
+    for machines in ([], [machine("a", created=2.0)], [machine("a", "dead")]):
+        assert step(failed, machines, {})[0].phase == "waiting"
+    (reopened,) = jobs.reopen_failed(job(failed)).assignments
+    assert step(reopened, [A], reports(None, None))[0].phase == "running"
 
 
 @pytest.mark.parametrize("report", [LOST, STALLED])

@@ -2,6 +2,9 @@
 
 import asyncio
 import io
+import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,11 @@ from rich.console import Console
 from tests.fleet.conftest import GOLDEN
 from tests.fleet.loop import FLEET, ZONE, machine, pool, vm
 from tpuswarm.cli.plan.pools import read_pools
-from tpuswarm.cli.train import auto_batch
-from tpuswarm.cli.train.auto_batch import choose_batches
+from tpuswarm.cli.train import batches, fleet_data
+from tpuswarm.cli.train.batches import choose_batches
 from tpuswarm.cloud.protocol import Listing
-from tpuswarm.errors import InputError
+from tpuswarm.doctor.cloud import check_jobs
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet import training
 from tpuswarm.fleet.activity import count_activities, list_activities
 from tpuswarm.fleet.decide.actions import Event
@@ -21,6 +25,9 @@ from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.jobs import Assignment, Job
 from tpuswarm.fleet.spec.file import SwarmFile, read_swarm
 from tpuswarm.fleet.store.document import Document, KeeperLease
+from tpuswarm.fleet.view import summary_lines
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult
+from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.remote.host import Host, HostTimeout
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.ports import Ports, parse_ports
@@ -28,6 +35,7 @@ from tpuswarm.swarm.views.status import MemberStatus, RunView, SwarmStatus
 from tpuswarm.watch.state import Machines, State
 
 NOW = 10_000.0
+TINY = GPT2(size="tiny")
 FILE = (GOLDEN / "train.toml").read_text()
 
 
@@ -198,6 +206,46 @@ def test_overview_combines_machines_jobs_and_members(overview):
     assert count_activities(list(found.values())) == "2 training, 1 other, 1 joining, 2 not ready, 1 missing"
 
 
+ERROR = "error: 12 rows do not divide over 8 devices"
+
+
+def with_failed_members(document: Document, *phases: str) -> Document:
+    """Let the members on s-0 and s-1 fail again and again."""
+    head, members = document.jobs
+    failed = [
+        replace(it, phase=phase, error=ERROR, same_errors=3, why=ERROR)
+        for it, phase in zip(members.assignments, phases, strict=False)
+    ]
+    return replace(document, jobs=(head, replace(members, assignments=tuple(failed))))
+
+
+def test_every_view_says_why_members_fail(overview):
+    document, listing, events, members = overview
+    document = with_failed_members(document, "running", "failed")
+    found = {row.machine: row.why for row in list_activities(document, listing, events, members[2:], NOW)}
+    assert found["s-0"] == f"joining; its last run failed: {ERROR}" and found["s-1"] == f"failed: {ERROR}"
+    sentence = f"job members-small has failed on s-1 and on 1 more: {ERROR}"
+    assert any(line.startswith(sentence) for line in summary_lines(document, listing, NOW))
+    (finding,) = check_jobs(document)
+    assert (finding.check, finding.problem) == ("job", sentence) and "tpuswarm down" in finding.advice
+    assert [*check_jobs(document, "s-1/0")] == [*check_jobs(document, "small")] == [finding]
+    assert not [*check_jobs(document, "slice")]
+
+
+def test_training_ends_with_the_error_if_all_members_or_the_head_failed_for_good(overview):
+    document, listing, events, _ = overview
+
+    def require(document: Document) -> None:
+        State("gs://b/runs/all", None, Machines(document, listing, events), NOW).require_jobs()
+
+    require(with_failed_members(document, "running", "failed"))
+    with pytest.raises(RunFailed, match=rf"^the training has ended: {ERROR}. Its machines cost \$.* an hour: mend it"):
+        require(with_failed_members(document, "failed", "failed"))
+    head = replace(document.jobs[0], assignments=(Assignment("head", "all-head", phase="failed", why="no bucket"),))
+    with pytest.raises(RunFailed, match=r"^the training has ended: no bucket"):
+        require(replace(document, jobs=(head, document.jobs[1])))
+
+
 def draw(state: State, width: int, height: int | None) -> list[str]:
     screen = Console(width=width, height=height or 60, file=io.StringIO())
     screen.print(state.draw(width, height))
@@ -247,15 +295,13 @@ def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
         def create(self, name: str, data: bytes) -> bool:
             return objects.setdefault(name, data) is data
 
-    monkeypatch.setattr(auto_batch, "Bucket", Bucket)
-    monkeypatch.setattr(
-        auto_batch, "_choose", lambda file, train: computed.append(file) or {"small": 416, "slice": 832}
-    )
+    monkeypatch.setattr(batches, "Bucket", Bucket)
+    monkeypatch.setattr(batches, "_choose", lambda file, train: computed.append(file) or {"small": 416, "slice": 832})
     read('batch = "auto"')
     path = tmp_path / "swarm.toml"
 
     def job_lines() -> list[str]:
-        return list(lines(auto_batch.resolve_auto_batch(read_swarm(path), "gs://b/runs/all")).values())
+        return list(lines(batches.resolve_batches(read_swarm(path), "gs://b/runs/all", TINY)).values())
 
     first = job_lines()
     assert "--batch 832 " in first[0] and first[1].endswith("--batch 416") and first[2].endswith("--batch 832")
@@ -286,6 +332,94 @@ def test_each_pool_has_its_own_batch(read, tmp_path):
         ("{small = 0, slice = 64}", "batch"),
     ],
 )
-def test_batches_that_do_not_fit_the_pools_are_refused(read, batch, message):
+def test_table_of_batches_that_does_not_fit_the_pools_is_refused(read, batch, message):
     with pytest.raises(InputError, match=message):
         training.train_jobs(read(f"batch = {batch}"))
+
+
+def test_default_batch_suits_the_devices_of_all_pools_and_other_batches_are_refused(read):
+    assert TINY.defaults["batch"] == 12
+    head, small, _ = lines(batches.with_default_batch(read(), TINY)).values()  # v2-8 and v5p-16 have 8 devices each
+    assert "--batch 16 " in head and "--batch" not in small
+    for line, message in (
+        (
+            "batch = 12",
+            "a batch of 12 rows does not divide evenly over the 8 devices of a machine of pool small: use 16",
+        ),
+        ("batch = {small = 12, slice = 24}", "12 rows does not divide evenly over the 8 devices .* pool small: use 16"),
+        ("batch = 24\naccumulate = 2", "over the 8 devices x 2 micro-batches of a machine of pool small: use 32"),
+    ):
+        with pytest.raises(InputError, match=message):
+            batches.check_batches(read(line))
+    for line in ("batch = 24", "batch = {small = 8, slice = 16}", 'batch = "auto"', "batch = 32\naccumulate = 2"):
+        batches.check_batches(read(line))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [((True, ""), ""), ((False, "20 GiB"), "does not fit on a v2-8 with a batch of 16 rows: 20 GiB")],
+)
+def test_step_is_compiled_for_each_type_before_anything_is_rented(read, monkeypatch, result, message):
+    requests: list[CompileRequest] = []
+
+    class Compilers:
+        def __init__(self, *_: object):
+            pass
+
+        def results(self, found):
+            requests.extend(found)
+            return [(request, CompileResult(result[0], problem=result[1])) for request in found]
+
+    monkeypatch.setattr(batches, "CompilePool", Compilers)
+    monkeypatch.setattr(batches, "no_compiler", str)
+    monkeypatch.setattr(batches, "read_file", lambda *_: None)
+    file = read(provider='provider = "google"\nproject = "my-project-123"', before='[setup]\npip = ["tpuswarm"]')
+    with pytest.raises(InputError, match=message) if message else nullcontext():
+        batches.resolve_batches(file, "gs://b/runs/all", TINY)
+    assert [(request.target.name, request.options.batch) for request in requests] == [("v2-8", 16), ("v5p-16", 16)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder that machines get, but for what git ignores in it."""
+    monkeypatch.chdir((tmp_path / "mine").mkdir() or tmp_path / "mine")
+    Path(".gitignore").write_text("ignored\n")
+    for name in ("in.txt", "ignored", "../out.txt", "texts/a.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("words")
+    Path("link.txt").symlink_to("../out.txt")
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("data", "placed"),
+    [
+        ("fake", "fake"),
+        ("gs://b/text", "gs://b/text"),
+        ("in.txt", "in.txt"),
+        ("texts", "texts"),
+        ("{folder}/in.txt", "in.txt"),
+        ("../out.txt", "gs://some/data/ID/out.txt"),
+        ("ignored", "gs://some/data/ID/ignored"),
+        ("link.txt", "gs://some/data/ID/out.txt"),
+        ("..", "gs://some/data/ID/NAME"),
+    ],
+)
+def test_data_that_machines_do_not_get_is_copied_to_the_bucket(read, folder, data, placed):
+    file, uploads = fleet_data.place_data(read().model_copy(), "gs://some/runs/all")
+    assert uploads == () and file.train and file.train.data == "fake"
+    file = fleet_data._with_data(file, data.format(folder=folder))
+    file, uploads = fleet_data.place_data(file, "gs://some/runs/all")
+    assert file.train and file.train.data
+    name = re.sub(r"/data/[0-9a-f]{12}/", "/data/ID/", file.train.data)
+    assert name == placed.replace("NAME", folder.parent.name)
+    assert len(uploads) == (name != data and "gs://" in name), uploads
+
+
+def test_other_local_files_that_machines_do_not_get_are_refused(read, folder):
+    for line, name in (
+        ('init_from = "ignored"', "init_from"),
+        ('options = {tokenizer = "hf:../mine"}', "options.tokenizer"),
+    ):
+        with pytest.raises(InputError, match=rf"^train.{name} is .*, which machines do not get"):
+            fleet_data.place_data(read(line), "gs://some/runs/all")

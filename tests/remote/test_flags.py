@@ -86,7 +86,7 @@ def test_wrong_words_set_nothing(fleet, words, sentence):
 @pytest.mark.long
 def test_members_restart_with_new_flags_and_other_programs_go_on(fleet, monkeypatch):
     """Their order: fleet/test_flags.py."""
-    monkeypatch.setattr("tpuswarm.fleet.decide.jobs.FLAG_RESTART_INTERVAL_S", 0.1)
+    monkeypatch.setattr("tpuswarm.fleet.decide.flag_restarts.FLAG_RESTART_INTERVAL_S", 0.1)
     members, began = "members-small", f"began with --{VMEM}=2000"
     with fleet.job("small", members, MEMBER), fleet.job(A, "mine", "sleep 1000"), fleet.flag("v2", VMEM, "2000") as out:
         assert "2 members of the swarm keep old flags, since no keeper runs" in out

@@ -31,7 +31,7 @@ def test_failure_on_one_worker_ends_the_job_on_all_and_is_not_retried(fleet):
     line = "case $TPUSWARM_REHEARSAL_MACHINE in *-2-*) echo bad; exit 3;; *) sleep 777;; esac"
     fleet.detach("slice", "bad", line)
     (seat,) = fleet.carry_jobs(lambda jobs: jobs["bad"].assignments[0].phase == "failed")["bad"].assignments
-    assert seat.run == 1 and seat.failed == 1 and seat.why.endswith("/2: exit 3")
+    assert seat.run == 1 and seat.failed == 1 and seat.why.endswith("/2: exit 3: bad")
     assert "bad" in fleet.run("logs", "bad")[0]
     assert "exit 3" in fleet.run("jobs")[0]
     fleet.wait_until_gone("sleep 777")

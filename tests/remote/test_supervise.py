@@ -116,6 +116,20 @@ def test_run_starts_once_and_a_later_one_waits_for_its_end(there):
     assert (there.home / "runs").read_text() == "one\ntwo\n" and not there.pids()
 
 
+@pytest.mark.parametrize(
+    ("printed", "error"),
+    [
+        ("step 1\\nValueError: no rows\\nstopping threads\\n", "ValueError: no rows"),
+        ("error: no data\\n", "error: no data"),
+        ("10%%\\r20%%\\rno space left", "no space left"),
+        ("", ""),
+    ],
+)
+def test_failed_run_reports_the_line_that_names_its_error(there, printed, error):
+    there.start("train", 1, f"printf '{printed}'; exit 3")
+    assert there.ended("train")["error"] == error
+
+
 def test_nothing_restarts_on_a_machine_that_is_being_preempted(there):
     answers = {"preempted": b"TRUE"}
     with serve_web(lambda path, headers: (200, answers["preempted"])) as there.environment["GCE_METADATA_HOST"]:

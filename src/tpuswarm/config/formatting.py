@@ -36,6 +36,14 @@ def format_age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
+def format_bytes(count: int) -> str:
+    """Format as `1.2 GB`, `3.4 MB`, `5.6 kB` or `7 B`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} B"
+
+
 def format_step_rate(per_second: float | None) -> str:
     """Format as `12.3 steps/s`, or below one a second as `4.5 s/step`."""
     if not per_second:

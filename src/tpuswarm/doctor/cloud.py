@@ -6,6 +6,7 @@ from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.finding import Finding
 from tpuswarm.fleet.activity import list_missing
+from tpuswarm.fleet.decide.job_failures import find_failures
 from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.decide.names import ALL
 from tpuswarm.fleet.store.document import Document
@@ -21,6 +22,7 @@ WHY = {
     "orphan": "nothing uses it, and it costs until you delete it",
     "waits": "a queue is no promise: another zone or `how` may have capacity today",
     "health": "a machine that the cloud calls unhealthy fails sooner or later, and takes its slice with it",
+    "job": "its machines cost money and do nothing",
     "symptom": "the cloud reports something that ends programs, although it calls the machine healthy",
     REACH: "an unreachable host cannot be checked, and a slice needs all workers to start",
 }
@@ -58,6 +60,16 @@ def check_fleet(document: Document, listing: Listing, now: float) -> Iterator[Fi
             yield _finding(machine.name, "waits", f"its request failed ({machine.said}){reason}", delete)
         else:
             yield from check_health(machine)
+
+
+def check_jobs(document: Document, where: str = ALL) -> Iterator[Finding]:
+    """Report jobs that fail again and again; `where`: NAME, NAME/2, POOL or `all`."""
+    for failure in find_failures(document.jobs):
+        job, assignment = failure.job, failure.assignment
+        if where in (ALL, assignment.pool) or where.partition("/")[0] == assignment.machine:
+            again = "then start it again" if job.is_over else "it runs again by itself, or"
+            advice = f"mend what it says (`tpuswarm logs {job.name}`), {again}; `tpuswarm down` ends the costs"
+            yield _finding(assignment.machine or assignment.pool, "job", failure.says, advice)
 
 
 def check_health(machine: Machine) -> Iterator[Finding]:

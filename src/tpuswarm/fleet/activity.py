@@ -97,6 +97,8 @@ def _kind_and_reason(
             return "other", "ready"
         if head.phase != "running":
             return "head", f"the head: {head.phase}, {head.why}"
+        if head.error:
+            return "head", f"the head; its last run failed: {head.error}"
         has_keeper = document.lease is not None and document.lease.host == machine.name
         return "head", "the head and the keeper" if has_keeper else "the head"
     also = "; the head too" if head is not None else ""
@@ -104,6 +106,8 @@ def _kind_and_reason(
         return "not ready", mine.why + also
     if mine.phase != "running":
         return "other" if mine.phase in ("done", "stopped") else "not ready", f"{mine.phase}: {mine.why}{also}"
+    if mine.error:
+        also = f"; its last run failed: {mine.error}{also}"
     if not has_head:
         return "joining", f"waiting for the head{also}"
     if member is None or member.state in ("joining", "left"):

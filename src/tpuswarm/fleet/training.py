@@ -156,6 +156,15 @@ def find_run_url(jobs: Iterable[Job]) -> str | None:
     return words[words.index("--run") + 1] if "--run" in words else None
 
 
+def why_ended(jobs: Iterable[Job]) -> str:
+    """Return why a training has ended that no keeper starts again: its head failed, or all its members; else empty."""
+    jobs = list(jobs)
+    failed = [it for job in jobs if is_member(job) for it in job.assignments if it.phase == "failed"]
+    has_members = any(not job.is_over for job in jobs if is_member(job))
+    heads = [it for job in jobs if is_head(job) for it in job.assignments if it.phase == "failed"]
+    return heads[0].why if heads else failed[0].why if failed and not has_members else ""
+
+
 def is_head(job: Job) -> bool:
     """Whether a job is a training's head, and not a user's job of that name."""
     return job.name == HEAD and TOKEN_FILE in job.line

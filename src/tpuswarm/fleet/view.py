@@ -12,6 +12,7 @@ from tpuswarm.config.units import GIB
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
+from tpuswarm.fleet.decide.job_failures import find_failures
 from tpuswarm.fleet.decide.limits import is_billable, machine_quota
 from tpuswarm.fleet.decide.money import DAY_S, HOUR_S, Rate, covered_machines, format_dollars, machine_price, quota_key
 from tpuswarm.fleet.decide.names import by_number
@@ -191,6 +192,7 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
         lines = ["no keeper brings it down: `tpuswarm down` continues"]
     else:
         lines = ["no keeper runs, so nothing lost is replaced and no limit is enforced: `tpuswarm keep`"]
+    lines += [f"{failure.says}; `tpuswarm logs {failure.job.name}`" for failure in find_failures(document.jobs)]
     for use in grant_uses(desired, listing, now):
         left = "" if use.days_left is None else f", {use.days_left:.0f} days left"
         lines.append(f"grant of {use.type} {use.how} in {use.zone}: {use.used:g} of {use.count} used{left}")

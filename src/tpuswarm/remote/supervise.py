@@ -35,6 +35,8 @@ JOB_VARIABLE = "TPUSWARM_JOB"
 MAX_LOG_BYTES = 64 << 20
 """A longer `log` replaces `log.1`."""
 MAX_ANSWER_BYTES = 8 << 20
+ERROR_LINE = re.compile(r"error: |Fatal Python error|[\w.]+(Error|Exception)\b")
+TAIL_BYTES, MAX_ERROR_CHARS = 8192, 300
 KILL_AFTER_S = 20.0
 SHUTDOWN_KILL_AFTER_S = 30.0
 STUCK_AFTER_S = 60.0
@@ -241,6 +243,8 @@ def supervise(folder: Path, state: "dict[str, Any]", spec: "dict[str, Any]") -> 
         )  # fmt: skip
         if follow(child, log, spec.get("alive_s")):
             state.update(state="ended", code=child.returncode if child.returncode >= 0 else 128 - child.returncode)
+            if state["code"]:
+                state["error"] = log.find_error()
             if state["code"] and is_preempted():
                 state.update(state="lost", why="the machine is being taken away")
         else:
@@ -403,6 +407,7 @@ class Log:
     def __init__(self, path: Path, pipe: int):
         self.path, self.pipe = path, pipe
         self.file = path.open("ab", buffering=0)
+        self.tail = b""
 
     def drain(self) -> bool:
         """Copy available output; return whether there was any."""
@@ -410,6 +415,7 @@ class Log:
             data = os.read(self.pipe, 1 << 16)
         except BlockingIOError:
             return False
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
         with contextlib.suppress(OSError):
             self.file.write(data)
             if self.file.tell() >= MAX_LOG_BYTES:
@@ -418,6 +424,12 @@ class Log:
                 self.file.close()
                 self.file = new
         return bool(data)
+
+    def find_error(self) -> str:
+        """Return the last line that names an error, else the last line."""
+        lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()]
+        error = next((line for line in reversed(lines) if ERROR_LINE.match(line)), lines[-1] if lines else "")
+        return error[:MAX_ERROR_CHARS]
 
 
 def show_log(name: str, lines: int, offset: int = 0, inode: int = 0) -> None:

@@ -5,10 +5,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpuswarm.cloud.protocol import Listing, Machine
+from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.activity import MachineActivity, list_activities
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.fleet.view import total_spending
+from tpuswarm.fleet.training import why_ended
+from tpuswarm.fleet.view import machine_rows, running_rate, total_spending
 from tpuswarm.swarm.views.status import RunView
 from tpuswarm.train.run.listing import Status
 
@@ -67,6 +69,18 @@ class State(NamedTuple):
     def swarm(self) -> RunView | None:
         """The run, if it is a swarm that has begun."""
         return self.run if isinstance(self.run, RunView) else None
+
+    def require_jobs(self) -> None:
+        """Raise RunFailed if the jobs of the training have failed for good."""
+        if self.machines is None:
+            return
+        document, listing, _ = self.machines
+        if why := why_ended(document.jobs):
+            rate = running_rate(machine_rows(document.desired, listing, (), self.at))
+            raise RunFailed(
+                f"the training has ended: {why}. Its machines cost {rate.hour} an hour: mend it and run "
+                "`tpuswarm train` again, or delete them with `tpuswarm down`"
+            )
 
     def activities(self) -> list[MachineActivity]:
         """Return what each machine does, problems first."""

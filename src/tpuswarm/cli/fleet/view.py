@@ -176,7 +176,7 @@ class FleetTraining(NamedTuple):
         return State(self.url, run, Machines(*self.read_fleet()), time.time())
 
     def watch(self, console: Any) -> None:
-        """Redraw it until the run ends."""
+        """Redraw it until the run ends. Raises RunFailed if its jobs have failed for good."""
         from rich.text import Text
 
         from tpuswarm.train.process.live_region import LiveRegion
@@ -192,6 +192,7 @@ class FleetTraining(NamedTuple):
                 live.update(state.draw(console.width, console.height - 1), refresh=True)
                 if state.run and state.run.state == "finished":
                     return
+                state.require_jobs()
                 time.sleep(POLL_INTERVAL_S)
 
 

@@ -10,13 +10,14 @@ import typer
 
 from tpuswarm.cli.console import FleetOption, Json
 from tpuswarm.cli.fleet.view import find_fleet_training
-from tpuswarm.doctor.cloud import check_fleet, check_missing
+from tpuswarm.doctor.cloud import check_fleet, check_jobs, check_missing
 from tpuswarm.doctor.examine import examine, examine_here, fix_here, fix_hosts
 from tpuswarm.doctor.finding import THIS_COMPUTER, Finding
 from tpuswarm.doctor.report import list_refusals, make_report, survey_here, survey_hosts
 from tpuswarm.doctor.run import check_run
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
+from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.swarm.views.status import read_run
@@ -68,7 +69,10 @@ def doctor(
     if as_json:
         print(json.dumps({"hosts": host_count, "found": [_json_object("host", finding) for finding in findings]}))
     else:
-        _print_findings(_count_hosts(host_count), findings)
+        is_here = where == THIS_COMPUTER
+        _print_findings("this computer" if is_here else _count_hosts(host_count), findings)
+        if is_here and asks_for_machines(DEFAULT_FILE):
+            echo(f"the machines of {DEFAULT_FILE}: `tpuswarm doctor all`")
     raise typer.Exit(1 if findings else 0)
 
 
@@ -128,6 +132,7 @@ def _check_cloud(fleet_name: str | None, as_json: bool) -> int:
         can_ask = not any(finding.check in FIRST_CHECKS for finding in findings)
         if can_ask and (document := fleet.store(cloud).load()) is not None:
             findings += check_fleet(document, cloud.machines(document.zones), time.time())
+            findings += check_jobs(document)
     return _report("fleet", fleet.full_name, findings, as_json)
 
 
@@ -160,6 +165,7 @@ def _check_machines(where: str, fleet_name: str | None, fix: bool, as_json: bool
     snapshot = routes.snapshot()
     reached = routes.find_listed(where, snapshot)
     missing = list(check_missing(snapshot.document, snapshot.listing, where, time.time()))
+    missing += check_jobs(snapshot.document, where)
     head, bucket = _head_address(), _bucket_name(fleet)
     hosts = {host.label: host for host in reached.hosts}
 

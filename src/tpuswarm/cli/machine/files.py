@@ -10,6 +10,7 @@ import typer
 
 from tpuswarm.cli.console import FleetOption, Yes, confirm, make_console
 from tpuswarm.cli.machine.setup import describe_hosts, print_outcome, update_head_keeper
+from tpuswarm.config.formatting import format_bytes
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
@@ -61,7 +62,7 @@ def send_folder(routes: Routes, where: str, confirmation: "SizeConfirmation", dr
     have = f"{describe_hosts(good, hosts)} {'has' if good == 1 else 'have'} ~/{tree.name}"
     unchanged = len(outcome.same)
     suffix = "" if not unchanged else f"; {unchanged} had it already" if unchanged < good else ", as before"
-    summary = f"{have} as it is here ({_count_files(len(tree.files))}, {_format_bytes(tree.size)}){suffix}"
+    summary = f"{have} as it is here ({_count_files(len(tree.files))}, {format_bytes(tree.size)}){suffix}"
     print_outcome(summary, list(outcome.failed.values()), hosts)
     return True
 
@@ -75,14 +76,14 @@ class SizeConfirmation:
     def check_folder(self, size_bytes: int, new_bytes: int) -> None:
         """Check a folder before it is read."""
         if new_bytes > CONFIRM_ABOVE_BYTES:
-            size, new = _format_bytes(size_bytes), _format_bytes(new_bytes)
+            size, new = format_bytes(size_bytes), format_bytes(new_bytes)
             self._confirm(f"this folder has {size} that git does not ignore, {new} new or changed")
 
     def check_changes(self, tree: Tree, changes: Mapping[Host, Change]) -> None:
         """Check what would be sent to each host."""
         most_bytes = max(sum(tree.files[path].size for path in change.send) for change in changes.values())
         if most_bytes > CONFIRM_ABOVE_BYTES:
-            self._confirm(f"{_format_bytes(most_bytes)} go to {_name_hosts([*changes])}")
+            self._confirm(f"{format_bytes(most_bytes)} go to {_name_hosts([*changes])}")
 
     def _confirm(self, text: str) -> None:
         if not self._is_given:
@@ -129,7 +130,7 @@ def _describe_changes(tree: Tree, changes: Mapping[Host, Change]) -> list[str]:
     for change, hosts in hosts_by_change.items():
         names = _name_hosts(hosts)
         if change.send:
-            size = _format_bytes(sum(tree.files[path].size for path in change.send))
+            size = format_bytes(sum(tree.files[path].size for path in change.send))
             lines.append(f"{names}: {_count_files(len(change.send))}, {size}: {_name_files(change.send)}")
         if change.delete:
             lines.append(f"{names}: deletes {_name_files(change.delete)}")
@@ -149,13 +150,6 @@ def _count_files(count: int) -> str:
 def _name_files(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMED_FILES:,} more" if len(names) > MAX_NAMED_FILES else ""
     return f"{', '.join(names[:MAX_NAMED_FILES])}{more}"
-
-
-def _format_bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} B"
 
 
 def copy(
@@ -211,7 +205,7 @@ async def _copy_all(key: Path, hosts: Sequence[Host], copy_one: Any) -> Any:
         def advance(count: int) -> None:
             nonlocal copied_bytes
             copied_bytes += count
-            progress.update(bar, completed=copied_bytes, size=_format_bytes(copied_bytes))
+            progress.update(bar, completed=copied_bytes, size=format_bytes(copied_bytes))
 
         async with Connections(key) as connections:
             return await fan_out(hosts, lambda host: copy_one(connections, host, advance))

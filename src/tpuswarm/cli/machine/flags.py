@@ -15,8 +15,8 @@ from tpuswarm.cli.machine.jobs import has_keeper
 from tpuswarm.cloud.protocol import ENV_VARS_NEW, Machine
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.fleet.decide.flag_restarts import FLAG_RESTART_INTERVAL_S
 from tpuswarm.fleet.decide.flags import Flag, Layer, set_flag, unset_flag
-from tpuswarm.fleet.decide.jobs import FLAG_RESTART_INTERVAL_S
 from tpuswarm.fleet.hosts.routes import Routes, Snapshot, open_routes
 from tpuswarm.fleet.store import machine_flags
 from tpuswarm.fleet.store.document import Document

@@ -18,7 +18,7 @@ from tpuswarm.cloud.errors import CloudError
 from tpuswarm.config.formatting import format_age
 from tpuswarm.config.units import check_number, parse_seconds
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.fleet.decide.jobs import Job, create_assignments
+from tpuswarm.fleet.decide.jobs import Job, create_assignments, reopen_failed
 from tpuswarm.fleet.decide.names import ALL
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.hosts.targets import find_targets
@@ -296,6 +296,17 @@ def stop_job(fleet: Fleet, job: Job) -> None:
     echo(f"stopping job {job.name}; it is killed after 20 s", err=True)
     for ended in stop_jobs(fleet, [job.name]):
         print_assignments(ended)
+
+
+def restart_failed(fleet: Fleet, name: str) -> None:
+    """Let a job run again on the machines where it failed."""
+
+    def reopen(document: Document | None) -> Document:
+        if document is None:
+            raise RunFailed(f"fleet {fleet.name} was deleted")
+        return replace(document, jobs=tuple(reopen_failed(it) if it.name == name else it for it in document.jobs))
+
+    fleet.store(fleet.provider()).change(reopen)
 
 
 def stop_jobs(fleet: Fleet, names: list[str]) -> list[Job]:

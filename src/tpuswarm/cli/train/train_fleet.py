@@ -14,7 +14,8 @@ from tpuswarm.cli.fleet.progress import format_event
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cli.machine import jobs
 from tpuswarm.cli.machine.files import sync
-from tpuswarm.cli.train.auto_batch import resolve_auto_batch
+from tpuswarm.cli.train.batches import check_batches, resolve_batches, with_default_batch
+from tpuswarm.cli.train.fleet_data import local_paths, place_data, require_stored_data
 from tpuswarm.cli.train.train_options import check_options, make_recipe
 from tpuswarm.cloud.protocol import Provider
 from tpuswarm.errors import InputError
@@ -29,6 +30,7 @@ from tpuswarm.remote.setup.table import Setup
 from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.swarm.views.status import FILE
 from tpuswarm.train.process.terminal import echo
+from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.sync import delete_file
 
@@ -47,14 +49,22 @@ def train_on_fleet(
         echo(f"warning: {warning}", err=True)
     if file.train is None:
         raise InputError(f"{path} has no [train]. Add one, or create the machines alone with `tpuswarm up`.")
-    url, train_jobs = training.run_url(file), training.train_jobs(file, accept_code)
-    _check_recipe(context, path, file)  # before anything is rented
-    if not dry:
+    data, url = file.train.data, training.run_url(file)
+    training.train_jobs(file)  # checks the file first, in a moment
+    recipe = _make_recipe(context, path, file)
+    if dry:
+        file = with_default_batch(file, recipe)
+        check_batches(file)
+    else:
         use_rehearsed_buckets(path)
-        file = resolve_auto_batch(file, url)
-        train_jobs = training.train_jobs(file, accept_code)
+        require_stored_data(data)
+        file = resolve_batches(file, url, recipe)
+    file, uploads = place_data(file, url)
+    train_jobs = training.train_jobs(file, accept_code)
 
     def print_jobs() -> None:
+        for upload in uploads:
+            echo(f"then: {upload.says}")
         for job in train_jobs:
             echo(f"then: {job.says}")
         echo(f"run: {url}")
@@ -64,6 +74,8 @@ def train_on_fleet(
         return
     fleet = fleet_of_file(file)
     _create_fleet(fleet, path, file, yes, paid, print_jobs)
+    for upload in uploads:
+        upload.run()
     _start_jobs(fleet, url, train_jobs)
     if not detach:
         try:
@@ -83,12 +95,14 @@ def _refuse_other_options(context: typer.Context) -> None:
         raise InputError(f"--{name} has to reach all machines: write it under [train] in the file")
 
 
-def _check_recipe(context: typer.Context, path: Path, file: SwarmFile) -> None:
+def _make_recipe(context: typer.Context, path: Path, file: SwarmFile) -> Recipe:
     table = file.train
     assert table is not None
     check_options(path, table.model_dump(exclude_unset=True))
     given = {name: value for name in ("data", "seed") if (value := getattr(table, name)) is not None}
-    make_recipe(table.recipe, given, dict(table.options), context)
+    recipe = make_recipe(table.recipe, given, dict(table.options), context)
+    recipe.require_data()
+    return recipe
 
 
 def _create_fleet(
@@ -100,8 +114,7 @@ def _create_fleet(
     )
     apply.create_fleet(fleet, confirmed, file.setup or Setup(), keep=True, file=path)
     assert file.train is not None
-    has_local_data = file.train.data is not None and Path(file.train.data).exists()
-    if ".py" in file.train.recipe or has_local_data:
+    if ".py" in file.train.recipe or local_paths(file.train):
         sync("all", str(path), yes, False)
 
 
@@ -113,6 +126,7 @@ def _start_jobs(fleet: Fleet, url: str, train_jobs: tuple[training.TrainJob, ...
         current = next((job for job in document.jobs if job.name == train_job.name), None)
         if current is not None and not current.is_over:
             if training.is_same_command(train_job.line, current.line):
+                jobs.restart_failed(fleet, train_job.name)
                 continue
             echo(f"restarting job {train_job.name}: the file has changed")
             end_train_jobs(fleet, [train_job.name])
@@ -184,6 +198,8 @@ def _follow(path: Path, url: str) -> None:
                     if line.source == RUN:
                         echo(str(line))
                 is_finished = state.run.state == "finished"
+            if not is_finished:
+                state.require_jobs()
             sys.stdout.flush()
             if not is_finished:
                 time.sleep(POLL_INTERVAL_S)

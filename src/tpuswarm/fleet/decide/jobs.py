@@ -6,6 +6,7 @@ lower ones, so no run starts twice on a worker.
 """
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
@@ -20,7 +21,10 @@ from tpuswarm.remote.paths import SERVICE_PREFIX
 Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
 FIRST_BACKOFF_S, BACKOFF_FACTOR, MAX_BACKOFF_S = 2.0, 2.0, 300.0
-FLAG_RESTART_INTERVAL_S = 60.0
+MAX_SAME_ERRORS = 3
+SHORT_RUN_S = 300.0
+"""A run that fails later has made progress, so that a restart makes sense."""
+NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 MISSING_GRACE_S = 15.0
 """A machine must be missing this long before it counts as gone: a single listing may be incomplete."""
 
@@ -40,6 +44,10 @@ class Assignment:
     lost: int = 0
     """Runs that ended with their machine, or hung."""
     code: int | None = None
+    error: str = ""
+    """The last line of a run that failed; empty once a later run has lasted for SHORT_RUN_S."""
+    same_errors: int = 0
+    """How many short runs have failed in succession with this error."""
     not_before: float = 0.0
     missed_at: float = 0.0
     """When the machine was first missing from a listing; 0: it is listed."""
@@ -92,6 +100,8 @@ class RunReport(NamedTuple):
     """`asked`: it ended at our request."""
     code: int | None = None
     why: str = ""
+    error: str = ""
+    """The last line of a run that failed."""
     ran_s: float = math.inf
 
 
@@ -161,6 +171,15 @@ def create_assignments(where: str, machine: Machine | None, desired: Desired) ->
 def busy_machines(jobs: Iterable[Job]) -> frozenset[str]:
     running = (assignment for _, assignment in all_assignments(jobs) if assignment.phase == "running")
     return frozenset(assignment.machine for assignment in running if assignment.machine is not None)
+
+
+def reopen_failed(job: Job) -> Job:
+    """Let a job run again where it failed."""
+    return replace(job, assignments=tuple(_reopen(it) if it.phase == "failed" else it for it in job.assignments))
+
+
+def _reopen(assignment: Assignment) -> Assignment:
+    return replace(assignment, phase="waiting", same_errors=0, not_before=0.0, why="not started again yet")
 
 
 def scale_job(job: Job, desired: Desired) -> Job:
@@ -236,27 +255,6 @@ def find_strays(jobs: Iterable[Job], reports: Mapping[str, RunReports]) -> froze
     )
 
 
-def restart_for_flags(jobs: Sequence[Job], flags: Mapping[str, Mapping[str, str]], now: float) -> tuple[Job, ...]:
-    """Let one run end and restart with its machine's new flags: one at a time, FLAG_RESTART_INTERVAL_S apart.
-
-    `flags`: by job and machine, only for jobs that tolerate a restart.
-    """
-    assignments = [assignment for job, assignment in all_assignments(jobs) if job.name in flags]
-    last = max((assignment.renewed_at for assignment in assignments), default=0)
-    in_progress = any(assignment.renewing and assignment.phase == "running" for assignment in assignments)
-    if in_progress or 0 <= now - last < FLAG_RESTART_INTERVAL_S:
-        return tuple(jobs)
-    for number, job in enumerate(jobs):
-        for index, assignment in enumerate(job.assignments):
-            if job.name not in flags or assignment.phase != "running" or job.stop:
-                continue
-            if flags[job.name].get(assignment.machine or "", assignment.flags) != assignment.flags:
-                changed = list(job.assignments)
-                changed[index] = replace(assignment, renewing=True)
-                return (*jobs[:number], replace(job, assignments=tuple(changed)), *jobs[number + 1 :])
-    return tuple(jobs)
-
-
 def _assign(
     job: Job,
     assignment: Assignment,
@@ -269,10 +267,13 @@ def _assign(
 
     It leaves a machine that is dead, gone or created anew; on a machine that is being deleted, it still runs.
     """
-    if not assignment.is_open:
-        return assignment
     name = assignment.machine
     machine = machines.get(name or "")
+    is_replaced = machine is None or machine.state == "dead" or machine.created != assignment.created
+    if assignment.same_errors >= MAX_SAME_ERRORS and not assignment.is_open and not unreachable and is_replaced:
+        assignment = _reopen(assignment)  # the error may have been the machine's
+    if not assignment.is_open:
+        return assignment
     if name is not None and (
         machine is None or machine.state == "dead" or (assignment.run and machine.created != assignment.created)
     ):
@@ -338,6 +339,8 @@ def _update_on_machine(
             return replace(assignment, why=f"{name}/{silent[0]} does not answer yet"), []
         run = max(run, *(report.run for report in reports.values() if report is not None), 0) + 1
         why = f"run {run} on {name}"
+        if assignment.error:
+            why += f"; the one before failed: {assignment.error}"
         started = replace(assignment, phase="running", run=run, code=None, why=why, flags=flags, renewing=False)
         return started, [StartRun(name, run, workers, flags)]
     if assignment.phase != "running":
@@ -351,6 +354,8 @@ def _update_on_machine(
         return _handle_end(job, assignment, ended, end, silent, now)
     if missing := tuple(w for w in workers if w in reports and w not in current):
         return assignment, [StartRun(name, run, missing, assignment.flags)]  # the previous keeper died while starting
+    if assignment.error and not silent and all(report.ran_s >= SHORT_RUN_S for report in current.values()):
+        assignment = replace(assignment, error="", same_errors=0, why=f"run {run} on {name}")
     stuck = [f"{name}/{w}: {report.why}" for w, report in sorted(current.items()) if report.why and not report.code]
     return (replace(assignment, why=stuck[0]) if stuck else assignment), []
 
@@ -374,12 +379,19 @@ def _handle_end(
         phase: Phase = "failed" if job.restart == "never" else "waiting"
         return replace(assignment, phase=phase, lost=assignment.lost + 1, why=why), []
     is_first = not assignment.failed and not assignment.lost
-    failed = assignment.failed + 1
-    assignment = replace(assignment, failed=failed, code=report.code, why=why)
+    failed, error = assignment.failed + 1, report.error or f"exit {report.code}"
+    if report.error:
+        why += f": {report.error}"
+    is_same = NUMBER.sub("", error) == NUMBER.sub("", assignment.error)
+    same_errors = 0 if report.ran_s >= SHORT_RUN_S else assignment.same_errors * is_same + 1
+    assignment = replace(assignment, failed=failed, code=report.code, error=error, same_errors=same_errors, why=why)
     if is_first and report.ran_s < job.min_run_s:
         return replace(assignment, phase="failed", why=f"{why} after {report.ran_s:.0f} s, so it is not run again"), []
     if job.restart == "never" or (job.restart == "preempted" and failed > job.failures):
         count = f" ({failed} failures, {job.failures} are forgiven)" if job.failures else ""
         return replace(assignment, phase="failed", why=why + count), []
+    if job.restart == "always" and same_errors >= MAX_SAME_ERRORS:
+        why = f"{assignment.machine}/{worker}: {same_errors} times the same error, so it is not run again: {error}"
+        return replace(assignment, phase="failed", why=why), []
     backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(failed - 1, 20))
     return replace(assignment, phase="waiting", not_before=now + backoff_s), []

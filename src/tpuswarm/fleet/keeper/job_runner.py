@@ -1,7 +1,6 @@
 """Run the fleet's jobs: ask their hosts, decide, save the decision, then act on it."""
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from tpuswarm.cloud.errors import Changed, CloudError
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
 from tpuswarm.errors import TpuswarmError
 from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.flag_restarts import restart_for_flags
 from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import (
     Assignment,
@@ -24,7 +24,6 @@ from tpuswarm.fleet.decide.jobs import (
     StrayRun,
     all_assignments,
     find_strays,
-    restart_for_flags,
     scale_job,
     update_job,
 )
@@ -345,8 +344,10 @@ def _reports(job: str, states: HostStates) -> dict[tuple[str, int], RunReport | 
 def _report(state: object) -> RunReport | None:
     if not isinstance(state, dict) or "state" not in state:
         return None
-    ran_s = state["ended"] - state["began"] if "ended" in state else math.inf
-    return RunReport(state["run"], state["state"], state.get("code"), state.get("why", ""), ran_s)
+    ran_s = state.get("ended", time.time()) - state["began"]
+    return RunReport(
+        state["run"], state["state"], state.get("code"), state.get("why", ""), state.get("error", ""), ran_s
+    )
 
 
 def _waiting_machines(jobs: Iterable[Job], states: HostStates) -> dict[str, BootState]:

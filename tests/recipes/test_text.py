@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -85,6 +86,15 @@ def test_folder_is_its_files_in_order_without_hidden_ones(tmp_path):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text(content)
     assert "".join(open_text(str(tmp_path / "data")).pieces()) == "first second "
+
+
+@pytest.mark.parametrize("path", ["../play.txt", ".cache/play.txt", ".cache/../../texts"])
+def test_named_path_is_read_whatever_folders_lead_to_it(tmp_path, monkeypatch, path):
+    monkeypatch.chdir((tmp_path / "here").mkdir() or tmp_path / "here")
+    for name in ("../play.txt", ".cache/play.txt", "../texts/play.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(name)
+    assert "".join(open_text(path).pieces()).endswith("play.txt")
 
 
 def test_url_is_read(play):

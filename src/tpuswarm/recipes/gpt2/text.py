@@ -179,7 +179,7 @@ def open_text(place: str | None, field: str | None = None, *, empty: bool = Fals
             system.invalidate_cache()  # an earlier listing of this process
             root = path.rstrip("/") + "/"
             paths = system.find(path) if system.isdir(path) else [path]
-        infos = [system.info(file) for file in sorted(paths) if not _hidden(file.removeprefix(root))]
+        infos = [system.info(file) for file in sorted(paths) if not _is_hidden(file, root)]
     return _text(place, system, infos, field, empty)
 
 
@@ -199,8 +199,8 @@ def input_errors(place: str) -> Iterator[None]:
         raise InputError(f"{place} cannot be read: {reason}") from error
 
 
-def _hidden(relative: str) -> bool:
-    return any(part.startswith(".") for part in relative.split("/"))
+def _is_hidden(file: str, root: str) -> bool:
+    return file.startswith(root) and any(part.startswith(".") for part in file.removeprefix(root).split("/"))
 
 
 def _standard_library() -> Text:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import time
 
 import asyncssh
 import pytest
@@ -11,6 +12,8 @@ from tpuswarm.cloud.rehearsal.machines.root import SKELETON
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.remote.copy import _walk, download, split_location, upload
 from tpuswarm.remote.host import HostUnreachable
+
+LONG_AGO = 1_700_000_000
 
 
 def test_colon_makes_it_a_path_of_a_machine():
@@ -79,6 +82,8 @@ def test_folder_is_copied_there_and_back(machines, over, tmp_path):
     (source / "deep/run.sh").write_text("#!/bin/sh")
     (source / "deep/run.sh").chmod(0o755)
     (source / "a").write_bytes(os.urandom(3_000_000))
+    for path in (source / "a", source / "deep/run.sh"):
+        os.utime(path, (LONG_AGO, LONG_AGO))
     machine = machines[0]
     assert over(upload, machine.host, source, "copies/") == 2
     there = machine.home / "copies/data"
@@ -95,6 +100,41 @@ def test_folder_is_copied_there_and_back(machines, over, tmp_path):
         over(download, machine.host, "nowhere", tmp_path)
     with pytest.raises(RunFailed, match=r"^node-0/0: "):
         over(upload, machine.host, source / "a", "copies/data/a/")
+
+
+@pytest.mark.parametrize("direction", ["upload", "download"])
+@pytest.mark.parametrize("is_broken", [False, True], ids=["whole", "broken"])
+def test_file_that_is_replaced_within_a_second_is_copied_again(machines, over, tmp_path, direction, is_broken):
+    """Its size and its second are those of the copy, and of the part that a broken copy leaves."""
+    machine, name = machines[0], f"replaced-{direction}-{is_broken}"
+    here, there = tmp_path / name, machine.home / name
+    source, target = (here, there) if direction == "upload" else (there, here)
+    second = int(time.time())
+
+    def write(byte):
+        source.write_bytes(byte * 5_000_000)
+        os.utime(source, ns=(0, second * 10**9 + byte[0]))
+
+    def copy(on_bytes=lambda count: None):
+        order = (here, name) if direction == "upload" else (name, here)
+        over(upload if direction == "upload" else download, machine.host, *order, on_bytes)
+
+    seen = []
+
+    def cut(count):
+        seen.append(count)
+        if sum(seen) == 2 << 20:
+            machines.disconnect(0)
+
+    write(b"a")
+    if is_broken:
+        with pytest.raises(HostUnreachable):
+            copy(cut)
+    else:
+        copy()
+    write(b"b")
+    copy()
+    assert target.read_bytes() == source.read_bytes()
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])
@@ -137,6 +177,7 @@ def test_run_that_trains_is_copied_with_its_newest_whole_checkpoint(machines, ov
 def test_broken_copy_leaves_no_half_file_and_continues(machines, over, tmp_path):
     source = tmp_path / "big"
     source.write_bytes(os.urandom(20_000_000))
+    os.utime(source, (LONG_AGO, LONG_AGO))
     machine, seen = machines[0], []
 
     def cut(count):

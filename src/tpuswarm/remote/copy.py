@@ -5,6 +5,7 @@ A run may train meanwhile: growing files are copied up to their first size, and 
 
 import os
 import stat
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 20
 MAX_PASSES = 5
 """Over a folder in which files disappear, such as those of an old checkpoint."""
+RECENT_S = 10.0
+"""A file changed so shortly before may change again within the same second, and SFTP knows whole seconds; clocks may
+differ a bit. Its copy gets a time one second earlier, so the next `copy` repeats it."""
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 """On Debian and Ubuntu."""
 OnBytes = Callable[[int], None]
@@ -201,15 +205,18 @@ async def _try_upload(sftp: "asyncssh.SFTPClient", source: Path, target: str, on
         present = await sftp.stat(target)
     except asyncssh.SFTPNoSuchFile:
         present = None
-    if present is not None and (present.size, present.mtime) == (size, modified):
+    is_recent = time.time() - modified < RECENT_S
+    if present is not None and (present.size, present.mtime) == (size, modified) and not is_recent:
         on_bytes(size)
         return
+    modified -= is_recent
     part = _part_path(target, size, modified)
-    offset = (await sftp.stat(part)).size or 0 if await sftp.exists(part) else 0
+    is_resumed = await sftp.exists(part)
+    offset = (await sftp.stat(part)).size or 0 if is_resumed and not is_recent else 0
     on_bytes(offset)
     # Written at offsets, not appended: two copies of the same file write the same bytes to the same places.
     with source.open("rb") as file:
-        async with sftp.open(part, "r+b" if offset else "wb") as out:
+        async with sftp.open(part, "r+b" if is_resumed else "wb") as out:
             await out.seek(offset)
             file.seek(offset)
             while chunk := file.read(_next_bytes(str(source), size, file.tell())):
@@ -228,14 +235,18 @@ async def _download_file(sftp: "asyncssh.SFTPClient", source: str, target: Path,
     target.parent.mkdir(parents=True, exist_ok=True)
     wanted = await sftp.stat(source)
     size, modified = wanted.size or 0, wanted.mtime or 0
-    if target.is_file() and (target.stat().st_size, int(target.stat().st_mtime)) == (size, modified):
+    is_recent = time.time() - modified < RECENT_S
+    present = (target.stat().st_size, int(target.stat().st_mtime)) if target.is_file() else None
+    if present == (size, modified) and not is_recent:
         on_bytes(size)
         return
+    modified -= is_recent
     part = Path(_part_path(str(target), size, modified))
-    offset = part.stat().st_size if part.exists() else 0
+    is_resumed = part.exists()
+    offset = part.stat().st_size if is_resumed and not is_recent else 0
     on_bytes(offset)
     async with sftp.open(source, "rb") as file:
-        with part.open("r+b" if offset else "wb") as out:
+        with part.open("r+b" if is_resumed else "wb") as out:
             out.seek(offset)
             await file.seek(offset)
             while chunk := await file.read(_next_bytes(source, size, out.tell())):

@@ -12,6 +12,7 @@ import pytest
 from tests.web import serve_web
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.engines import ray as engine
+from tpuswarm.swarm.engines import variables
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.opening import private_folder
 from tpuswarm.swarm.engines.threads import NodeThreads
@@ -114,6 +115,19 @@ def start_and_wait(**environment: str) -> subprocess.Popen[str]:
     )
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def test_process_that_is_second_uses_the_token_of_the_first(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+
+    def token_hex(size):
+        path.write_text("first")
+        return "second"
+
+    monkeypatch.setattr(variables.secrets, "token_hex", token_hex)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")
+    variables.use_token(path)
+    assert path.read_text() == "first"
 
 
 def test_sigterm_is_a_notice():

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from tpuswarm.errors import RunFailed
-from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.atomic import create_atomically
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -45,7 +45,7 @@ def use_token(path: Path) -> None:
     """Have Ray sign its calls with the secret in a file, which is created if missing."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, secrets.token_hex(32), 0o600)
+        create_atomically(path, secrets.token_hex(32))  # another process may be first
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence
 

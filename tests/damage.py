@@ -75,21 +75,25 @@ class Mounts:
     """Mounts of files and folders on themselves, in a mount namespace of this process: for root alone."""
 
     def __init__(self) -> None:
-        self._paths: list[Path] = []
+        self._others = _mount_points()
 
     def add(self, path: Path, is_read_only: bool = False) -> None:
         """Make a file or folder busy, as a server of NFS does: it can be read and written, not renamed or removed."""
         self._mount(path, MS_BIND)
-        self._paths.append(path)
         if is_read_only:
             self._mount(path, MS_BIND | MS_REMOUNT | MS_RDONLY)
 
     def clear(self) -> None:
-        for path in reversed(self._paths):
-            libc.umount2(os.fsencode(path), MNT_DETACH)
-        self._paths.clear()
+        """Remove all mounts of this object, wherever their folders have been moved."""
+        for path in reversed(_mount_points()[len(self._others) :]):
+            libc.umount2(path, MNT_DETACH)
 
     def _mount(self, path: Path, flags: int) -> None:
         if libc.mount(os.fsencode(path), os.fsencode(path), None, flags, None):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(path))
+
+
+def _mount_points() -> list[bytes]:
+    """Return the mount points of this process, the newest last."""
+    return [line.split()[4] for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]

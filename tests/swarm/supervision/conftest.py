@@ -20,7 +20,7 @@ def supervise(tmp_path, monkeypatch):
     """
     for place, name in ((module, "POLL_INTERVAL_S"), (module, "MIN_BACKOFF_S"), (run_reporter, "STATUS_INTERVAL_S")):
         monkeypatch.setattr(place, name, 0.0)
-    cluster = FakeCluster()
+    cluster, folder = FakeCluster(), Run(tmp_path / "run")
 
     def run(script, plan=PLAN):
         steps = None
@@ -30,11 +30,7 @@ def supervise(tmp_path, monkeypatch):
             steps = steps or chain(script(supervisor, cluster), range(5))
             assert next(steps, None) != 4, "the script is over and the run is not"
 
-        folder = Run(tmp_path / "run")
-        try:
-            return Supervisor(folder, plan, cluster, Screen(), lambda number: {}, watch).run_to_end()
-        finally:
-            folder.close()
+        return Supervisor(folder, plan, cluster, Screen(), lambda number: {}, watch).run_to_end()
 
     def finished(script, plan=PLAN):
         def script_and_end(supervisor, cluster):
@@ -45,4 +41,5 @@ def supervise(tmp_path, monkeypatch):
 
     run.finished = finished
     run.events = lambda kind: [row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["event"] == kind]
-    return run
+    yield run
+    folder.close()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.swarm.supervision.fake_cluster import PLAN, SWARM, rounds, states
 from tpuswarm.errors import InputError, RunFailed
@@ -17,7 +18,10 @@ from tpuswarm.swarm.storage.objects import check_member_name
 from tpuswarm.swarm.supervision import supervised_process as process_module
 from tpuswarm.swarm.supervision import supervisor as module
 from tpuswarm.swarm.supervision.supervised_process import guest_name
+from tpuswarm.swarm.views.status import RunView
 from tpuswarm.train.run.directory import METRICS
+from tpuswarm.watch.page.metrics import metrics_text
+from tpuswarm.watch.state import State
 
 
 def test_status_of_a_member_through_its_life(supervise):
@@ -122,6 +126,34 @@ def test_member_learns_that_its_rows_are_stored_after_they_are_on_disk(supervise
     monkeypatch.setattr(os, "fsync", synchronize)
     supervise.finished(script)
     assert requests[-1][0] == 3 and all(since <= stored for since, stored in requests)
+
+
+def test_counters_never_fall(supervise):
+    """A new coordinator forgets what a dead incarnation trained after the last commit; a new supervisor, everything."""
+    seen = []
+
+    def look(supervisor):
+        state = State("r", RunView("r", "toy", "running", 1, "", 8, 8, "tokens", supervisor.status), None, 1.0)
+        families = text_string_to_metric_families(metrics_text(state, ()).decode())
+        seen.append({sample.name: sample.value for family in families for sample in family.samples})
+
+    def script(supervisor, cluster):
+        for processed in (32, 24) if not seen else (24, 24):
+            cluster.tokens = Tokens(processed, 16, 8, 0, processed - 24)
+            for _ in range(3):
+                yield
+                look(supervisor)
+            if not supervisor.processes["m0"].row:
+                cluster.newest("m0").rows = [{"step": 3, "tokens": 24, "loss": 1.0, "version": 0, "member": "m0"}]
+            cluster.newest(COORDINATOR).die()
+        assert supervisor.status.tokens == Tokens(32, 16, 8, 0, 8)
+
+    supervise.finished(script)
+    supervise.finished(script)
+    for name in ("tokens_processed", "tokens_dropped", "carried_bytes", "member_tokens", "tokens", "steps"):
+        values = [found[f"tpuswarm_{name}_total"] for found in seen if f"tpuswarm_{name}_total" in found]
+        assert values == sorted(values) and len(values) > 6, name
+    assert seen[-1]["tpuswarm_tokens_processed_total"] == 32 and seen[-1]["tpuswarm_member_tokens_total"] == 24
 
 
 def test_end_of_the_run_waits_only_for_members_that_trained(supervise):

@@ -64,8 +64,8 @@ def _print_report(run: str, report: verification.Report) -> None:
     if report.newest is not None:
         echo(f"commits 0 to {report.newest}: hash chain intact, no row counts twice, the tokens add up")
         echo(
-            f"tokens: {report.processed:,} trained, {report.applied:,} counted, {report.dropped:,} dropped, "
-            f"{report.undecided:,} accepted but undecided"
+            f"tokens up to commit {report.newest}: {report.processed:,} trained, {report.applied:,} counted, "
+            f"{report.dropped:,} dropped, {report.undecided:,} accepted but undecided"
         )
     if report.recomputed:
         echo(f"recomputed from their pushes, bit-identical: {_format_ranges(report.recomputed)}")

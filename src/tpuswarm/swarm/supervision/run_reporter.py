@@ -4,18 +4,28 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from tpuswarm.config.formatting import format_figure
+from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.alarms import LiveMember, alarms
-from tpuswarm.swarm.core.summary import Summary
+from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
 from tpuswarm.swarm.views.events import sentence
 from tpuswarm.swarm.views.screen import Screen
-from tpuswarm.swarm.views.status import FINISHED, Progress, SwarmStatus, after_the_end, compose, write_status
+from tpuswarm.swarm.views.status import (
+    FINISHED,
+    Progress,
+    SwarmStatus,
+    after_the_end,
+    compose,
+    read_status,
+    write_status,
+)
 from tpuswarm.train.look.pictures import PICTURES, TEXTS, write_picture
 from tpuswarm.train.look.widgets import Pace
 from tpuswarm.train.process.atomic import fsync_path
@@ -44,6 +54,12 @@ class RunReporter:
         self._status_at = time.monotonic()
         self._sent_address = False
         self._has_new_rows = False
+        before = None
+        with suppress(InputError):  # a damaged status is replaced
+            before = read_status(run.folder)
+        self._processed = before.tokens.processed if before else 0
+        self._carried = before.carried if before else 0
+        """Counters, which never fall: a new coordinator or supervisor knows only what the ledger has."""
 
     def event(self, event: str, **facts: Any) -> None:
         """Write and show an event."""
@@ -127,14 +143,17 @@ class RunReporter:
             for process in by_name.values()
             if not process.is_member and process.actor and process.pid
         }
-        if summary and clock >= self.last_progress:
-            self._pace.add(clock, summary.tokens.applied)
+        if summary:
+            summary = replace(summary, tokens=self._with_forgotten(summary.tokens))
+            if clock >= self.last_progress:
+                self._pace.add(clock, summary.tokens.applied)
+        self._carried = max(self._carried, carried.total())
         progress = Progress(
             self._screen.began,
             self._pace.per_second,
             self.evaluation.get("eval_loss"),
             self.evaluation.get("version"),
-            carried.total(),
+            self._carried,
         )
         self.status = compose(summary, members, horizon, found, self._address, pids, time.time(), progress)
         if phase:
@@ -147,3 +166,9 @@ class RunReporter:
             self._sent_address = True
             self._run.upload_soon()
         self._screen.status(self.status)
+
+    def _with_forgotten(self, tokens: Tokens) -> Tokens:
+        """Add tokens of dead incarnations that a new coordinator does not know; they are lost."""
+        self._processed = max(self._processed, tokens.processed)
+        forgotten = self._processed - tokens.processed
+        return replace(tokens, processed=self._processed, lost=tokens.lost + forgotten)

@@ -141,7 +141,7 @@ class Supervisor:
         self._member_arguments = {"plan": plan, "shards": shards, "data": data, "evaluates": False}
         for number in range(plan.swarm.members):
             name = member_name(number)
-            given = {**self._member_arguments, "name": name, "steps": self._steps(name), "evaluates": number == 0}
+            given = {**self._member_arguments, "name": name, "evaluates": number == 0}
             if self._cluster.is_external:
                 self._add(SupervisedProcess(name, f"{entry}:member", {**given, "data": None}, node=ANYWHERE))
             else:
@@ -150,9 +150,10 @@ class Supervisor:
     def _add(self, process: SupervisedProcess) -> None:
         self.processes[process.name] = process
 
-    def _steps(self, name: str) -> int:
+    def _last_row(self, name: str) -> dict[str, Any]:
+        """Return the row of a member's last step, before this supervisor too; empty without one."""
         rows = read_rows_back(self.run.folder / METRICS, json.dumps({"member": name})[1:-1].encode())
-        return next((row["step"] for row in rows if "loss" in row), 0)
+        return next((row for row in rows if "loss" in row), {})
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
@@ -192,7 +193,7 @@ class Supervisor:
             if name in self.processes:
                 self.processes[name].move(node)
             else:
-                given = {**self._member_arguments, "name": name, "steps": self._steps(name), "data": None}
+                given = {**self._member_arguments, "name": name, "data": None}
                 entry = "tpuswarm.swarm.supervision.entry:member"
                 self._add(SupervisedProcess(name, entry, given, self._environment(None), node))
             self.reporter.event("note", member=name, message=f"new machine: {name}")
@@ -202,7 +203,8 @@ class Supervisor:
         if process.name == COORDINATOR and process.started_at:
             arguments = {**arguments, "alone": False}
         if process.is_member:
-            now = {"steps": self._steps(process.name), "evaluates": self._should_evaluate(process)}
+            process.row = process.row or self._last_row(process.name)
+            now = {"steps": process.row.get("step", 0), "evaluates": self._should_evaluate(process)}
             process.arguments = arguments = {**arguments, **now}
         log = (self.run.folder / "logs" / f"{process.name}.log").resolve()
         if not process.node:

@@ -80,11 +80,12 @@ def _swarm_metrics(run: RunView) -> Iterator[Metric]:
         "goodput_ratio", "Counted tokens as a share of those processed and settled.", status.goodput
     )
     yield _gauge("tokens_wanted", "Tokens of the whole run.", status.horizon)
-    yield _counter("tokens_processed", "Tokens that members trained.", status.tokens.processed)
-    yield _counter("tokens_dropped", "Tokens of contributions that were not counted.", status.tokens.dropped)
+    if status.version is not None:  # else the first process resumes and does not know them yet
+        yield _counter("tokens_processed", "Tokens that members trained.", status.tokens.processed)
+        yield _counter("tokens_dropped", "Tokens of contributions that were not counted.", status.tokens.dropped)
+        yield _counter("carried_bytes", "Bytes between members, aggregators and coordinator.", status.carried)
     yield _gauge("tokens_outstanding", "Tokens trained but not decided yet.", status.tokens.outstanding)
     yield _gauge("tokens_lost", "Tokens of lost work.", status.tokens.lost)
-    yield _counter("carried_bytes", "Bytes between members, aggregators and coordinator.", status.carried)
     yield _gauge("alarms", "Active alarms.", len(status.alarms))
     states = GaugeMetricFamily("tpuswarm_members", "Members by state.", labels=["state"])
     counts = Counter(member.state for member in status.members)

@@ -78,7 +78,7 @@ GOOD = {
     "system": {"name": "Ubuntu 22.04.4 LTS", "kernel": "6.8", "python": "3.10.12"}, "cpus": 96,
     "memory": {"MemTotal": 333e9}, "devices": [f"/dev/accel{chip}" for chip in range(4)],
     "pci": {f"/dev/accel{chip}": [] for chip in range(4)}, "product": "Google Compute Engine",
-    "preload": {"/usr/lib/libtcmalloc.so.4": True}, "endpoints": ["unknown:unknown:IP"] * 4,
+    "preload": {"/usr/lib/libtcmalloc.so.4": ""}, "endpoints": ["unknown:unknown:IP"] * 4,
     "metadata_keys": ["preempted", "attributes/instance-id"],
     "metadata": {
         "worker": "1", "type": "v3-32", "preempted": "FALSE", "maintenance": "NONE",
@@ -192,5 +192,5 @@ def test_jax_that_does_not_start_is_reported_with_its_error(monkeypatch, tmp_pat
 def test_report_is_for_machines_and_changes_nothing(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "--report is for machines only" in typed("doctor", "cloud", "--report")[2]
-    assert "--report changes nothing" in typed("doctor", "--report", "--fix")[2]
+    assert "--fix, --report and --run are different things" in typed("doctor", "--report", "--fix")[2]
     assert not list(Path().iterdir())

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,39 @@ def test_this_computer_is_checked_and_fixed_without_a_fleet(typed, tmp_path, mon
     assert code == 0 and out.endswith("this computer: nothing is wrong\n") and not list((tmp_path / "tmp").iterdir())
 
 
+def test_process_with_a_chip_is_ended_on_request_alone(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPUSWARM_ROOT", str(tmp_path))
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "tmp").mkdir()
+    (chip := tmp_path / "dev" / "accel0").touch()
+    line = 'exec 9<>"$1"; echo open; exec sleep infinity'
+    with subprocess.Popen(["bash", "-c", line, "holder", chip], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            code, out, _ = typed("doctor")
+            assert code == 1 and f"process {process.pid} of" in out and "`tpuswarm doctor --fix --kill`" in out
+            assert typed("doctor", "--fix")[0] == 1
+            assert "there is no terminal to ask on: add --yes" in typed("doctor", "--fix", "--kill")[2]
+            assert process.poll() is None
+            code, out, err = typed("doctor", "--fix", "--kill", "--yes")
+            assert code == 0 and "here: held is fixed" in err, out
+            assert process.wait(10) == -signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def test_jax_adds_on_all_devices_of_this_computer(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    code, out, err = typed("doctor", "--run")
+    assert (code, out) == (0, "here: JAX adds on all 3 devices (cpu)\n1 host: nothing is wrong\n"), err
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    code, out, _ = typed("doctor", "--run")
+    assert code == 1 and "here  run: JAX did not add on all chips: exit 1: " in out
+
+
 HEALTHY = {
     "time": 0.0, "user": "me", "devices": ["/dev/accel0"], "holders": [], "lock": None, "logs": None, "preload": {},
     "is_blind": False, "locker": None, "lost": {},
@@ -102,7 +136,7 @@ def message(mark: str, text: str = "") -> dict:
     return {"job": "j", "mark": mark, "text": text or mark}
 
 
-NO_PRELOAD = {"/usr/lib/libtcmalloc.so.4": False}
+NO_PRELOAD = {"/usr/lib/libtcmalloc.so.4": "does not exist"}
 UPCOMING = '{"type": "SCHEDULED", "window_start_time": "2", "window_end_time": "6"}'
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
 
@@ -241,7 +275,7 @@ def test_programs_for_hosts_need_python_alone(python, tmp_path):
     words = [python, "-I", "-c", bootstrap(MODULES[-1])]
     done = subprocess.run(words, input=pack_modules(*MODULES), capture_output=True, env={"HOME": str(tmp_path)})
     assert json.loads(done.stdout)["user"] and not list(tmp_path.iterdir()), done.stderr
-    words = [python, "-I", "-c", bootstrap(report.MODULES[-1]), "1"]
+    words = [python, "-I", "-c", bootstrap(report.MODULES[-1]), "1", "report"]
     done = subprocess.run(words, input=pack_modules(*report.MODULES), capture_output=True, env={"HOME": str(tmp_path)})
     assert json.loads(done.stdout)["environment"].keys() >= {"HOME"}, done.stderr
     words = [python, "-I", "-c", bootstrap(follow.MODULES[-1]), "0.01"]

@@ -1,6 +1,7 @@
 """The facts that are read on a host, from files and processes made here."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -38,6 +39,17 @@ def test_versions_are_those_of_set_up(home):
     (site / "jax-0.9.0.dist-info" / "METADATA").write_text('Requires-Dist: libtpu==0.0.42.*; extra == "tpu"\n')
     assert collect.read_versions() == {"python": "3.11", "jax": "0.9.0", "libtpu": "0.0.42"}
     assert collect.wanted_libtpu() == "==0.0.42.*"
+
+
+def test_preloaded_library_is_tried_in_a_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "ROOT", tmp_path)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/environment").write_text("LD_PRELOAD=/missing.so:/broken.so:/good.so\n")
+    (tmp_path / "broken.so").write_text("no library")
+    (tmp_path / "good.so").symlink_to(re.search(r"/\S*/libc[.-]\S+", Path("/proc/self/maps").read_text())[0])
+    missing, broken, good = collect.read_preload().values()
+    assert missing == "does not exist" and good == ""
+    assert broken.startswith("breaks programs") and "cannot be preloaded" in broken
 
 
 def test_connection_to_the_head_is_tried():

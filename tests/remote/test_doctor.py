@@ -63,6 +63,8 @@ def test_planted_faults_are_found_and_fixed_and_gone_when_repaired(fleet, faults
             out, err = fleet.run("doctor", "v2", "--fix", code=1)
             assert all(fix in out and f"{HOST}: {check} is fixed" in err for check, fix in fixes.items())
             assert {finding["check"] for finding in findings(fleet)} == wanted.keys() - fixes.keys()
+        if "holder" in faults:
+            assert f"{HOST}: held is fixed" in fleet.run("doctor", "v2", "--fix", "--kill", "--yes", code=1)[1]
     assert fleet.run("doctor", "all")[0] == "5 hosts: nothing is wrong\n"
 
 
@@ -119,6 +121,10 @@ def test_report_says_which_assumptions_the_machines_confirm_and_contradict(fleet
         assert "attributes/ssh-keys" in hosts[HOST]["metadata_keys"]
         text = str(report)
         assert "ssh-ed25519" not in text and not re.search(r"\b127\.\d+\.\d+\.\d+", text)
+        out, _ = fleet.run("doctor", "all", "--run")
+        assert re.fullmatch(r"(\S+: JAX adds on all (8|16|32) devices \(cpu\)\n){2}5 hosts: nothing is wrong\n", out), (
+            out
+        )
         with fleet.broken(ONE, "missing-device", "holder"):
             report, said = write_report("v2", code=1)
         assert report["contradicted"] == {"chips-per-host": f"{HOST}: 3, expected 4"}

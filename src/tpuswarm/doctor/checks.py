@@ -1,6 +1,7 @@
 """Check hosts: a table of all checks, and how each turns facts into problems."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,6 +38,13 @@ BAD_CHIP_MESSAGES = (
     "No accelerator found",
 )
 """Messages of libtpu on machines that a restart does not repair (github.com/marin-community/marin, issue 4120)."""
+KILL_HOLDER = """\
+holds() { for file in /proc/$1/fd/*; do [ "$file" -ef "$2" ] && return; done; return 1; }
+holds "$@" && kill $1 || exit 0
+for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; holds "$@" || exit 0; done
+kill -9 $1; sleep 1; ! holds "$@"
+"""
+"""Ends the process PID if it still has FILE open."""
 REPLACE = "replace the machine: `tpuswarm down NAME`"
 
 
@@ -71,12 +79,13 @@ def _holder(host: CheckedHost, process: Mapping[str, Any]) -> Problem:
     job, pid, user = process["job"], process["pid"], process["user"]
     leftover = ", left over from an `exec` or a job that ended" if process["is_leftover"] else ""
     who = f"job {job} (process {pid} of {user})" if job else f"process {pid} of {user}{leftover}"
-    kill = f"{'' if user == host.facts['user'] else 'sudo '}kill {pid}"
-    command = kill if host.label == THIS_COMPUTER else f"tpuswarm exec {host.label} -- {kill}"
+    sudo = "" if user == host.facts["user"] else "sudo "
+    here = "" if host.label == THIS_COMPUTER else f" {host.label}"
     started = f"started {format_age(process['age_s'])} ago"
     return Problem(
         f"{who} holds {process['path']}, {started}: {process['command'][:60]}",
-        f"if it is unused: `{f'tpuswarm stop {job}' if job else command}`",
+        f"if it is unused: `{f'tpuswarm stop {job}' if job else f'tpuswarm doctor{here} --fix --kill'}`",
+        kill=f'{sudo}sh -c {shlex.quote(KILL_HOLDER)} sh {pid} {ROOT}{process["path"]}"',
     )
 
 
@@ -240,9 +249,9 @@ def check_clock(host: CheckedHost) -> Iterator[Problem]:
 
 def check_preload(host: CheckedHost) -> Iterator[Problem]:
     """Check the libraries in LD_PRELOAD."""
-    for library, exists in host.facts["preload"].items():
-        if not exists:
-            yield Problem(f"/etc/environment preloads {library}, which does not exist")
+    for library, problem in host.facts["preload"].items():
+        if problem:
+            yield Problem(f"/etc/environment preloads {library}, which {problem}")
     for line in host.facts["messages"]:
         if line["mark"].startswith("required by") or line["mark"] == "cannot be preloaded":
             yield Problem(f"log of job {line['job']}: {line['text']}")
@@ -302,7 +311,7 @@ CHECKS = (
           "without its chips a program fails, or silently trains on the CPU",
           "delete the machine with `tpuswarm down NAME`; its pool recreates it", check_devices),
     Check("held", "open files of all processes", CHIP_IS_EXCLUSIVE,
-          "if it is unused, end it: `tpuswarm exec NAME -- kill PID`, or your own job with `tpuswarm stop JOB`",
+          "if it is unused, end it: `tpuswarm doctor NAME --fix --kill`, or your own job with `tpuswarm stop JOB`",
           check_held),
     Check("lock", LOCK, 'the next program fails with "TPU already in use"',
           f"remove it if no process has it: `sudo rm {LOCK}`; --fix does that", check_lock),

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
@@ -62,15 +63,31 @@ def read_entry(path: Path) -> "dict[str, Any] | None":
     return {"user": user_name(found.st_uid), "mode": mode, "is_writable": is_writable, "is_mine": is_mine}
 
 
-def read_preload() -> "dict[str, bool]":
-    """Return the libraries in LD_PRELOAD, and whether they exist."""
+def read_preload() -> "dict[str, str]":
+    """Return the libraries in LD_PRELOAD, each with what is wrong with it."""
     try:
         text = (ROOT / "etc/environment").read_text()
     except OSError:
         return {}
     found = re.search(r'^\s*LD_PRELOAD=["\']?([^"\'\n]+)', text, re.MULTILINE)
     named = re.split(r"[:\s]+", found.group(1).strip()) if found else []
-    return {library: (ROOT / library.lstrip("/")).exists() for library in named}
+    return {library: try_preload(library) for library in named}
+
+
+def try_preload(library: str) -> str:
+    """Start a program with a preloaded library; return what goes wrong, or nothing."""
+    if "/" in library:
+        library = "./" + library.lstrip("/")
+        if not (ROOT / library).exists():
+            return "does not exist"
+    environment = {**os.environ, "LD_PRELOAD": library}
+    words, pipes = [sys.executable, "-I", "-c", ""], {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    try:
+        done = subprocess.run(words, cwd=str(ROOT), env=environment, timeout=ANSWER_TIMEOUT_S, **pipes)  # type: ignore[call-overload]
+    except subprocess.TimeoutExpired:
+        return "hangs programs"
+    said = done.stderr.decode(errors="replace").strip()
+    return f"breaks programs (exit {done.returncode}): {said[-200:]}" if done.returncode or said else ""
 
 
 def read_disk(path: Path) -> "dict[str, Any]":

@@ -36,6 +36,8 @@ class Problem(NamedTuple):
     """Overrides the advice of the check."""
     fix: str | None = None
     """Shell command that repairs it safely."""
+    kill: str | None = None
+    """Shell command that ends the process at fault."""
 
 
 class Finding(NamedTuple):
@@ -48,6 +50,7 @@ class Finding(NamedTuple):
     why: str
     advice: str
     fix: str | None = None
+    kill: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,4 +66,5 @@ class Check:
     def find(self, host: CheckedHost) -> Iterable[Finding]:
         """Yield the problems of a host."""
         for problem in self.probe(host):
-            yield Finding(host.label, self.id, problem.text, self.why, problem.advice or self.advice, problem.fix)
+            advice = problem.advice or self.advice
+            yield Finding(host.label, self.id, problem.text, self.why, advice, problem.fix, problem.kill)

@@ -5,12 +5,12 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.doctor.assumptions import HOST_CHECKS, REFUSALS, judge_assumptions
 from tpuswarm.doctor.examine import parse_facts, run_here
-from tpuswarm.doctor.finding import THIS_COMPUTER
+from tpuswarm.doctor.finding import THIS_COMPUTER, Finding
 from tpuswarm.doctor.survey import hide_addresses
 from tpuswarm.errors import RunFailed, TpuswarmError
 from tpuswarm.fleet.hosts.routes import ReachableHosts
@@ -22,23 +22,25 @@ from tpuswarm.train.hosts.host_group import PORT
 
 MODULES = "tpuswarm.doctor.processes", "tpuswarm.doctor.collect", "tpuswarm.doctor.survey"
 """Sent to a host; the last one runs."""
+Purpose = Literal["report", "run"]
 SURVEY_TIMEOUT_S = 240.0
 """Two starts of JAX, and what comes before and after."""
 EMAIL = re.compile(r"[\w.+-]+@[\w.-]+\w")
 
 
-def survey_here() -> list[dict[str, Any]]:
+def survey_here(purpose: Purpose) -> list[dict[str, Any]]:
     """Return the facts of this computer."""
-    done = run_here([sys.executable, "-c", bootstrap(MODULES[-1]), str(PORT)], pack_modules(*MODULES), SURVEY_TIMEOUT_S)
+    words = [sys.executable, "-c", bootstrap(MODULES[-1]), str(PORT), purpose]
+    done = run_here(words, pack_modules(*MODULES), SURVEY_TIMEOUT_S)
     facts = parse_facts(done.returncode, done.stdout, done.stderr)
     if isinstance(facts, str):
         raise RunFailed(f"this computer cannot be surveyed: {facts}")
     return [{"host": THIS_COMPUTER, "number": None, "type": (facts.get("metadata") or {}).get("type"), **facts}]
 
 
-async def survey_hosts(connections: Connections, reached: ReachableHosts) -> list[dict[str, Any]]:
+async def survey_hosts(connections: Connections, reached: ReachableHosts, purpose: Purpose) -> list[dict[str, Any]]:
     """Return the facts of hosts, all at once: JAX starts on a slice only if it starts on all workers."""
-    line = shlex.join(["exec", "python3", "-c", bootstrap(MODULES[-1]), str(PORT)])
+    line = shlex.join(["exec", "python3", "-c", bootstrap(MODULES[-1]), str(PORT), purpose])
 
     async def survey(host: Host) -> dict[str, Any]:
         facts = parse_facts(*await run_shell(connections, host, line, pack_modules(*MODULES)))
@@ -79,3 +81,33 @@ def make_report(hosts: list[dict[str, Any]], refusals: Iterable[str]) -> Mapping
         "refusals": refusals,
         "hosts": hosts,
     }
+
+
+def check_jax(hosts: list[dict[str, Any]]) -> list[Finding]:
+    """Return the hosts on which JAX did not run as a program of the user must."""
+    return [
+        Finding(host["host"], "run", problem, "a program would fail in the same way", "")
+        for host in hosts
+        if (problem := _jax_problem(host))
+    ]
+
+
+def _jax_problem(host: Mapping[str, Any]) -> str:
+    jax = host.get("jax", {})
+    if error := host.get("error") or host.get("lost", {}).get("jax") or jax.get("error"):
+        return f"JAX did not add on all chips: {error}"
+    if host["type"] and jax["platform"] != "tpu" and not host["is_rehearsed"]:
+        return f"JAX runs on {jax['platform']} instead of the chips"
+    if jax["sum"] != jax["devices"]:
+        return f"ones of {jax['devices']} devices add up to {jax['sum']}"
+    return ""
+
+
+def describe_jax(hosts: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each program that ran: a slice is one."""
+    sums: dict[tuple[str, str], int] = {}
+    for host in hosts:
+        if not _jax_problem(host):
+            name = host["host"].rpartition("/")[0] or host["host"]
+            sums[name, host["jax"]["kinds"][0]] = host["jax"]["devices"]
+    return [f"{name}: JAX adds on all {count} devices ({kind})" for (name, kind), count in sums.items()]

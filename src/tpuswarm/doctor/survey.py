@@ -50,17 +50,26 @@ if len(sys.argv) > 1:
         address, int(count), int(number), cluster_detection_method="deactivate", coordinator_bind_address=address,
         initialization_timeout=60,
     )
+import numpy as np
+count = jax.device_count()
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
+ones = jax.make_array_from_callback((count,), sharding, lambda index: np.ones(count, np.int32)[index])
 devices = jax.local_devices()
 found = {
     "version": jax.__version__, "platform": devices[0].platform, "runtime": devices[0].client.platform_version,
     "kinds": [device.device_kind for device in devices],
     "memory": [(device.memory_stats() or {}).get("bytes_limit") for device in devices],
     "process": jax.process_index(), "processes": jax.process_count(),
+    "devices": count, "sum": int(jax.jit(lambda ones: ones.sum())(ones)),
 }
 os.write(out, json.dumps(found).encode() + b"\\n")
 sys.stdin.read()
 """
-"""Starts JAX, joined with the other workers of a slice (HOST:PORT, count, number), until its input ends."""
+"""Starts JAX, joined with the other workers of a slice (HOST:PORT, count, number), and adds a one of each device.
+
+Then it waits until its input ends.
+"""
 
 
 def hide_addresses(text: str) -> str:
@@ -129,12 +138,15 @@ def last_line(output: bytes) -> str:
     return output.decode(errors="replace").strip().rpartition("\n")[2][:300] or "no output"
 
 
-def start_jax(facts: "dict[str, Any]", port: str) -> "dict[str, Any]":
-    """Start JAX, look at the lock and the ports meanwhile, and try to start a second process beside it."""
+def start_jax(facts: "dict[str, Any]", port: str, only_run: bool = False) -> "dict[str, Any]":
+    """Start JAX, look at the lock and the ports meanwhile, and try to start a second process beside it.
+
+    only_run: start it also without a TPU, and no second process.
+    """
     if any(holder["path"].startswith("/dev") for holder in facts["holders"]):
         return {"error": "not started, because a process uses the chips"}
     metadata = facts.get("metadata") or {}
-    if not facts["devices"] and not metadata.get("type"):
+    if not facts["devices"] and not metadata.get("type") and not only_run:
         return {"error": "not started, because this is no TPU VM"}
     endpoints = facts.get("endpoints", [])
     place = []  # type: list[str]
@@ -150,7 +162,7 @@ def start_jax(facts: "dict[str, Any]", port: str) -> "dict[str, Any]":
         if found:
             found["lock"] = {"file": read_mode(LOCK), "is_locked": find_locker(LOCK) is not None}
             found["metrics_error"] = try_connection(METRICS_ADDRESS)["error"]
-            if not place:
+            if not place and not only_run:
                 found["second"] = start_second(words)
         if process.stdin:
             process.stdin.close()
@@ -174,8 +186,11 @@ def start_second(words: "list[str]") -> "dict[str, str]":
     return {"platform": json.loads(done.stdout.decode())["platform"]}
 
 
-def survey(port: str) -> "dict[str, Any]":
-    """Return the facts of this host that may leave it; port: where JAX's processes of a slice meet."""
+def survey(port: str, only_run: bool) -> "dict[str, Any]":
+    """Return the facts of this host that may leave it.
+
+    port: where JAX's processes of a slice meet; only_run: see `start_jax`.
+    """
     facts = collect("", "")
     facts.update(is_rehearsed=bool(ENVIRONMENT_MARK), cpus=os.cpu_count())
     read = partial(read_fact, facts)
@@ -187,7 +202,7 @@ def survey(port: str) -> "dict[str, Any]":
     read("pci", read_pci)
     read("metadata_keys", list_metadata_keys)
     read("endpoints", read_endpoints)
-    read("jax", start_jax, facts, port)
+    read("jax", start_jax, facts, port, only_run)
     shown = {name: facts[name] for name in SHOWN_FACTS if name in facts}
     hidden = json.loads(hide_addresses(json.dumps(shown)))  # type: dict[str, Any]
     return hidden
@@ -195,4 +210,4 @@ def survey(port: str) -> "dict[str, Any]":
 
 def main() -> None:
     """Print the facts."""
-    sys.stdout.write(json.dumps(survey(sys.argv[1])) + "\n")
+    sys.stdout.write(json.dumps(survey(sys.argv[1], sys.argv[2] == "run")) + "\n")

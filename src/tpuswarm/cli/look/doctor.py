@@ -3,17 +3,26 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tpuswarm.cli.console import FleetOption, Json
+from tpuswarm.cli.console import FleetOption, Json, Yes, confirm
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.doctor.cloud import check_fleet, check_jobs, check_missing
 from tpuswarm.doctor.examine import examine, examine_here, fix_here, fix_hosts
 from tpuswarm.doctor.finding import THIS_COMPUTER, Finding
-from tpuswarm.doctor.report import list_refusals, make_report, survey_here, survey_hosts
+from tpuswarm.doctor.report import (
+    Purpose,
+    check_jax,
+    describe_jax,
+    list_refusals,
+    make_report,
+    survey_here,
+    survey_hosts,
+)
 from tpuswarm.doctor.run import check_run
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
@@ -41,31 +50,45 @@ def doctor(
         typer.Argument(metavar="[WHERE]", help="here, NAME, NAME/2 (a worker), POOL, all, cloud, or a run."),
     ] = THIS_COMPUTER,
     fix: Annotated[bool, typer.Option("--fix", help="Fix what is safe to fix, and check again.")] = False,
+    kill: Annotated[
+        bool, typer.Option("--kill", help="With --fix: also end processes that hold chips. Asks first.")
+    ] = False,
+    run: Annotated[bool, typer.Option("--run", help="Start JAX on the machines and add on all their chips.")] = False,
     report: Annotated[
         bool, typer.Option("--report", help=f"Write {REPORT}: what the machines show of docs/assumptions.md.")
     ] = False,
+    yes: Yes = False,
     as_json: Json = False,
     fleet: FleetOption = None,
 ) -> None:
     """Find what is wrong with machines or a run: why it matters, how to fix it. Exit code 1 if something is."""
-    if report and fix:
-        raise InputError("--report changes nothing: leave out --fix, or --report")
+    if kill and not fix:
+        raise InputError("--kill needs --fix")
+    if fix + report + run > 1:
+        raise InputError("--fix, --report and --run are different things: give one")
     if where == CLOUD or (where != THIS_COMPUTER and _names_run(where)):
         if fix:
             raise InputError("--fix is for machines only; follow the remedies that doctor prints without it")
-        if report:
-            raise InputError("--report is for machines only: NAME, POOL, all, or nothing for this computer")
+        if report or run:
+            option = "--report" if report else "--run"
+            raise InputError(f"{option} is for machines only: NAME, POOL, all, or nothing for this computer")
         raise typer.Exit(_check_cloud(fleet, as_json) if where == CLOUD else _check_run(where, as_json))
     if report:
         raise typer.Exit(_write_report(where, fleet, as_json))
+    if run:
+        raise typer.Exit(_run_jax(where, fleet, as_json))
+
+    def choose_fixes(findings: list[Finding]) -> list[Finding]:
+        return _choose_fixes(findings, kill, yes, as_json) if fix else []
+
     if where == THIS_COMPUTER:
         findings, host_count = examine_here(), 1
-        if fix and (fixable := _print_fixes(findings, as_json)):
+        if fixable := choose_fixes(findings):
             for sentence in fix_here(fixable):
                 echo(sentence, err=True)
             findings = examine_here()
     else:
-        findings, host_count = _check_machines(where, fleet, fix, as_json)
+        findings, host_count = _check_machines(where, fleet, choose_fixes)
     if as_json:
         print(json.dumps({"hosts": host_count, "found": [_json_object("host", finding) for finding in findings]}))
     else:
@@ -76,24 +99,39 @@ def doctor(
     raise typer.Exit(1 if findings else 0)
 
 
+def _survey(where: str, fleet_name: str | None, purpose: Purpose) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return facts of machines, on which JAX is started, and the cloud's refusals."""
+    if where == THIS_COMPUTER:
+        with waiting("starting JAX on this computer"):
+            return survey_here(purpose), []
+    routes = open_routes(find_fleet(fleet_name)[0])
+    snapshot = routes.snapshot()
+    reached = routes.find_listed(where, snapshot)
+
+    async def survey() -> list[dict[str, Any]]:
+        async with Connections(routes.key) as connections:
+            return await survey_hosts(connections, reached, purpose)
+
+    with waiting(f"starting JAX on {_count_hosts(len(reached.hosts))}"):
+        return asyncio.run(survey()), list_refusals(snapshot.document)
+
+
+def _run_jax(where: str, fleet_name: str | None, as_json: bool) -> int:
+    """Add on all chips; return the exit code."""
+    hosts, _ = _survey(where, fleet_name, "run")
+    findings = check_jax(hosts)
+    if as_json:
+        print(json.dumps({"hosts": len(hosts), "found": [_json_object("host", finding) for finding in findings]}))
+    else:
+        for line in describe_jax(hosts):
+            echo(line)
+        _print_findings(_count_hosts(len(hosts)), findings)
+    return 1 if findings else 0
+
+
 def _write_report(where: str, fleet_name: str | None, as_json: bool) -> int:
     """Write what machines show of the assumptions; return the exit code, 1 if they contradict one."""
-    refusals: list[str] = []
-    if where == THIS_COMPUTER:
-        with waiting("surveying this computer"):
-            hosts = survey_here()
-    else:
-        routes = open_routes(find_fleet(fleet_name)[0])
-        snapshot = routes.snapshot()
-        reached = routes.find_listed(where, snapshot)
-        refusals = list_refusals(snapshot.document)
-
-        async def survey() -> list[dict[str, Any]]:
-            async with Connections(routes.key) as connections:
-                return await survey_hosts(connections, reached)
-
-        with waiting(f"surveying {_count_hosts(len(reached.hosts))}"):
-            hosts = asyncio.run(survey())
+    hosts, refusals = _survey(where, fleet_name, "report")
     report = make_report(hosts, refusals)
     text = json.dumps(report, indent=1)
     write_atomically(Path(REPORT), text + "\n")
@@ -158,7 +196,9 @@ def _report(kind: str, name: str, findings: list[Finding], as_json: bool) -> int
     return 1 if findings else 0
 
 
-def _check_machines(where: str, fleet_name: str | None, fix: bool, as_json: bool) -> tuple[list[Finding], int]:
+def _check_machines(
+    where: str, fleet_name: str | None, choose_fixes: Callable[[list[Finding]], list[Finding]]
+) -> tuple[list[Finding], int]:
     """Check machines of a fleet; return the findings and the number of hosts."""
     fleet = find_fleet(fleet_name)[0]
     routes = open_routes(fleet)
@@ -173,7 +213,7 @@ def _check_machines(where: str, fleet_name: str | None, fix: bool, as_json: bool
         async with Connections(routes.key) as connections:
             with waiting(f"checking {_count_hosts(len(hosts))}"):
                 findings = await examine(connections, reached, head, bucket)
-            if fix and (fixable := _print_fixes(findings, as_json)):
+            if fixable := choose_fixes(findings):
                 for sentence in await fix_hosts(connections, hosts, fixable):
                     echo(sentence, err=True)
                 with waiting("checking again"):
@@ -199,10 +239,14 @@ def _head_address() -> str:
     return run.status.address if run.state == "running" else ""
 
 
-def _print_fixes(findings: list[Finding], as_json: bool) -> list[Finding]:
-    fixable = [finding for finding in findings if finding.fix]
+def _choose_fixes(findings: list[Finding], kill: bool, yes: bool, as_json: bool) -> list[Finding]:
+    """Print and return what to fix. Ask before processes are ended."""
+    fixable = [finding._replace(fix=finding.kill if kill and finding.kill else finding.fix) for finding in findings]
+    fixable = [finding for finding in fixable if finding.fix]
     for finding in fixable:
         echo(f"{finding.subject}: {finding.problem}: {finding.fix}", err=as_json)
+    if kill and any(finding.kill for finding in fixable):
+        confirm(yes)
     return fixable
 
 

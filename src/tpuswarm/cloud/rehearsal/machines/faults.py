@@ -74,8 +74,10 @@ def _set_closed_logs(machine: FaultyMachine, is_planted: bool) -> None:
 
 
 def _set_missing_library(machine: FaultyMachine, is_planted: bool) -> None:
-    library = machine.root.path / TCMALLOC
-    library.unlink(missing_ok=True) if is_planted else library.touch()
+    if is_planted:
+        (machine.root.path / TCMALLOC).unlink(missing_ok=True)
+    else:
+        machine.root.make_preloaded_library()
 
 
 def _set_apt_lock(machine: FaultyMachine, is_planted: bool) -> None:

@@ -97,13 +97,19 @@ class Root:
             device.parent.mkdir(exist_ok=True)
             device.touch()
         if self._host.chips:
-            library = self.path / TCMALLOC
-            library.parent.mkdir(parents=True, exist_ok=True)
-            library.touch()
+            self.make_preloaded_library()
             if not self.profile.exists():
                 self.profile.write_text(f'PATH="{PATH}"\nLD_PRELOAD=/{TCMALLOC}\n')
             (self.path / UNITS / "tpu-runtime").touch()
         self._boot_number.write_text(str(self._host.boot))
+
+    def make_preloaded_library(self) -> None:
+        """Make the library of /etc/environment: one that this program has loaded, so that it breaks none."""
+        library = self.path / TCMALLOC
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.unlink(missing_ok=True)
+        loaded = re.search(r"/\S*/libc[.-]\S+$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        library.symlink_to(loaded[0]) if loaded else library.touch()
 
     def shut_down(self) -> None:
         """Make the machine boot when the cloud runs again."""
@@ -156,7 +162,7 @@ class Root:
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(PYTHON_FOLDER),
         }
-        if self.profile.exists():  # like PAM, but without the preloaded library, which is empty here
+        if self.profile.exists():  # like PAM, but without the preloaded library
             environment |= dict(re.findall(r"^(TPU_\w+)=(.*)$", self.profile.read_text(), re.MULTILINE))
         if self._ports.exists():
             first = int(self._ports.read_text())

@@ -1,4 +1,4 @@
-"""python -m benchmarks [NAME…] [--quick] [--data PATH]: print benchmarks as tables in markdown."""
+"""python -m benchmarks [NAME…] [--quick] [--data PATH] [--peers PATH]: print benchmarks as tables in markdown."""
 
 import argparse
 import importlib
@@ -34,13 +34,10 @@ NAMES = (
     "remote",
     "plan",
     "calibration",
-    "gpu",
-    "gpu_changes",
-    "stylegan2_gpu",
-    "shakespeare_gpu",
+    "gpu_all",
 )
-READ_DATA = ("shakespeare", "shakespeare_gpu", "quality")
-DEFAULT_DATA = Path("../shared/data/tinyshakespeare.txt")
+READ_DATA = ("shakespeare", "quality")
+DEFAULT_DATA, DEFAULT_PEERS = Path("../shared/data/tinyshakespeare.txt"), Settings.peers
 
 
 def main() -> None:
@@ -49,6 +46,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny counts, to see that it runs")
     parser.add_argument(
         "--data", type=Path, default=DEFAULT_DATA, help=f"tinyshakespeare's text (default: {DEFAULT_DATA})"
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=DEFAULT_PEERS,
+        help=f"clones that gpu_all compares with (default: {DEFAULT_PEERS})",
     )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.names if name not in NAMES]:
@@ -59,10 +62,12 @@ def main() -> None:
         command = ["python", "-m", "benchmarks", name, *(["--quick"] if arguments.quick else [])]
         if name in READ_DATA and arguments.data != DEFAULT_DATA:
             command += ["--data", str(arguments.data)]
+        if name == "gpu_all" and arguments.peers != DEFAULT_PEERS:
+            command += ["--peers", str(arguments.peers)]
         print(f"{name} …", file=sys.stderr)
         start = time.perf_counter()
         quick = " (quick: these figures mean nothing)" if arguments.quick else ""
-        settings = Settings(arguments.quick, arguments.data)
+        settings = Settings(arguments.quick, arguments.data, arguments.peers)
         try:
             tables: Table | Iterable[Table] = importlib.import_module(f"benchmarks.{name}").run(settings)
             for table in [tables] if isinstance(tables, Table) else tables:

@@ -17,11 +17,13 @@ CONFIDENCE_RATIO = 0.95
 class Settings:
     """Options of the command line.
 
-    quick: tiny counts, to see that it runs. data: the text of the `shakespeare` and `quality` benchmarks.
+    quick: tiny counts, to see that it runs. data: the text of the `shakespeare` and `quality` benchmarks. peers: a
+    folder with clones of other projects.
     """
 
     quick: bool
     data: Path
+    peers: Path = Path(".peers")
 
 
 class Skipped(Exception):

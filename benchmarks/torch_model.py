@@ -1,8 +1,6 @@
-"""Run GPT-2's step in plain PyTorch, for `torch_speed.py` and `gpu.py`; it does not need tpuswarm.
+"""Run GPT-2's step in plain PyTorch on a CPU, as a worker of `torch_speed.py`; it does not need tpuswarm.
 
-    python torch_model.py eager|compile cpu|cuda '{"layers": 4, "heads": 4, "width": 128, "context": 64, …}'
-
-On CUDA like nanoGPT: bfloat16 autocast over float32 weights, TF32, fused AdamW. A worker of `turns.py`.
+python torch_model.py eager|compile '{"layers": 4, "heads": 4, "width": 128, "context": 64, …}'
 """
 
 import json
@@ -54,34 +52,27 @@ class GPT2(nn.Module):  # type: ignore[misc]
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(form: str, device: str, shape: dict[str, int]) -> None:
+def main(form: str, shape: dict[str, int]) -> None:
     """Serve blocks of steps on one random batch."""
     batch = shape.pop("batch")
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high" if device == "cuda" else "highest")
-    model = GPT2(**shape).to(device)
+    model = GPT2(**shape)
     large = [p for p in model.parameters() if p.dim() == 2]
     small = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=device == "cuda" or None)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
     loss_of = torch.compile(model) if form == "compile" else model
-    rows = torch.randint(shape["vocab"] // 2, (batch, shape["context"] + 1)).to(device)
+    rows = torch.randint(shape["vocab"] // 2, (batch, shape["context"] + 1))
     tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = loss_of(tokens, targets)
+        loss = loss_of(tokens, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
     step()  # compiles
-    wait()
     ready = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -92,9 +83,8 @@ def main(form: str, device: str, shape: dict[str, int]) -> None:
         start = time.perf_counter()
         for _ in range(int(line)):
             step()
-        wait()
         print(time.perf_counter() - start, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(sys.argv[1], json.loads(sys.argv[2]))

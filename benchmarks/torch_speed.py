@@ -7,6 +7,7 @@ torch.compile. The three take turns, block by block. The first run installs torc
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import jax
 
 from benchmarks.bare import Bare, compile_bare
 from benchmarks.report import Settings, Skipped, Table, median
-from benchmarks.turns import Worker
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.process.platform import local_devices
 
@@ -26,10 +26,32 @@ PACKAGES = ("torch==2.13.0", "numpy")
 OURS = "tpuswarm"
 
 
-def torch_worker(form: str, shape: dict[str, int], device: str = "cpu") -> Worker:
-    """Start a worker with the model in torch, in the form `eager` or `compile`."""
-    script = Path(__file__).with_name("torch_model.py")
-    return Worker([torch_python(device), script, form, device, json.dumps(shape)])
+class TorchModel:
+    """A child process with the model in torch, in the form `eager` or `compile`. about: empty if it failed."""
+
+    def __init__(self, form: str, shape: dict[str, int]):
+        script = Path(__file__).with_name("torch_model.py")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the child
+        self._child = subprocess.Popen(
+            [torch_python("cpu"), script, form, json.dumps(shape)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        assert self._child.stdin and self._child.stdout
+        self._stdin, self._stdout = self._child.stdin, self._child.stdout
+        self.about: dict[str, Any] = json.loads(self._stdout.readline() or "{}")
+
+    def run(self, steps: int) -> float:
+        """Return the seconds of a block of steps."""
+        self._stdin.write(f"{steps}\n")
+        self._stdin.flush()
+        return float(self._stdout.readline())
+
+    def close(self) -> str:
+        """End the child; return its last line on stderr."""
+        self._child.communicate()
+        with self._errors as errors:
+            errors.seek(0)
+            return errors.read().strip().rpartition("\n")[2]
 
 
 def run(settings: Settings) -> Table:
@@ -41,7 +63,7 @@ def run(settings: Settings) -> Table:
     shape = {name: getattr(config, name) for name in ("layers", "heads", "width", "context")}
     shape |= {"vocab": config.padded_vocab, "batch": rows_a_step}
     batch = bare.to_devices(recipe.data("train").rows(0, rows_a_step))
-    torches = {f"torch, {form}": torch_worker(form, shape) for form in ("eager", "compile")}
+    torches = {f"torch, {form}": TorchModel(form, shape) for form in ("eager", "compile")}
     working = {name: torch for name, torch in torches.items() if torch.about}
     took: dict[str, list[float]] = {name: [] for name in (OURS, *working)}
     for turn in range(-1, rounds):  # one round warms up

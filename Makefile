@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint bench bench-router
+.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint bench bench-router
 
 setup: .venv/installed
 
@@ -13,6 +13,13 @@ setup: .venv/installed
 	  { echo "tpuswarm needs Python 3.11 or later, $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv --upgrade-deps .venv
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,plan,gcloud,wandb]'
+	@touch $@
+
+# axe, html-validate and Lighthouse for the tests of pages: 200 MB, by Node.js.
+checkers: tests/checkers/node_modules/installed
+
+tests/checkers/node_modules/installed: tests/checkers/package-lock.json
+	npm ci --prefix tests/checkers --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 demo: setup

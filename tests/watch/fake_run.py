@@ -1,4 +1,4 @@
-"""A fake run of a swarm, of any size, with the files of a real one."""
+"""Fake runs, of any size, with the files of real ones: a swarm's, and a plain one."""
 
 import fcntl
 import json
@@ -10,7 +10,8 @@ import numpy as np
 
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, write_status
-from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS
+from tpuswarm.train.look.pictures import write_picture
+from tpuswarm.train.run.directory import CONFIG, EVENTS, METRICS, append_event, append_rows
 from tpuswarm.train.storage.folders import LOCK
 
 CYCLE_TOKENS = 1000
@@ -18,6 +19,33 @@ CYCLE_TOKENS = 1000
 START_TIME = 1_700_000_000.0
 CYCLE_S = 30.0
 """Time between versions."""
+
+
+def make_plain_run(folder: Path, steps: int) -> Path:
+    """Write a finished plain run with everything that a page or a report can show."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(
+        f'[recipe]\nname = "made"\ntarget = "made:Made"\n[recipe.options]\ntext = "{"a-long-path/" * 20}"\n'
+        f"[train]\nsteps = {steps}\nbatch = 1\nseed = 0\n[chosen]\ntokens_per_row = {CYCLE_TOKENS}\n"
+        'devices = 1\ndevice = "cpu"\nplatform = "cpu"\nreason = "one device"\n'
+    )
+    append_event(folder, "started", command="tpuswarm train made")
+    for step in range(1, steps + 1):
+        row = {"step": step, "tokens": step * CYCLE_TOKENS}
+        times = {"lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 1e3 + step, "wall_s": float(step)}
+        evaluation = [{**row, "eval_loss": 2 + 3 / step**0.5}] if step % 10 == 0 else []
+        append_rows(folder / METRICS, [{**row, "loss": 2 + 3 / step**0.5, **times}, *evaluation])
+    append_event(folder, "sample", step=steps, text=f"<once> \x1b[31mupon{' a time' * 40}\n\tthere\x00 was")
+    finding = {"kind": "host_sync", "message": "the host reads a device value in each step"}
+    append_event(folder, "diagnostic", **finding)
+    seconds = {"compile": 3.0, "step": 6.0, "evaluate": 1.0}
+    append_event(
+        folder, "summary", seconds=seconds, steps=steps, tokens_per_s=1e3, unit="tokens", flops_per_s=None, mfu=None,
+        findings=[finding],
+    )  # fmt: skip
+    append_event(folder, "finished", message=f"finished: {steps} steps")
+    write_picture(folder, f"{steps:08d}.png", np.full((8, 24, 3), 50, np.uint8))
+    return folder
 
 
 class FakeRun:

@@ -5,11 +5,13 @@ import shutil
 import signal
 import socket
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
-from tests.watch.fake_run import FakeRun
+from tests.watch.fake_run import FakeRun, make_plain_run
 from tpuswarm.train.look.pictures import write_picture
 
 pytestmark = pytest.mark.slow
@@ -52,7 +54,7 @@ def test_two_hundred_members_are_legible_and_a_lost_one_comes_first(browser, pag
     page = page_of(tmp_path, "run")
     for width in (1280, 390):
         browser.resize(width)
-        ready(browser, page, "200: 200 alive", "version 30")
+        ready(browser, page, "200 members, all alive", "version 30")
         assert browser.js("return document.documentElement.scrollWidth") <= width, "the page is wider than the screen"
         assert browser.js("return document.querySelectorAll('#members-table tr').length") == 201
         for name in ("loss", "speed", "shares"):
@@ -62,7 +64,7 @@ def test_two_hundred_members_are_legible_and_a_lost_one_comes_first(browser, pag
     browser.wait(lambda tab: tab.js(BACK) == "rgb(16, 21, 27)" and tab.js(PICTURE) != light, "the page stays light")
     run.lose_member("m137")
     run.grow(1)
-    browser.wait(lambda tab: "200: 199 alive, 1 lost" in tab.text())
+    browser.wait(lambda tab: "200 members: 199 alive, 1 lost" in tab.text())
     first = browser.js("return document.querySelectorAll('#members-table tr')[1].innerText")
     assert first.split()[:2] == ["m137", "lost"]
     assert "m137 killed; about 1,000 uncommitted tokens lost" in browser.text()
@@ -106,7 +108,42 @@ def test_keyboard_is_enough(browser, page_of, tmp_path):
     browser.js("document.getElementById('loss').focus()")
     press(Keys.ARROW_LEFT)
     browser.wait(lambda tab: "tokens counted\ntraining" in tab.js(TIP))
+    press(Keys.ESCAPE)
+    assert browser.js("return document.querySelector('.tip').hidden")
+    browser.js(FILTERED, "m77")
+    assert "No member matches." in browser.text()
     assert not browser.complaints()
+
+
+def test_end_of_a_swarm_is_said_and_its_squares_keep_their_colours(browser, page_of, tmp_path):
+    run = FakeRun(tmp_path / "run", 3, 8)
+    run.grow(8)
+    run.event(1.8e9, "finished", message="finished: 24 steps")
+    ready(browser, page_of(tmp_path, "run"), "3 members, all ended", "commits too")
+    forced = [{"name": "forced-colors", "value": "active"}]
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": forced})
+    square = "return getComputedStyle(document.querySelector('#dots i')).backgroundColor"
+    assert browser.js(square) == browser.js("return getComputedStyle(document.querySelector('#dots i')).color")
+    assert browser.js(square) != browser.js("return getComputedStyle(document.body).backgroundColor")
+
+
+def test_plain_run_offers_nothing_of_a_swarm_and_every_control_has_a_name(browser, page_of, tmp_path):
+    make_plain_run(tmp_path / "run", 30)
+    page = page_of(tmp_path, "run")
+    ready(browser, page, "finished", "What the model makes")
+    assert "commits too" not in browser.text()
+    skip = "const to = document.querySelector('.skip').hash; return document.querySelector(to).offsetHeight"
+    assert browser.js(skip) > 0, "the link leads nowhere"
+    nodes = browser.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    names = {node["role"]["value"]: node["name"]["value"] for node in nodes if "name" in node and "role" in node}
+    assert names["slider"].startswith("of the same latents")
+    browser.js("openLog('m0')")
+    nodes = browser.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    assert [node["name"]["value"] for node in nodes if node.get("role", {}).get("value") == "dialog"] == ["m0"]
+    browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    browser.open(page.url)
+    browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    assert "This page needs JavaScript" in browser.text()
 
 
 def test_page_reconnects_and_a_reload_loses_nothing(browser, page_of, tmp_path):
@@ -162,6 +199,10 @@ def test_only_the_token_and_this_origin_give_access(page_of, tmp_path):
         assert page.get(path, token="wrong") == (
             401, "the token is wrong or missing: open the URL that `tpuswarm page` printed\n",
         )  # fmt: skip
+        with pytest.raises(HTTPError) as refused:
+            urlopen(f"http://127.0.0.1:{page.port}{path}")
+        headers = refused.value.headers
+        assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")
         code, text = page.get(path, Origin="https://evil.example")
         assert code == 403 and text == "a page of https://evil.example may not read this one\n"
         code, text = page.get(path, Host="evil.example")

@@ -29,7 +29,9 @@ def test_swarm_loses_a_member(browser, page_of, tmp_path, monkeypatch):
         swarm.wait(lambda: (swarm.status().get("version") or 0) >= 3 and {"m0", "m1"} <= swarm.pids().keys())
         page = page_of(tmp_path, "run")
         browser.open(page.url)
-        browser.wait(lambda tab: tab.js(DRAWN) and "2: 2 alive" in tab.text(), "the two members are not shown")
+        browser.wait(
+            lambda tab: tab.js(DRAWN) and "2 members, all alive" in tab.text(), "the two members are not shown"
+        )
         for width in (1280, 390):
             browser.resize(width)
             browser.wait(lambda tab, width=width: tab.js("return innerWidth") == width, f"a width of {width}")

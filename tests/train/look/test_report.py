@@ -29,17 +29,17 @@ def test_smoothed_curve_keeps_level_slope_and_length():
     ],
 )  # fmt: skip
 def test_columns_of_numbers_are_aligned_to_the_right(cells, right):
-    page = html_table(("name", "count"), [("a", cell) for cell in cells])
-    assert ('<th class="n">count</th>' in page) == right and '<th class="n">name' not in page
+    page = html_table("Counts", ("name", "count"), [("a", cell) for cell in cells])
+    assert ('<th scope="col" class="n">count</th>' in page) == right and 'class="n">name' not in page
     assert len(re.findall('<td class="n">', page)) == right * len(cells)
-    assert ('class="n"' in facts_table([("x", cell) for cell in cells])) == right
+    assert ('class="n"' in facts_table("Facts", [("x", cell) for cell in cells])) == right
 
 
 def test_empty_columns_are_left_out_and_samples_are_escaped():
-    page = html_table(("name", "empty"), [("a", "")])
-    assert page == '<table><tr><th class="w">name</th></tr><tr><td class="w">a</td></tr></table>'
-    [(name, part)] = samples_section([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n1"}])
-    assert name == "What it writes" and "step 1,200" in part and "<pre>&lt;b&gt;\n1</pre>" in part
+    page = html_table("Names", ("name", "empty"), [("a", "")])
+    assert "empty" not in page and '<tr><td class="w">a</td></tr>' in page
+    [(name, part)] = samples_section([{"event": "note"}, {"event": "sample", "step": 1200, "text": "<b>\n\x1b[1m\0"}])
+    assert name == "What it writes" and "step 1,200" in part and ">&lt;b&gt;\n\\x1b[1m\\x00</pre>" in part
     assert samples_section([{"event": "note"}]) == []
 
 

@@ -73,7 +73,7 @@ def write_report(folder: Path) -> Path:
     spans, marks, seconds = incarnation_spans(events)
     gaps = [("missing", missing)] if (missing := missing_rows(folder)) else []
     sections = [
-        ("", facts_table([*history_facts(events), *_facts(config, run, commits, seconds), *gaps])),
+        ("", facts_table("Facts", [*history_facts(events), *_facts(config, run, commits, seconds), *gaps])),
         (
             "Loss",
             html_image("training loss of each member against its tokens, held-out loss against all", picture),
@@ -88,7 +88,7 @@ def write_report(folder: Path) -> Path:
             "Commits",
             html_image("weight of each member in each commit", commits_picture(commits)) + _commits(commits.newest),
         ),
-        (run.unit.capitalize(), facts_table(_tokens(run)) + _totals(commits.totals)),
+        (run.unit.capitalize(), facts_table(f"{run.unit} by fate", _tokens(run)) + _totals(commits.totals)),
         ("What happened", _events(events)),
         configuration_section(config),
     ]
@@ -276,16 +276,17 @@ def _tokens(run: RunView) -> list[tuple[str, str]]:
 def _totals(totals: Sequence[MemberTotals]) -> str:
     counts = ("contributions", "applied", "returned", "dropped", "void")
     return html_table(
+        "Contributions of each member",
         ("member", "pushes", *counts[1:]),
         ([str(total.member), *(f"{getattr(total, name):,}" for name in counts)] for total in totals),
     )
 
 
 def _commits(newest: Sequence[Commit]) -> str:
-    return html_table(COMMIT_COLUMNS, map(commit_row, reversed(newest)))
+    return html_table("Newest commits", COMMIT_COLUMNS, map(commit_row, reversed(newest)))
 
 
 def _events(events: Iterable[Mapping[str, Any]]) -> str:
     newest = [event for event in events if event["event"] != "commit"][-MAX_EVENTS:]
     times = (time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])) for event in newest)
-    return html_table(("time", "what"), zip(times, map(sentence, newest), strict=True))
+    return html_table("Newest events", ("time", "what"), zip(times, map(sentence, newest), strict=True))

@@ -24,12 +24,18 @@ from tpuswarm.train.run.directory import EVENTS, METRICS, SAMPLE_EVENT, read_con
 from tpuswarm.train.run.listing import missing_rows
 
 STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
-    "pre{background:#f3f5f7;padding:1rem;overflow-x:auto}img{max-width:100%}"
+    ":root{color-scheme:light dark;--ink:#1c2733;--back:#fff;--block:#f3f5f7;--line:#e3e7eb}"
+    "@media(prefers-color-scheme:dark){:root{--ink:#e6ebf0;--back:#10151b;--block:#19212a;--line:#2c3742}}"
+    "body{font:1rem/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:var(--ink);"
+    "background:var(--back);overflow-wrap:anywhere}"
+    "pre{background:var(--block);padding:1rem}img{max-width:100%;height:auto}"
+    "pre,.scroll{overflow-x:auto}pre,td,th{overflow-wrap:normal}"
     "table{border-collapse:collapse;margin:1rem 0}"
     "td,th{padding:.2rem 1.5rem .2rem 0;text-align:left;vertical-align:top;font-variant-numeric:tabular-nums}"
-    "tr+tr>*{border-top:1px solid #e3e7eb}.n{text-align:right}.n,.w{white-space:nowrap}th{font-weight:600}"
+    "tr+tr>*,thead+tbody>tr>*{border-top:1px solid var(--line)}"
+    ".n{text-align:right}.n,.w{white-space:nowrap}th{font-weight:600}"
 )
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 NUMBER_CELL = re.compile(r"–|-?[\d,.]*\d( ?[%s]| [KMGT]iB)?")
 MAX_UNBROKEN_LETTERS = 20
 SMOOTHING_PARTS = 50
@@ -49,7 +55,7 @@ def write_report(folder: Path) -> Path:
     write_atomically(folder / "loss.png", picture)
     gaps = [("missing", missing)] if (missing := missing_rows(folder)) else []
     sections = [
-        ("", facts_table([*history_facts(events), *_facts(config, updates, evaluations), *gaps])),
+        ("", facts_table("Facts", [*history_facts(events), *_facts(config, updates, evaluations), *gaps])),
         ("Loss", html_image("loss against tokens", picture)),
         *pictures_section(folder),
         *samples_section(events),
@@ -113,25 +119,40 @@ def to_png(figure: Figure) -> bytes:
 
 def html_image(description: str, png: bytes) -> str:
     data = base64.b64encode(png).decode()
-    return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">'
+    return f'<img alt="{_escape(description)}" src="data:image/png;base64,{data}">'
 
 
-def facts_table(facts: Iterable[tuple[str, str]]) -> str:
-    """Return an HTML table of names and values."""
+def _escape(text: str) -> str:
+    """Escape HTML, and show control characters, which HTML forbids, as \\x1b."""
+    return html.escape(text.translate(CONTROL_CHARACTERS))
+
+
+def _html_pre(text: str) -> str:
+    return f'<pre tabindex="0">{_escape(text)}</pre>'
+
+
+def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> str:
+    """Return an HTML table of names and values. title: what screen readers say."""
     facts = list(facts)
     style = _cell_class([value for _, value in facts])
-    rows = (f"<tr><th>{html.escape(name)}</th><td{style}>{html.escape(value)}</td></tr>" for name, value in facts)
-    return f"<table>{''.join(rows)}</table>"
+    rows = (f'<tr><th scope="row">{_escape(name)}</th><td{style}>{_escape(value)}</td></tr>' for name, value in facts)
+    return _scrolling(title, f"<table><tbody>{''.join(rows)}</tbody></table>")
 
 
-def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return an HTML table with a header, numbers aligned to the right, and without empty columns."""
     rows = list(rows)
     shown = [number for number in range(len(columns)) if not rows or any(row[number] for row in rows)]
     styles = {number: _cell_class([row[number] for row in rows]) for number in shown}
-    lines = ["".join(f"<th{styles[number]}>{html.escape(columns[number])}</th>" for number in shown)]
-    lines += ("".join(f"<td{styles[number]}>{html.escape(row[number])}</td>" for number in shown) for row in rows)
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    head = "".join(f'<th scope="col"{styles[number]}>{_escape(columns[number])}</th>' for number in shown)
+    body = ("".join(f"<td{styles[number]}>{_escape(row[number])}</td>" for number in shown) for row in rows)
+    lines = "".join(f"<tr>{cells}</tr>" for cells in body)
+    return _scrolling(title, f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>")
+
+
+def _scrolling(title: str, table: str) -> str:
+    """Let a table wider than the screen scroll by itself, also with keys."""
+    return f'<div class="scroll" tabindex="0" role="group" aria-label="{_escape(title)}">{table}</div>'
 
 
 def _cell_class(cells: Sequence[str]) -> str:
@@ -152,7 +173,7 @@ def history_facts(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 def samples_section(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return the section of texts that the model wrote, if any."""
     parts = "".join(
-        f"<h3>step {event['step']:,}</h3><pre>{html.escape(str(event['text']).strip())}</pre>"
+        f"<h3>step {event['step']:,}</h3>{_html_pre(str(event['text']).strip())}"
         for event in events
         if event["event"] == SAMPLE_EVENT
     )
@@ -170,16 +191,19 @@ def pictures_section(folder: Path, unit: str = "step") -> list[tuple[str, str]]:
 
 def html_page(title: str, sections: Iterable[tuple[str, str]]) -> str:
     """sections: heading (may be empty) and HTML."""
-    parts = (f"<h2>{html.escape(heading)}</h2>{part}" if heading else part for heading, part in sections)
-    name = html.escape(title)
+    parts = (f"<h2>{_escape(heading)}</h2>{part}" if heading else part for heading, part in sections)
+    name = _escape(title)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-        f"<h1>{name}</h1>{''.join(parts)}</html>\n"
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="description" content="The report of a training run."><link rel="icon" href="data:,">'
+        f"<title>{name}</title><style>{STYLE}</style></head>"
+        f"<body><main><h1>{name}</h1>{''.join(parts)}</main></body></html>\n"
     )
 
 
 def configuration_section(config: dict[str, Any]) -> tuple[str, str]:
-    return "Configuration", f"<pre>{html.escape(tomli_w.dumps(config))}</pre>"
+    return "Configuration", _html_pre(tomli_w.dumps(config))
 
 
 def _time_and_findings(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -188,9 +212,10 @@ def _time_and_findings(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]
     findings = [event for event in events if event["event"] == "diagnostic"]
     findings += [finding for summary in summaries for finding in summary["findings"]]
     newest = {(finding["kind"], finding.get("place", finding["message"])): finding["message"] for finding in findings}
-    items = "".join(f"<li>{html.escape(message)}</li>" for message in newest.values())
+    items = "".join(f"<li>{_escape(message)}</li>" for message in newest.values())
+    heading, columns = "Where the time went", ("what", "value", "share")
     return [
-        *[("Where the time went", html_table(("", "", "share"), summary_rows(summary))) for summary in summaries[-1:]],
+        *[(heading, html_table(heading, columns, summary_rows(summary))) for summary in summaries[-1:]],
         *([("Diagnostics", f"<ul>{items}</ul>")] if items else []),
     ]
 

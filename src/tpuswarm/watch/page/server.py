@@ -137,11 +137,6 @@ def _guard(app: ASGIApp, token: str, port: int) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        request = Request(scope)
-        if refused := refuse_request(request.headers, request.query_params.get("token"), token, port):
-            code, sentence = refused
-            await PlainTextResponse(f"{sentence}\n", code)(scope, receive, send)
-            return
 
         async def private(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -151,7 +146,12 @@ def _guard(app: ASGIApp, token: str, port: int) -> ASGIApp:
                 ]  # fmt: skip
             await send(message)
 
-        await app(scope, receive, private)
+        request = Request(scope)
+        if refused := refuse_request(request.headers, request.query_params.get("token"), token, port):
+            code, sentence = refused
+            await PlainTextResponse(f"{sentence}\n", code)(scope, receive, private)
+        else:
+            await app(scope, receive, private)
 
     return guarded
 

@@ -16,7 +16,7 @@ function formatDuration(seconds) {
 const number = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en"));
 const element = (name, text, kind = "") => Object.assign(document.createElement(name), { textContent: text, className: kind });
 
-const COLORS = { running: "good", alive: "good", finished: "good", evaluating: "good", joining: "warn", stopped: "warn", lost: "bad", failed: "bad", killed: "bad", left: "dim" };
+const COLORS = { running: "good", alive: "good", finished: "good", ended: "dim", evaluating: "good", joining: "warn", stopped: "warn", lost: "bad", failed: "bad", killed: "bad", left: "dim" };
 const KINDS = { green: "good", yellow: "warn", red: "bad", dim: "dim" };
 const MAX_POINTS = 1000, MAX_COLUMNS = 400, MAX_EVENTS = 3000;
 const lossPlot = new Curves($("loss"), figure4), speedPlot = new Curves($("speed"), (value) => `${si(value)}/s`), sharesPlot = new Shares($("shares"));
@@ -81,7 +81,7 @@ function draw(changed) {
     sharesPlot.show(seen.names, seen.columns);
     $("shares-name").replaceChildren("Who made each version ", element("span", `${few}; the colour is the share, up to ${(sharesPlot.most / 10).toFixed(1)}%; red was not counted`));
   }
-  if (has("members")) members();
+  if (has("members", "facts")) members();
   if (has("machines")) machines();
   if (has("pictures")) pictures();
   $("events-of").hidden = !$("events").children.length;
@@ -95,6 +95,7 @@ function facts(now) {
   $("state").textContent = [now.state, now.message].filter(Boolean).join(": ").slice(0, 120);
   $("state").hidden = !now.state;
   $("state").className = `pill ${COLORS[now.state] ?? ""}`;
+  $("commits-of").hidden = !now.swarm;
   $("progress").hidden = !now.horizon;
   if (now.horizon) {
     $("bar").value = Math.min(1, now.tokens / now.horizon);
@@ -133,19 +134,22 @@ function members() {
   const all = Object.entries(seen.members), wanted = $("filter").value.trim().toLowerCase(), focused = document.activeElement?.dataset?.log;
   $("members-of").hidden = !all.length;
   if (!all.length) return;
-  const counts = {};
-  for (const [, [state]] of all) counts[state] = (counts[state] ?? 0) + 1;
-  $("members-count").textContent = `${all.length}: ${Object.entries(counts).map(([state, count]) => `${count} ${state}`).join(", ")}`;
+  const counts = {}, word = (state) => (state === "left" && seen.facts.state !== "running" ? "ended" : state);
+  for (const [, [state]] of all) counts[word(state)] = (counts[word(state)] ?? 0) + 1;
+  const states = Object.entries(counts), total = `${all.length} member${all.length > 1 ? "s" : ""}`;
+  $("members-count").textContent = states.length > 1 ? `${total}: ${states.map(([state, count]) => `${count} ${state}`).join(", ")}`
+    : `${total}, ${all.length > 1 ? "all " : ""}${states[0][0]}`;
   const byName = all.sort(([a], [b]) => order(a, b)), byNeed = [...all].sort(([, x], [, y]) => (x[1] ?? 1e9) - (y[1] ?? 1e9));
-  $("dots").replaceChildren(...byName.map(([name, row]) => Object.assign(element("i", "", `${COLORS[row[0]] ?? "dim"}${row[1] !== null ? " look" : ""}`), { title: `${name}: ${row[0]}` })));
+  $("dots").replaceChildren(...byName.map(([name, row]) => Object.assign(element("i", "", `${COLORS[row[0]] ?? "dim"}${row[1] !== null ? " look" : ""}`), { title: `${name}: ${word(row[0])}` })));
   const unit = seen.facts.unit ?? "tokens";
   const kinds = ["", "", "n", "n", "n more", "n more", "n more", "n more", "more", "why"];
   const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", "why"].map((name, n) => [name, kinds[n]]);
   const rows = byNeed.filter(([name, row]) => `${name} ${row[0]} ${row[2]}`.toLowerCase().includes(wanted)).map(([name, row]) => {
     const [state, , why, speed, loss, base, lag, tokens, pid, incarnation] = row, made = document.createElement("tr");
-    return cells(made, [logButton(name), element("span", state, COLORS[state]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);
+    return cells(made, [logButton(name), element("span", word(state), COLORS[word(state)]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);
   });
   table($("members-table"), heads, rows);
+  $("no-match").hidden = rows.length > 0;
   if (focused) document.querySelector(`#members-table [data-log="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 

@@ -33,6 +33,7 @@ class Chart {
     canvas.addEventListener("pointerleave", () => this.point(null));
     canvas.addEventListener("blur", () => this.point(null));
     canvas.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.point(null);
       const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
       if (step && this.move(...step)) event.preventDefault();
     });
@@ -48,7 +49,9 @@ class Chart {
     canvas.height = Math.round(this.height * ratio);
     const pen = canvas.getContext("2d");
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.font = "12px system-ui, sans-serif";
+    const rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+    this.scale = rem / 16; // lengths below are pixels of a usual font
+    pen.font = `${0.75 * rem}px system-ui, sans-serif`;
     return pen;
   }
   say(text, x, y) {
@@ -79,7 +82,7 @@ class Curves extends Chart {
   draw() {
     const pen = this.begin(), all = this.series.flatMap((one) => one.points);
     pen.fillStyle = color("--dim");
-    if (!all.length || this.width < 80) return void pen.fillText("no data yet", 8, 20);
+    if (!all.length || this.width < 80) return void pen.fillText("no data yet", 8, 20 * this.scale);
     const main = this.series[0].points;
     const late = main.length > 40 ? main.slice(Math.ceil(main.length / 40)) : main; // without the first steps, which would flatten the curve
     const tall = [...late, ...this.series.slice(1).flatMap((one) => one.points.slice(main.length > 40 ? 1 : 0))];
@@ -90,25 +93,25 @@ class Curves extends Chart {
     low = this.fromZero ? 0 : low - room;
     high += room;
     const right = Math.max(...all.map((point) => point[0]), 1);
-    const box = (this.box = { left: 46, top: 8, right: this.width - 12, bottom: this.height - 34 });
+    const k = this.scale, box = (this.box = { left: 46 * k, top: 8, right: this.width - 12, bottom: this.height - 34 * k });
     const x = (this.x = (value) => box.left + (value / right) * (box.right - box.left));
     const y = (this.y = (value) => box.bottom - ((value - low) / (high - low)) * (box.bottom - box.top));
     pen.strokeStyle = color("--grid");
     pen.lineWidth = 1;
     for (const tick of ticks(low, high, 5)) {
       pen.beginPath(); pen.moveTo(box.left, y(tick)); pen.lineTo(box.right, y(tick)); pen.stroke();
-      pen.textAlign = "right"; pen.fillText(si(tick), box.left - 6, y(tick) + 4);
+      pen.textAlign = "right"; pen.fillText(si(tick), box.left - 6, y(tick) + 4 * k);
     }
     pen.textAlign = "center";
-    for (const tick of ticks(0, right, this.width < 420 ? 4 : 7))
-      if (x(tick) < box.right - 8 || tick === right) pen.fillText(si(tick), x(tick), box.bottom + 15);
+    for (const tick of ticks(0, right, this.width < 420 * k ? 4 : 7))
+      if (x(tick) < box.right - 8 || tick === right) pen.fillText(si(tick), x(tick), box.bottom + 15 * k);
     pen.textAlign = "right"; pen.fillText(this.xName, box.right, this.height - 4); pen.textAlign = "left";
     pen.save(); pen.beginPath(); pen.rect(box.left, box.top, box.right - box.left, box.bottom - box.top); pen.clip();
     for (const curve of this.series) this.line(pen, curve);
     pen.restore();
     let legend = box.left;
     for (const curve of this.series.filter((one) => one.points.length)) {
-      pen.fillStyle = color(curve.color); pen.fillRect(legend, this.height - 13, 14, 3);
+      pen.fillStyle = color(curve.color); pen.fillRect(legend, this.height - 6 * k - 7, 14, 3);
       pen.fillText(curve.name, legend + 19, this.height - 7); legend += 34 + pen.measureText(curve.name).width;
     }
     if (this.at !== null) this.mark(pen);
@@ -172,8 +175,8 @@ class Shares extends Chart {
   draw() {
     const pen = this.begin(), { columns, names } = this;
     if (!columns?.length || this.width < 80) return;
-    const side = Math.min(110, 8 + Math.max(...names.map(([name]) => pen.measureText(name).width)));
-    const box = (this.box = { left: side, top: 6, right: this.width - 6, bottom: this.height - 22 });
+    const k = this.scale, side = Math.min(110 * k, 8 + Math.max(...names.map(([name]) => pen.measureText(name).width)));
+    const box = (this.box = { left: side, top: 6, right: this.width - 6, bottom: this.height - 22 * k });
     const tall = (this.tall = (box.bottom - box.top) / names.length), count = columns.length;
     // A shown version also stands for the hidden ones before it.
     const first = columns[0][0] - (count > 1 ? columns[1][0] - columns[0][0] : 1), last = columns[count - 1][0];
@@ -204,8 +207,8 @@ class Shares extends Chart {
       pen.fillRect(x + step / 4, box.top + (down + 1 / 4) * tall, Math.max(1.5, step / 2), Math.max(1.5, tall / 2));
     }
     pen.fillStyle = color("--dim");
-    const every = Math.ceil(13 / tall);
-    names.forEach(([name], down) => { if (down % every === 0) pen.fillText(name, 0, box.top + down * tall + Math.min(tall, 13) / 2 + 4, side - 6); });
+    const every = Math.ceil((13 * k) / tall);
+    names.forEach(([name], down) => { if (down % every === 0) pen.fillText(name, 0, box.top + down * tall + Math.min(tall, 13 * k) / 2 + 4 * k, side - 6); });
     pen.textAlign = "left"; pen.fillText(`version ${columns[0][0].toLocaleString("en")}`, box.left, this.height - 5);
     pen.textAlign = "right"; pen.fillText(columns.at(-1)[0].toLocaleString("en"), box.right, this.height - 5); pen.textAlign = "left";
     if (this.at) this.mark(pen);

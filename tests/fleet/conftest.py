@@ -17,7 +17,13 @@ from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.store.fleets import Fleet
 
 GOLDEN = Path(__file__).parent / "golden"
-FAULTS = {"unpaid-1": "no-billing", "fresh-1": "no-apis", "login-1": "os-login", "asia-east1-c": "hidden"}
+FAULTS = {
+    "unpaid-1": "no-billing",
+    "fresh-1": "no-apis",
+    "login-1": "os-login",
+    "bare-1": "no-roles",
+    "asia-east1-c": "hidden",
+}
 NO_QUOTA = "europe-west4-a"
 
 
@@ -116,7 +122,7 @@ def cloud_folder(tmp_path_factory):
 def init(typed, cloud_folder, signed_out, monkeypatch):
     """Run `init` against the local cloud in an empty folder: (code, out, err)."""
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(cloud_folder))
-    monkeypatch.setattr("tpuswarm.cloud.google.project.POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr("tpuswarm.cloud.google.access.POLL_INTERVAL_S", 0.05)
     pool = "--provider rehearsal --type v2-8 --zone us-central1-b"
 
     def run(options: str, project: str | None = None) -> tuple[int, str, str]:

@@ -32,14 +32,14 @@ def access(cloud_folder):
 
 def test_missing_parts_are_created_once(init, access):
     code, out, err = init("--yes", "mine-1")
-    assert (code, err) == (0, "") and done_steps(out) == ["4", "5", "6", "7", "8", "9"]
+    assert (code, err) == (0, "") and done_steps(out) == ["4", "5", "6", "7", "8", "9", "10", "11"]
     assert "next: `tpuswarm up`" in out and "no: " not in out
     text, key = Path("swarm.toml").read_text(), Path(".ssh/tpuswarm").read_bytes()
     assert Path(".ssh/tpuswarm").stat().st_mode & 0o777 == 0o600
     project = Project(access("mine-1"))
     assert project.find_bucket("mine-1-swarm").region == "us-central1" and project.has_network("tpuswarm-swarm")
     code, out, err = init("")
-    assert (code, err, done_steps(out)) == (0, "", []) and out.count(" – already done") == 9
+    assert (code, err, done_steps(out)) == (0, "", []) and out.count(" – already done") == 11
     assert (Path("swarm.toml").read_text(), Path(".ssh/tpuswarm").read_bytes()) == (text, key)
 
 
@@ -74,10 +74,10 @@ def test_interrupted_init_continues_with_the_same_command(init, access, monkeypa
     assert "5. not finished: make the network tpuswarm-swarm" in out and "the same command continues" in out
     Project(access("half-1")).make_network("tpuswarm-swarm", "tpuswarm swarm")
     code, out, _ = init("--yes", "half-1")
-    assert code == 0 and done_steps(out) == ["6", "7", "8", "9"]
+    assert code == 0 and done_steps(out) == ["6", "7", "8", "9", "10", "11"]
     Path(".ssh/tpuswarm.pub").unlink()
     code, out, _ = init("--yes")
-    assert code == 0 and done_steps(out) == ["8"] and Path(".ssh/tpuswarm.pub").read_text().startswith("ssh-ed25519 ")
+    assert code == 0 and done_steps(out) == ["10"] and Path(".ssh/tpuswarm.pub").read_text().startswith("ssh-ed25519 ")
 
 
 def test_damaged_key_is_reported_before_anything_is_created(init, access):
@@ -99,8 +99,8 @@ def test_apis_of_a_new_project_are_enabled_with_progress(init, monkeypatch):
 
     monkeypatch.setattr("tpuswarm.cli.fleet.init.waiting", waiting)
     code, out, _ = init("--yes", "fresh-1")
-    assert code == 0 and done_steps(out) == ["3", "4", "5", "6", "7", "8", "9"]
-    assert {"turning on Cloud Quotas (1 of 3)", "turning on Cloud TPU (3 of 3)"} <= set(progress)
+    assert code == 0 and done_steps(out) == ["3", "4", "5", "6", "7", "8", "9", "10", "11"]
+    assert {"turning on Cloud Quotas (1 of 6)", "turning on Cloud TPU (6 of 6)"} <= set(progress)
 
 
 def test_project_without_billing_gets_nothing(init):
@@ -159,9 +159,9 @@ def test_printed_gcloud_commands_do_what_the_steps_do(init, cloud_folder):
     local = {**gcloud_variables(CloudFolder(cloud_folder), connect(cloud_folder)), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     _, out, _ = init("--dry-run", "typed-1")
     lines = [line.strip() for line in out.splitlines() if line.strip().startswith("gcloud ")]
-    assert len(lines) == 7
+    assert len(lines) == 14
     for line in lines:
         ran = subprocess.run(shlex.split(line), env=os.environ | local, capture_output=True, text=True, timeout=240)
         assert ran.returncode == 0, f"{line}\n{ran.stderr}"
     code, out, _ = init("--yes", "typed-1")
-    assert code == 0 and done_steps(out) == ["8", "9"], "the steps that have a gcloud command are done already"
+    assert code == 0 and done_steps(out) == ["10", "11"], "the steps that have a gcloud command are done already"

@@ -9,6 +9,7 @@ import pytest
 from tests.fleet.conftest import GOLDEN
 from tpuswarm.cli.fleet import apply
 from tpuswarm.cloud.errors import Denied, NoQuota, NotSignedIn, Unreachable
+from tpuswarm.cloud.google.accounts import PERMISSIONS_BY_ROLE, Grantee, Lack
 from tpuswarm.cloud.google.firewall import Rule, fleet_rules
 from tpuswarm.cloud.google.project import APIS, BucketSettings, RegionQuota, Subnetwork
 from tpuswarm.cloud.google.quotas import Quota
@@ -25,6 +26,8 @@ NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC).timestamp()
 ZONE, NETWORK = "us-central1-b", "tpuswarm-mine"
 TEXT = (GOLDEN / "preflight.toml").read_text()
 SPOT_QUOTA = "TPUV2sPreemptiblePerProjectPerZoneForTPUAPI"
+ACCOUNT = "1-compute@developer.gserviceaccount.com"
+BUCKET_ROLE, _, TPU_ROLE, *_ = Grantee(ACCOUNT, "my-project", "mine-bucket").bindings(PERMISSIONS_BY_ROLE, "ann")
 NET = NetworkKey(NETWORK, NETWORK, "us-central1")
 FACTS = ProjectFacts(
     project="my-project",
@@ -38,7 +41,7 @@ FACTS = ProjectFacts(
     region_quotas={"us-central1": {"IN_USE_ADDRESSES": RegionQuota(8, 1), "INSTANCES": RegionQuota(24, 1)}},
     nats={NET: False},
     rules=fleet_rules(NETWORK, "tpuswarm-mine", "tpuswarm mine"),
-    account="1-compute@developer.gserviceaccount.com",
+    account=ACCOUNT,
 )
 TWO_ZONES = {ZONE: (), "europe-west4-a": ()}
 REQUIRED_APIS = frozenset(APIS) - {"cloudquotas.googleapis.com", "cloudbilling.googleapis.com"}
@@ -107,6 +110,11 @@ def test_all_checks_pass_where_all_is_right():
         ({"rules": (*FACTS.rules, OPEN_RULE)},
          "firewall", "allow-all lets 0.0.0.0/0 in to every port", "gcloud compute firewall-rules delete allow-all"),
         ({"account": None}, "account", "no default service account", "gcloud iam service-accounts create"),
+        ({"may_use": {ACCOUNT: False}, "user": "ann@example.com"},
+         "account", "you may not create machines with", "--member=user:ann@example.com --role=roles/iam"),
+        ({"lacks": {ACCOUNT: (Lack(BUCKET_ROLE, ("storage.objects.create",)), Lack(TPU_ROLE, ("tpu.nodes.create",)))}},
+         "account", f"{ACCOUNT}, which lacks storage.objects.create, tpu.nodes.create",
+         "--role=roles/storage.objectAdmin && gcloud projects add-iam-policy-binding my-project"),
         ({"head_bytes": 40.0 * GIB}, "head", "needs 40 GiB", 'type = "'),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
@@ -183,9 +191,10 @@ def test_machines_without_external_addresses_take_none():
     assert all(check.ok for check in run(text, region_quotas=quotas, subnetworks=subnetworks))
 
 
-@pytest.mark.parametrize("fact", ["apis", "billing", "quotas", "account"])
+@pytest.mark.parametrize("fact", ["apis", "billing", "quotas", "account", "lacks"])
 def test_fact_that_a_member_may_not_read_does_not_stop_creation(fact):
-    found = run(**{fact: Denied("asking: the caller does not have permission; an owner gives it")})
+    denied = Denied("asking: the caller does not have permission; an owner gives it")
+    found = run(**{fact: {ACCOUNT: denied} if fact == "lacks" else denied})
     (unknown,) = [check for check in found if not check.known]
     assert all(check.ok for check in found) and unknown.sentence.startswith("could not be checked: asking: the caller")
     assert {check.id for check in found} >= {"type", "runtime", "bucket", "firewall", "price"}

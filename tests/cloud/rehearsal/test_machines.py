@@ -219,7 +219,7 @@ def test_deleted_machine_leaves_nothing(tpu, place, ready):
         tpu.get_guest_attributes(request={"name": made.name, "query_path": "hostkeys/"})
 
 
-def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, place, endpoints, tmp_path):
+def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, place, endpoints, pod, tmp_path):
     """Google's default credentials come from the metadata server."""
     program = """
         import jax
@@ -236,9 +236,8 @@ def test_programs_on_a_machine_find_buckets_and_devices_without_settings(tpu, pl
     assert log.read_text().endswith("exit status 0\n"), log.read_text()
     assert storage_client(endpoints).bucket("of-a-machine").blob("devices").download_as_bytes() == b"8"
     send_command(place, "break", name="reading", fault="outage")  # for this machine alone
-    tokens = {endpoints.token: 200, f"{endpoints.token}~{worker['id']}": 503, f"{endpoints.token}~other": 200}
-    for token, code in tokens.items():
-        headers = {"Authorization": f"Bearer {token}"}
+    for caller, code in {"": 200, f"~{worker['id']}": 503, f"~{pod[0]['id']}": 200}.items():
+        headers = {"Authorization": f"Bearer {endpoints.token}{caller}"}
         url = f"{endpoints.http}/storage/v1/b/of-a-machine"
         assert requests.get(url, headers=headers, timeout=240).status_code == code
     send_command(place, "break", name="reading", fault="outage", mend=True)

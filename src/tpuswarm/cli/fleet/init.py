@@ -14,8 +14,10 @@ import typer
 
 from tpuswarm.catalog import find
 from tpuswarm.cli.console import Yes, confirm, option, print_checks
+from tpuswarm.cloud.google.accounts import account_address
+from tpuswarm.cloud.google.endpoints import LOCAL_ACCOUNT
 from tpuswarm.cloud.google.firewall import network_tag
-from tpuswarm.cloud.google.settings import find_project
+from tpuswarm.cloud.google.settings import find_project, signed_in_account
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.apply import init as preparation
@@ -29,7 +31,7 @@ from tpuswarm.train.process.waiting import waiting
 GRANTS_INTRODUCTION = """TPUs that you were granted, for example by TPU Research Cloud, are free. Type
 one grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
 End with an empty line."""
-INFORMATIVE_CHECKS = ("bucket", "quota", "region", "price")
+INFORMATIVE_CHECKS = ("account", "bucket", "quota", "region", "price")
 """Printed even if they pass."""
 
 Question = Callable[[str, str, str | None], str]
@@ -53,6 +55,9 @@ def init(
     bucket: Annotated[
         str | None, option("Its name. Default: PROJECT-YOU, or PROJECT-FILE for another FILE than swarm.toml.")
     ] = None,
+    service_account: Annotated[
+        str | None, option("Service account of the machines. Default: a new one of the fleet.")
+    ] = None,
     cross_region: Annotated[
         bool, typer.Option("--allow-cross-region", help="Allow TPUs outside the bucket's region, which costs extra.")
     ] = False,
@@ -62,9 +67,12 @@ def init(
         bool, typer.Option("--dry-run", help="Show the steps, do nothing. Needs no credentials.")
     ] = False,
 ) -> None:
-    """Prepare a project for a fleet: APIs, bucket, network, firewall, key, swarm.toml. Skips what already exists."""
+    """Prepare a project for a fleet: APIs, bucket, network, firewall, service account, key, swarm.toml.
+
+    Skips what already exists.
+    """
     ask = _make_question(yes or dry_run)
-    options = project, grant, type_, zone, count, bucket, on_demand, cross_region, provider
+    options = project, grant, type_, zone, count, bucket, service_account, on_demand, cross_region, provider
     if file.exists():
         if any(value not in (None, False, []) for value in options):
             raise InputError(f"{file} exists. Change it there, or name another file.")
@@ -75,7 +83,7 @@ def init(
         if not (grant or type_ or yes or dry_run) and sys.stdin.isatty():
             print(GRANTS_INTRODUCTION)
         grants, pools = _ask_machines(ask, grant or [], type_, zone or [], 1 if count is None else count, on_demand)
-        plan, text = _plan_new_file(ask, file, provider, project, bucket, cross_region, grants, pools)
+        plan, text = _plan_new_file(ask, file, provider, project, bucket, service_account, cross_region, grants, pools)
     echo(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if dry_run:
         _print_steps(preparation.list_steps(plan, text, preparation.ProjectState(file=file.exists())))
@@ -126,7 +134,12 @@ def _plan_of_file(file: Path) -> tuple[str, preparation.InitPlan, str]:
     spec = read_swarm(file)
     is_rehearsal = spec.provider == "rehearsal"
     project = (spec.project or REHEARSAL_PROJECT) if is_rehearsal else find_project(spec.project)
-    return spec.provider, preparation.plan_from_file(spec, file, project), file.read_text(encoding="utf-8")
+    plan = preparation.plan_from_file(spec, file, project, _user(spec.provider))
+    return spec.provider, plan, file.read_text(encoding="utf-8")
+
+
+def _user(provider: str) -> str | None:
+    return LOCAL_ACCOUNT if provider == "rehearsal" else signed_in_account()
 
 
 def _ask_machines(
@@ -152,6 +165,7 @@ def _plan_new_file(
     provider: str,
     project: str | None,
     bucket: str | None,
+    account: str | None,
     cross_region: bool,
     grants: list[preparation.GrantText],
     pools: list[preparation.PoolText],
@@ -163,7 +177,14 @@ def _plan_new_file(
     name = _user_fleet_name() if file == DEFAULT_FILE else file.stem
     zones = Counter({zone: pool.count for pool in pools for zone in pool.zones})
     plan = preparation.InitPlan(
-        name, project, network_tag(name), bucket or f"{project}-{name}", preparation.main_region(zones), file
+        name,
+        project,
+        network_tag(name),
+        bucket or f"{project}-{name}",
+        preparation.main_region(zones),
+        file,
+        account or account_address(name, project),
+        _user(provider),
     )
     text = preparation.swarm_toml(plan, provider, cross_region, grants, pools)
     for place, sentence in find_problems(parse_toml(text, file, SwarmFile), time.time()):

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tpuswarm.cloud.errors import CloudError
+from tpuswarm.cloud.errors import CloudError, Unreachable
 from tpuswarm.cloud.google.answers import answer_from_json, to_cloud_error
-from tpuswarm.cloud.google.endpoints import Endpoints
+from tpuswarm.cloud.google.endpoints import LOCAL_ACCOUNT, Endpoints, token_credentials
 from tpuswarm.cloud.google.failures import cloud_error_for
-from tpuswarm.cloud.google.settings import find_project, gcloud_account, project_note
+from tpuswarm.cloud.google.nodes import SCOPE
+from tpuswarm.cloud.google.settings import find_project, gcloud_account, project_note, signed_in_account
 from tpuswarm.train.storage.credentials import UsedCredentials, used_credentials
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ REQUEST_TIMEOUT_S = 30.0
 RETRY_WINDOW_S = 10.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0
 """Bounds of the backoff; a pause is random up to the backoff."""
+OPERATION_TIMEOUT_S, POLL_INTERVAL_S = 600.0, 1.0
+"""For enabling an API, making a network, or roles that begin to count."""
 TRANSIENT_STATUSES = (429, 500, 502, 503, 504)
 """REST answers that are retried."""
 
@@ -77,6 +80,24 @@ class Access:
         session = Session()
         session.auth = sign
         return session
+
+    @property
+    def account(self) -> str | None:
+        """The email address of the credentials; None if neither their file nor gcloud names it."""
+        return LOCAL_ACCOUNT if self.endpoints else signed_in_account()
+
+    def impersonate(self, account: str) -> "Access":
+        """Return access as a service account, for some minutes.
+
+        https://cloud.google.com/iam/docs/reference/credentials/rest/v1/projects.serviceAccounts/generateAccessToken
+        """
+        doing = f"acting as {account}"
+        url = self.url("iamcredentials.googleapis.com", f"v1/projects/-/serviceAccounts/{account}:generateAccessToken")
+        body = {"scope": [SCOPE], "lifetime": "600s"}
+        answer = self.call_with_retries(doing, lambda: self.rest("POST", url, {}, json=body).json())
+        access = Access(self.project, self.endpoints)
+        access.credentials = token_credentials(answer["accessToken"])
+        return access
 
     def call_with_retries(self, doing: str, call: Callable[[], T]) -> T:
         """Call a read, and retry transient failures for RETRY_WINDOW_S; `doing` names it in errors."""
@@ -176,3 +197,12 @@ def _is_transient(error: BaseException) -> bool:
         error,
         api.TooManyRequests | api.ServerError | auth.TransportError | requests.ConnectionError | requests.Timeout,
     )
+
+
+def wait_until(doing: str, is_done: Callable[[], bool]) -> None:
+    """Poll an operation of Google until it is done. Raises Unreachable after OPERATION_TIMEOUT_S."""
+    deadline = time.monotonic() + OPERATION_TIMEOUT_S
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise Unreachable(f"{doing}: not done after {OPERATION_TIMEOUT_S / 60:.0f} minutes; run the command again")
+        time.sleep(POLL_INTERVAL_S)

@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from google.auth.credentials import Credentials
 
 
+LOCAL_ACCOUNT = "you@example.com"
+"""The owner of all projects of a local cloud."""
+
+
 @dataclass(frozen=True)
 class Endpoints:
     """A local cloud on loopback."""
@@ -21,16 +25,7 @@ class Endpoints:
 
     def credentials(self) -> "Credentials":
         """Return credentials for REST clients."""
-        # Not google.oauth2's: it imports cryptography, which takes a sixth of `list`.
-        from google.auth.credentials import Credentials
-
-        class Token(Credentials):
-            def refresh(self, request: object) -> None:
-                """The token never changes."""
-
-        token = Token()  # type: ignore[no-untyped-call]
-        token.token = self.token
-        return token
+        return token_credentials(self.token)
 
     def channel(self) -> "grpc.Channel":
         """Return a channel for `TpuClient(transport=TpuGrpcTransport(channel=endpoints.channel()))`."""
@@ -38,6 +33,20 @@ class Endpoints:
 
         # gRPC sends credentials over TLS only, so the token is sent as a header.
         return grpc.intercept_channel(grpc.insecure_channel(self.rpc), _bearer(self.token))
+
+
+def token_credentials(token: str) -> "Credentials":
+    """Return credentials with a token that is never renewed."""
+    # Not google.oauth2's: it imports cryptography, which takes a sixth of `list`.
+    from google.auth.credentials import Credentials
+
+    class Token(Credentials):
+        def refresh(self, request: object) -> None:
+            """The token never changes."""
+
+    credentials = Token()  # type: ignore[no-untyped-call]
+    credentials.token = token
+    return credentials
 
 
 class _Details(NamedTuple):

@@ -29,7 +29,10 @@ ROLES = {
     "serviceusage.": "roles/serviceusage.serviceUsageAdmin",
     "cloudquotas.": "roles/cloudquotas.viewer",
     "iam.serviceAccounts.actAs": "roles/iam.serviceAccountUser",
+    "iam.serviceAccounts.getAccessToken": "roles/iam.serviceAccountTokenCreator",
+    "iam.serviceAccounts.": "roles/iam.serviceAccountAdmin",
     "billing.": "roles/billing.viewer",
+    "resourcemanager.projects.setIamPolicy": "roles/resourcemanager.projectIamAdmin",
     "resourcemanager.": "roles/viewer",
 }
 """The smallest predefined role that has a permission, by prefix of the permission; the first match counts.
@@ -204,6 +207,12 @@ def _quota_remedy(limit: str, project: str) -> str:
     return f"{ask}, or use another {'region' if limit == INSTANCES else 'zone'}"
 
 
+def member_of(account: str | None) -> str:
+    """Return an account as policies and gcloud name it."""
+    kind = "serviceAccount" if (account or "").endswith(".gserviceaccount.com") else "user"
+    return f"{kind}:{account or 'YOU'}"
+
+
 def quota_page(project: str) -> str:
     return f"https://console.cloud.google.com/iam-admin/quotas?project={project}"
 
@@ -226,11 +235,13 @@ def _denied_error(answer: Answer, message: str, project: str, used: UsedCredenti
     permission = answer.metadata.get("permission") or (named[1] or named[2] if named else None)
     if permission is None and "access to service account" in answer.message:
         permission = "iam.serviceAccounts.actAs"
-    role = next((role for prefix, role in ROLES.items() if permission and permission.startswith(prefix)), None)
+    # Google spells some permissions in small letters.
+    roles = (role for prefix, role in ROLES.items() if (permission or "").lower().startswith(prefix.lower()))
+    role = next(roles, None)
     if permission is None or role is None:
         return Denied(f"{message}; an owner of project {project} can give you the role for it", permission)
-    kind = "serviceAccount" if used.account.endswith(".gserviceaccount.com") else "user"
-    bind = f"gcloud projects add-iam-policy-binding {project} --member={kind}:{used.account or 'YOU'} --role={role}"
+    member = member_of(used.account)
+    bind = f"gcloud projects add-iam-policy-binding {project} --member={member} --role={role}"
     return Denied(
         f"{message}; you need {permission}, which the role {role} has; an owner of the project grants it: `{bind}`",
         permission,

@@ -1,12 +1,12 @@
 """Inspect and set up a project: APIs, billing, quota, bucket, network, firewall. Existing resources stay unchanged."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tpuswarm.cloud.errors import Denied, NotFound, Taken, Unreachable
+from tpuswarm.cloud.errors import Denied, NotFound, Taken
 from tpuswarm.cloud.google import firewall, quotas
-from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.access import Access, wait_until
+from tpuswarm.cloud.google.accounts import Accounts
 from tpuswarm.cloud.google.answers import answer_from_json, answer_from_operation
 from tpuswarm.cloud.google.buckets import STORAGE_HOST, bucket_url
 from tpuswarm.cloud.google.failures import cloud_error_for
@@ -15,14 +15,14 @@ BILLING_API = "cloudbilling.googleapis.com"
 APIS = {
     BILLING_API: "Cloud Billing",
     "cloudquotas.googleapis.com": "Cloud Quotas",
+    "cloudresourcemanager.googleapis.com": "Resource Manager",
     "compute.googleapis.com": "Compute Engine",
+    "iam.googleapis.com": "IAM",
+    "iamcredentials.googleapis.com": "IAM Credentials",
     "storage.googleapis.com": "Cloud Storage",
     "tpu.googleapis.com": "Cloud TPU",
 }
 """The APIs that tpuswarm calls, in the order of enabling: the first one tells whether billing is on."""
-OPERATION_TIMEOUT_S = 600.0
-"""For enabling an API or creating a network."""
-POLL_INTERVAL_S = 1.0
 COMPUTE_HOST = "compute.googleapis.com"
 
 
@@ -63,6 +63,14 @@ class Project:
     def id(self) -> str:
         return self._access.project
 
+    @property
+    def user(self) -> str | None:
+        return self._access.account
+
+    @property
+    def accounts(self) -> Accounts:
+        return Accounts(self._access)
+
     def apis(self) -> frozenset[str]:
         """Return the enabled APIs."""
         url = self._access.url("serviceusage.googleapis.com", f"v1/projects/{self.id}/services")
@@ -84,7 +92,7 @@ class Project:
                 raise cloud_error_for(answer_from_json(operation, 400), doing, self.id)
             return bool(operation.get("done"))
 
-        _wait_until(doing, is_done)
+        wait_until(doing, is_done)
 
     def billing(self) -> str | None:
         """Return the project's billing account; None if billing is off."""
@@ -226,16 +234,8 @@ class Project:
                 raise cloud_error_for(answer, doing, self.id)
             return bool(operation["status"] == "DONE")
 
-        _wait_until(doing, is_done)
+        wait_until(doing, is_done)
 
     def _list_all(self, doing: str, url: str, key: str, query: Mapping[str, str]) -> list[dict[str, Any]]:
         pages = self._access.get_pages(doing, url, **query)
         return [resource for page in pages for resource in page.get(key, ())]
-
-
-def _wait_until(doing: str, is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + OPERATION_TIMEOUT_S
-    while not is_done():
-        if time.monotonic() > deadline:
-            raise Unreachable(f"{doing}: not done after {OPERATION_TIMEOUT_S / 60:.0f} minutes; run the command again")
-        time.sleep(POLL_INTERVAL_S)

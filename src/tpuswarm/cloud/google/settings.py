@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.storage.credentials import gcloud_folder
+from tpuswarm.train.storage.credentials import gcloud_folder, used_credentials
 
 VARIABLES = {
     "core/project": ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"),
@@ -32,6 +32,11 @@ def find_zone(given: str | None = None) -> str | None:
 def gcloud_account() -> str | None:
     """Return the account that is signed in to gcloud."""
     return _read_gcloud_property("core/account")
+
+
+def signed_in_account() -> str | None:
+    """Return the email address of the credentials in use, if their file or gcloud names it."""
+    return used_credentials().account or gcloud_account()
 
 
 def project_note(project: str) -> str:

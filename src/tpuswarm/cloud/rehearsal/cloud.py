@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
+from tpuswarm.cloud.rehearsal.common.policies import Policies
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.region_quotas import RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
@@ -32,6 +33,8 @@ class Cloud:
         self.hosts = Hosts(self.records, self.timetable, network)
         self.guests = GuestAttributes(self.records, self.hosts)
         self.projects = Projects(self.records, self.timetable, self.zone_faults)
+        self.policies = Policies(self.records, self.timetable, self.projects.gives_default_role)
+        self.policies.find_machine_account = self._account_of_host
         self.resources = Resources(self.records, self.timetable)
         self.region_quotas = RegionQuotas(self.records)
         self.instances = Instances(self.resources, self.timetable, self.zone_faults, self.hosts, self.region_quotas)
@@ -48,13 +51,21 @@ class Cloud:
             self.networks.check,
         )
         self.queue = Queue(self.records, self.timetable, self.zone_faults, self.nodes, operations)
-        self.tpu = TpuService(self.projects.check, self.nodes, self.queue, offers, self.guests, operations)
+        self.tpu = TpuService(
+            self.projects.check, self.policies, self.nodes, self.queue, offers, self.guests, operations
+        )
         operations.forget_old()
         self.resources.forget_old()
 
     def facts(self, host: RehearsedHost) -> Facts | None:
         """Return the facts of a host's machine; None if it is gone."""
         return self.nodes.facts(host) or self.instances.facts(host)
+
+    def _account_of_host(self, host_id: str) -> str:
+        """Return the service account of a host's machine; empty if there is no such host."""
+        host = self.hosts.get(host_id)
+        facts = self.facts(host) if host else None
+        return facts.account if facts else ""
 
     def answer(self, handler: Callable[..., Any], *arguments: object) -> Any:
         """Run a handler after all due events; its changes are on the disk when this returns."""

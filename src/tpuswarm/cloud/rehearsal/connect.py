@@ -150,6 +150,8 @@ def gcloud_variables(folder: CloudFolder, endpoints: Endpoints) -> dict[str, str
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_SERVICEUSAGE": f"{http}/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDBILLING": f"{http}/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER": f"{http}/",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_IAM": f"{http}/",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_IAMCREDENTIALS": f"{http}/",
         "STORAGE_EMULATOR_HOST": http,
         LOCAL_TOKEN: endpoints.token,
     }
@@ -157,7 +159,9 @@ def gcloud_variables(folder: CloudFolder, endpoints: Endpoints) -> dict[str, str
 
 def _endpoints(folder: CloudFolder) -> Endpoints:
     address = folder.read_address() or {}
-    return Endpoints(f"127.0.0.1:{address['rpc']}", f"http://127.0.0.1:{address['http']}", folder.token())
+    machine = os.environ.get(MACHINE_VARIABLE)
+    token = f"{folder.token()}~{machine}" if machine else folder.token()
+    return Endpoints(f"127.0.0.1:{address['rpc']}", f"http://127.0.0.1:{address['http']}", token)
 
 
 def _start(folder: CloudFolder) -> None:

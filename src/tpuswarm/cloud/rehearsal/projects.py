@@ -1,7 +1,6 @@
 """Projects for Cloud Resource Manager, Cloud Billing, Service Usage and Cloud Quotas. Every project id exists."""
 
 import secrets
-import zlib
 from typing import Any
 
 from starlette.requests import Request
@@ -9,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, NOT_FOUND, Call, Handler, Refused
+from tpuswarm.cloud.rehearsal.common.policies import project_number
 from tpuswarm.cloud.rehearsal.common.records import Records, Table
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults, billing_disabled, service_disabled
@@ -23,16 +23,21 @@ SERVICES = {
     "cloudresourcemanager.googleapis.com": "Cloud Resource Manager API",
     "compute.googleapis.com": "Compute Engine API",
     "iam.googleapis.com": "Identity and Access Management (IAM) API",
+    "iamcredentials.googleapis.com": "IAM Service Account Credentials API",
     "serviceusage.googleapis.com": "Service Usage API",
     "storage.googleapis.com": "Cloud Storage API",
     "tpu.googleapis.com": "Cloud TPU API",
 }
 """Titles by service."""
-OFF_IN_NEW_PROJECTS = ("cloudquotas.googleapis.com", "compute.googleapis.com", "tpu.googleapis.com")
+OFF_IN_NEW_PROJECTS = (
+    *("cloudquotas.googleapis.com", "cloudresourcemanager.googleapis.com", "compute.googleapis.com"),
+    *("iam.googleapis.com", "iamcredentials.googleapis.com", "tpu.googleapis.com"),
+)
 PROJECT_FAULTS = {
     "no-billing": "has no billing account linked to it",
-    "no-apis": "has the APIs off that a new project has off: TPU, Compute Engine, quotas",
+    "no-apis": "has the APIs off that a new project has off: TPU, Compute Engine, IAM, quotas",
     "os-login": "belongs to an organisation that wants OS Login on all machines",
+    "no-roles": "belongs to an organisation whose default service accounts have no role",
 }
 BILLING_ACCOUNT = "billingAccounts/000000-000000-000000"
 Json = dict[str, Any]
@@ -51,11 +56,15 @@ class Projects:
         settings = self._settings(project)
         if fault == "no-billing":
             settings["billing"] = not is_planted
-        elif fault == "os-login":
-            settings["os_login"] = is_planted
+        elif fault in ("os-login", "no-roles"):
+            settings[fault] = is_planted
         else:
             settings["off"] = list(OFF_IN_NEW_PROJECTS) if is_planted else []
         self._table.put(project, settings)
+
+    def gives_default_role(self, project: str) -> bool:
+        """Return whether the project's default service account is an editor."""
+        return not self._settings(project).get("no-roles")
 
     def check(self, project: str, service: str) -> None:
         """Raise Refused if a service is off in a project, or the project has no billing account."""
@@ -71,8 +80,6 @@ class Projects:
             return JSONResponse(answer(self._get_services, call, names))
 
         table: list[tuple[str, str, Handler]] = [
-            ("POST", PATH + ":testIamPermissions", self._test_permissions),
-            ("POST", "/v3/projects/{project}:testIamPermissions", self._test_permissions),
             ("POST", PATH + ":getEffectiveOrgPolicy", self._get_policy),
             ("GET", PATH, self._get),
             ("GET", "/v3/projects/{project}", self._get_v3),
@@ -95,20 +102,17 @@ class Projects:
 
     def _get(self, call: Call) -> Json:
         project = call.path["project"]
-        number = _number(project)
+        number = project_number(project)
         return {"projectNumber": number, "projectId": project, "lifecycleState": "ACTIVE", "name": project}
 
     def _get_v3(self, call: Call) -> Json:
         project = call.path["project"]
-        name = f"projects/{_number(project)}"
+        name = f"projects/{project_number(project)}"
         return {"name": name, "projectId": project, "state": "ACTIVE", "displayName": project}
-
-    def _test_permissions(self, call: Call) -> Json:
-        return {"permissions": call.body.get("permissions", [])}
 
     def _get_policy(self, call: Call) -> Json:
         constraint = call.body.get("constraint", "")
-        has_os_login = self._settings(call.path["project"]).get("os_login")
+        has_os_login = self._settings(call.path["project"]).get("os-login")
         is_enforced = constraint == "constraints/compute.requireOsLogin" and has_os_login
         return {"constraint": constraint, "booleanPolicy": {"enforced": True} if is_enforced else {}}
 
@@ -203,7 +207,3 @@ class Projects:
                 for name, limit_by_zone in sorted(limits.items())
             ]
         }
-
-
-def _number(project: str) -> str:
-    return str(10**11 + zlib.crc32(project.encode()))

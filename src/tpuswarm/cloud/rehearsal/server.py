@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from tpuswarm.cloud.rehearsal.accounts import Accounts
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE, CloudFolder
 from tpuswarm.cloud.rehearsal.control import Control
@@ -51,9 +52,10 @@ async def serve(folder: CloudFolder, make_backend: MakeBackend, network: str | N
     storage_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     faults = BucketFaults(cloud.records)
     objects = Objects(cloud.records, folder.objects, faults.check_write)
-    storage = Storage(objects, faults)
+    storage = Storage(objects, faults, cloud.policies)
+    accounts = Accounts(cloud.policies, objects.bucket, token)
     control = Control(cloud, folder, storage_url, objects, faults)
-    http = HttpServer(Guard(application(cloud, storage, control.routes()), token))
+    http = HttpServer(Guard(application(cloud, storage, [*control.routes(), *accounts.routes(cloud.answer)]), token))
     machines = Machines(cloud, make_backend(folder, cloud, http, storage_url))
     rpc_server, rpc_port = await rpc.serve(cloud, token, address.get("rpc", 0))
     await http.start(listener)

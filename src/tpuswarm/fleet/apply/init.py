@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tpuswarm.catalog import find
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.errors import Denied, Taken
+from tpuswarm.cloud.errors import Denied, NotFound, Taken
 from tpuswarm.cloud.google import firewall
+from tpuswarm.cloud.google.accounts import Grantee, create_command
 from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
@@ -53,7 +54,22 @@ class InitPlan:
     bucket: str
     region: str
     file: Path
+    account: str | None
+    """The service account of the machines; None: the project's default one."""
+    user: str | None
+    """Email address of the credentials in use."""
     bucket_project: str | None = None
+    has_head: bool = True
+    """Whether a machine of the fleet may become its head, which creates machines."""
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """What the machines work with."""
+        return ("bucket", "project", "account") if self.has_head else ("bucket",)
+
+    def grantee(self, default_account: str | None) -> Grantee:
+        account = self.account or default_account or "NUMBER-compute@developer.gserviceaccount.com"
+        return Grantee(account, self.project, self.bucket)
 
     @property
     def rules(self) -> tuple[firewall.Rule, firewall.Rule]:
@@ -77,6 +93,9 @@ class ProjectState:
     has_bucket: bool = False
     network: bool = False
     rules: tuple[firewall.Rule, ...] = ()
+    default_account: str | None = None
+    account: bool = False
+    roles: bool = False
     key: bool = False
     file: bool = False
 
@@ -119,6 +138,8 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
     bucket += " --uniform-bucket-level-access --public-access-prevention --soft-delete-duration=0s"
     network = ["gcloud", "compute", "networks", "create", plan.network, project, "--subnet-mode=auto"]
     network.append(f"--description={plan.description}")
+    grantee = plan.grantee(state.default_account)
+    roles = "\n".join(map(grantee.gcloud, grantee.bindings(plan.resources, plan.user)))
     key_path = str(key_file()).replace(str(Path.home()), "~", 1)
     steps = [
         ("billing-api", "turn on Cloud Billing, which says who pays", f"gcloud services enable {BILLING_API} {project}",
@@ -133,10 +154,13 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
          plan.is_covered(inside, state.rules)),
         ("ssh", "let SSH reach them from anywhere; only the fleet's keys get in", ssh.gcloud(plan.project),
          plan.is_covered(ssh, state.rules)),
+        ("account", f"make the service account {grantee.account}", create_command(grantee.account, plan.project),
+         state.account),
+        ("roles", "let machines with it use the bucket" + " and create machines" * plan.has_head, roles, state.roles),
         ("key", "make an SSH key for this computer", f"ssh-keygen -t ed25519 -N '' -f {key_path}", state.key),
         ("file", f"write {plan.file}", text.rstrip(), state.file),
     ]  # fmt: skip
-    return [InitStep(*step) for step in steps]
+    return [InitStep(*step) for step in steps if plan.account or step[0] != "account"]
 
 
 def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
@@ -145,6 +169,9 @@ def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
     billing = project.billing() if BILLING_API in state.apis else None
     if billing is None:
         return state
+    default = project.default_account() if plan.account is None and "compute.googleapis.com" in state.apis else None
+    grantee, has_iam = plan.grantee(default), "iam.googleapis.com" in state.apis
+    has_account = has_iam and project.accounts.exists(grantee.account)
     has_compute, has_storage = ("compute.googleapis.com" in state.apis), ("storage.googleapis.com" in state.apis)
     return replace(
         state,
@@ -152,7 +179,17 @@ def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
         has_bucket=has_storage and project.find_bucket(plan.bucket, plan.bucket_project) is not None,
         network=project.has_network(plan.network) if has_compute else False,
         rules=project.rules() if has_compute else (),
+        default_account=default,
+        account=has_account,
+        roles=has_account and _has_roles(project, plan, grantee),
     )
+
+
+def _has_roles(project: "Project", plan: InitPlan, grantee: Grantee) -> bool:
+    try:
+        return not project.accounts.missing(grantee, plan.resources)
+    except (Denied, NotFound):  # the user may not act as the account yet, or there is no bucket
+        return False
 
 
 def run_step(
@@ -171,6 +208,10 @@ def run_step(
     elif step.id == "bucket":
         if project.find_bucket(plan.bucket, plan.bucket_project) is None:
             project.make_bucket(plan.bucket, plan.region, {NAME_LABEL: plan.name})
+    elif step.id == "account":
+        project.accounts.make(plan.grantee(None).account)
+    elif step.id == "roles":
+        _grant_roles(project, plan, report)
     elif step.id == "key":
         make_key()
     elif step.id == "file":
@@ -194,6 +235,19 @@ def _make_rule(step: InitStep, project: "Project", plan: InitPlan) -> None:
                 f"there is a firewall rule {rule.name}, and it does not {step.says}: delete it with `{delete}`, then "
                 "repeat this command, which makes the right one"
             ) from None
+
+
+def _grant_roles(project: "Project", plan: InitPlan, report: Callable[[str], None]) -> None:
+    if plan.user is None:
+        raise InputError("cannot tell who you are: name your account with `gcloud config set account YOU@…`")
+    grantee = plan.grantee(None if plan.account else project.default_account())
+    try:
+        project.accounts.grant(grantee, grantee.bindings(plan.resources, plan.user))
+    except Denied as error:
+        way_out = "let an owner of the project run the commands of this step, then repeat this command"
+        raise Denied(f"{error}; or {way_out}") from None
+    report("waiting until the roles count, which takes minutes")
+    project.accounts.wait_for_roles(grantee, plan.resources)
 
 
 def _require_billing(project: "Project") -> None:
@@ -227,6 +281,7 @@ def swarm_toml(
         zones = ", ".join(f'"{zone}"' for zone in pool.zones)
         lines += ["", "[[pool]]", f'name = "{name}"', f'type = "{pool.type}"', f"zones = [{zones}]"]
         lines += [f"count = {pool.count}", f'how = "{pool.how}"', f'network = "{plan.network}"']
+        lines += [f'service_account = "{plan.account}"']
     return "\n".join(lines) + "\n"
 
 
@@ -239,7 +294,7 @@ def pools_from_grants(grants: list[GrantText]) -> list[PoolText]:
     return pools
 
 
-def plan_from_file(file: SwarmFile, path: Path, project: str) -> InitPlan:
+def plan_from_file(file: SwarmFile, path: Path, project: str, user: str | None) -> InitPlan:
     """Return the plan for an existing file. Raise InputError if it lacks what init sets up."""
     zones = Counter({zone: pool.count for pool in file.pool for zone in pool.zones})
     networks = {pool.network for pool in file.pool}
@@ -249,5 +304,19 @@ def plan_from_file(file: SwarmFile, path: Path, project: str) -> InitPlan:
         )
     if len(networks) > 1:
         raise InputError(f"{path} has pools in {len(networks)} networks, and init sets up one: {', '.join(networks)}")
-    region = file.storage.region or main_region(zones)
-    return InitPlan(file.name, project, networks.pop(), file.storage.bucket, region, path, file.storage.project)
+    accounts = {table.service_account for _, table, _ in file.machine_tables}
+    if len(accounts) > 1:
+        names = ", ".join(sorted(name or "the default one" for name in accounts))
+        raise InputError(f"{path} names {len(accounts)} service accounts, and init sets up one: {names}")
+    return InitPlan(
+        file.name,
+        project,
+        networks.pop(),
+        file.storage.bucket,
+        file.storage.region or main_region(zones),
+        path,
+        accounts.pop(),
+        user,
+        file.storage.project,
+        file.head is not None,
+    )

@@ -11,14 +11,15 @@ from tpuswarm.catalog import find, generations, machines
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied, NotSignedIn, Unreachable
 from tpuswarm.cloud.google import firewall
-from tpuswarm.cloud.google.failures import quota_page
+from tpuswarm.cloud.google.accounts import Binding, Grantee
+from tpuswarm.cloud.google.failures import member_of, quota_page
 from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.cloud.google.quotas import allowance, quota_units
 from tpuswarm.cloud.google.settings import gcloud_account
 from tpuswarm.cloud.protocol import ADDRESSES, REGION_QUOTAS, Machine
 from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.units import GIB
-from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts
+from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts, account_names
 from tpuswarm.fleet.decide import money
 from tpuswarm.fleet.spec.checks import read_price
 from tpuswarm.fleet.spec.desired_from_file import list_grants
@@ -27,7 +28,10 @@ from tpuswarm.train.storage.credentials import used_credentials
 
 UNLIMITED_COUNT = 10**6
 NAT_PAGE = "https://cloud.google.com/nat/docs/set-up-manage-network-address-translation"
-OPTIONAL_APIS = (BILLING_API, "cloudquotas.googleapis.com")
+OPTIONAL_APIS = (
+    *(BILLING_API, "cloudquotas.googleapis.com", "cloudresourcemanager.googleapis.com"),
+    *("iam.googleapis.com", "iamcredentials.googleapis.com"),
+)
 RESERVED_ADDRESSES = 4
 """Google keeps these for itself in every range."""
 
@@ -98,7 +102,7 @@ def run_checks(
     checks += [_addresses(file, key, facts) for key in facts.subnetworks]
     checks += [_region_quota(file, quota, facts) for quota in REGION_QUOTAS]
     checks += _firewalls(file, facts)
-    checks += [_account(facts), _policy(facts), *_price(file, now, paid)]
+    checks += [*_accounts(file, facts), _policy(facts), *_price(file, now, paid)]
     checks += [_head(file.head, head_bytes)] if file.head and head_bytes is not None else []
     return checks
 
@@ -309,15 +313,34 @@ def _firewall(file: SwarmFile, network: str, facts: ProjectFacts) -> Verdict:
     return f"network {network} connects the fleet's machines and admits no others"
 
 
+def _accounts(file: SwarmFile, facts: ProjectFacts) -> Iterator[Check]:
+    if not all(table.service_account for _, table, _ in file.machine_tables):
+        yield from [] if isinstance(facts.account, str) else [_default_account(facts)]
+    for name in account_names(file, facts.account):
+        yield _account(file, name, facts)
+
+
 @_check("account", optional=True)
-def _account(facts: ProjectFacts) -> Verdict:
-    if account := _answer(facts.account):
-        return f"machines use {account}, with the scope cloud-platform"
+def _default_account(facts: ProjectFacts) -> Verdict:
+    _answer(facts.account)
     create = f"gcloud iam service-accounts create tpuswarm --project={facts.project}"
     return (
         f"project {facts.project} has no default service account for its machines",
         f"{create}, and service_account = its address",
     )
+
+
+@_check("account", optional=True)
+def _account(file: SwarmFile, name: str, facts: ProjectFacts) -> Verdict:
+    grantee = Grantee(name, facts.project, file.storage.bucket if file.storage else None)
+    if not _answer(facts.may_use.get(name, True)):
+        binding = Binding("account", "roles/iam.serviceAccountUser", member_of(facts.user))
+        return f"you may not create machines with service account {name}", grantee.gcloud(binding)
+    if lacks := _answer(facts.lacks.get(name, ())):
+        permissions = ", ".join(permission for lack in lacks for permission in lack.permissions)
+        sentence = f"machines use service account {name}, which lacks {permissions}"
+        return sentence, " && ".join(grantee.gcloud(lack.binding) for lack in lacks)
+    return f"machines use service account {name}, which may do what they need"
 
 
 @_check("policy")

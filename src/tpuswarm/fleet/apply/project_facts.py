@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied
+from tpuswarm.cloud.google.accounts import Grantee
 from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.fleet.spec.file import SwarmFile
 
 if TYPE_CHECKING:
+    from tpuswarm.cloud.google.accounts import Lack
     from tpuswarm.cloud.google.firewall import Rule
     from tpuswarm.cloud.google.project import BucketSettings, Project, RegionQuota, Subnetwork
     from tpuswarm.cloud.google.provider import GoogleProvider
@@ -47,6 +49,13 @@ class ProjectFacts:
     """The fleet's machines that exist already and have not ended."""
     rules: "tuple[Rule, ...] | CloudError" = ()
     account: str | CloudError | None = None
+    """The default service account."""
+    user: str | None = None
+    """Email address of the credentials in use."""
+    lacks: "Mapping[str, tuple[Lack, ...] | CloudError]" = field(default_factory=dict)
+    """The roles that each service account of the file lacks."""
+    may_use: Mapping[str, bool | CloudError] = field(default_factory=dict)
+    """Whether the user may create machines with each service account."""
     os_login: bool | CloudError = False
     """Whether an organisation's policy turns OS Login on for all machines."""
 
@@ -78,6 +87,17 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
         listing = ask(google.machines, zones)
         nats = {key: ask(project.has_nat, key.network, key.region) for key in keys}
         rules, account, os_login = ask(project.rules), ask(project.default_account), ask(project.forces_os_login)
+        default = account()
+        grantees = {
+            name: Grantee(name, project.id, storage.bucket if storage else None)
+            for name in account_names(file, default)
+        }
+        may_use = {name: ask(project.accounts.may_use, grantee) for name, grantee in grantees.items()}
+        lacks = {
+            name: ask(lambda grantee, needs: tuple(project.accounts.missing(grantee, needs)), grantee, needs)
+            for name, grantee in grantees.items()
+            if (needs := needed_resources(file, name, default))
+        }
         return ProjectFacts(
             project.id,
             apis,
@@ -91,7 +111,10 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
             {key: answer() for key, answer in nats.items()},
             _own_machines(listing(), file.name),
             rules(),
-            account(),
+            default,
+            project.user,
+            {name: answer() for name, answer in lacks.items()},
+            {name: answer() for name, answer in may_use.items()},
             os_login(),
         )
 
@@ -100,6 +123,18 @@ def _own_machines(listing: Listing | CloudError, name: str) -> tuple[Machine, ..
     """Return the living machines of fleets with this name, whose ids are NAME-LETTERS."""
     living = () if isinstance(listing, CloudError) else (one for one in listing.machines if one.state != "dead")
     return tuple(machine for machine in living if (machine.fleet or "").rpartition("-")[0] == name)
+
+
+def account_names(file: SwarmFile, default: str | CloudError | None) -> list[str]:
+    """Return the service accounts of the file's machines; without the default one if it is unknown."""
+    names = {table.service_account or default for _, table, _ in file.machine_tables}
+    return sorted(name for name in names if isinstance(name, str))
+
+
+def needed_resources(file: SwarmFile, account: str, default: str | CloudError | None) -> list[str]:
+    """Return what machines with an account work with: all have the bucket, and the head creates machines."""
+    is_heads = file.head is not None and (file.head.service_account or default) == account
+    return [*(["bucket"] if file.storage else []), *(["project", "account"] if is_heads else [])]
 
 
 def network_keys(file: SwarmFile) -> set[NetworkKey]:

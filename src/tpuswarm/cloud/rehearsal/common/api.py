@@ -20,6 +20,8 @@ class Call(NamedTuple):
     path: dict[str, str]
     query: dict[str, str]
     body: dict[str, Any]
+    caller: str = ""
+    """The end of its token, which `Policies.member` reads."""
 
 
 Handler = Callable[[Call], Any]

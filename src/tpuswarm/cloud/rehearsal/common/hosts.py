@@ -52,6 +52,8 @@ class Facts(NamedTuple):
     attributes: Mapping[str, str]
     tags: list[str]
     is_spot: bool
+    account: str
+    """Email address of the service account."""
 
 
 class Hosts:

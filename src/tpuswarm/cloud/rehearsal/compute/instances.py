@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from tpuswarm.cloud.rehearsal.common.api import PERMISSION_DENIED, Call, Refused, Rejected
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
+from tpuswarm.cloud.rehearsal.common.policies import default_account
 from tpuswarm.cloud.rehearsal.common.region_quotas import Held, RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
@@ -49,7 +50,8 @@ class Instances:
         _, project, _, zone, *_ = host.owner.split("/")
         attributes = {item["key"]: item.get("value", "") for item in instance["metadata"].get("items", [])}
         machine_type = instance["machineType"].rsplit("/", 1)[-1]
-        return Facts(project, zone, machine_type, attributes, instance["tags"].get("items", []), _is_spot(instance))
+        tags, account = instance["tags"].get("items", []), requested_account(instance, project)
+        return Facts(project, zone, machine_type, attributes, tags, _is_spot(instance), account)
 
     # Faults.
 
@@ -291,6 +293,11 @@ class Instances:
 
 def _has_external(interfaces: Iterable[Resource]) -> bool:
     return any(interface.get("accessConfigs") for interface in interfaces)
+
+
+def requested_account(instance: Resource, project: str) -> str:
+    email = next((account.get("email") for account in instance.get("serviceAccounts", ())), None)
+    return default_account(project) if email in (None, "default") else str(email)
 
 
 def _is_spot(instance: Resource) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 from tpuswarm import catalog
 from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, Call, Refused, Rejected
+from tpuswarm.cloud.rehearsal.common.policies import default_account
 from tpuswarm.cloud.rehearsal.common.region_quotas import RegionQuotas
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, zone_region
@@ -255,7 +256,7 @@ class Networks:
             "id": "1",
             "selfLink": f"{BASE}projects/{project}",
             "commonInstanceMetadata": {"kind": "compute#metadata", "fingerprint": "AAAAAAAAAAA="},
-            "defaultServiceAccount": "000000000000-compute@developer.gserviceaccount.com",
+            "defaultServiceAccount": default_account(project),
         }
 
     def machine_type(self, call: Call) -> Resource:

@@ -10,7 +10,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tpuswarm.cloud.rehearsal.cloud import Cloud
-from tpuswarm.cloud.rehearsal.common.api import Call, Handler
+from tpuswarm.cloud.rehearsal.common.api import Call, Handler, Rejected
+from tpuswarm.cloud.rehearsal.common.policies import ACT_AS
+from tpuswarm.cloud.rehearsal.compute.instances import requested_account
 from tpuswarm.cloud.rehearsal.compute.resources import Resource
 from tpuswarm.cloud.rehearsal.wire.rest import parse_call, routes
 
@@ -83,18 +85,54 @@ def compute_routes(cloud: Cloud) -> list[Route]:
         Route(scope + "/operations/{name}/wait", _wait(cloud, operation), methods=["POST"])
         for scope in (ZONE, REGION, f"{PROJECT}/global")
     ]
-    return waits + routes(cloud.answer, [(verb, path, _check_project(cloud, handler)) for verb, path, handler in table])
+    return waits + routes(
+        cloud.answer, [(verb, path, _checked(cloud, verb, path, handler)) for verb, path, handler in table]
+    )
 
 
-def _check_project(cloud: Cloud, handler: Handler) -> Handler:
-    """Return a handler that first checks the project's API and adds its default network."""
+def _checked(cloud: Cloud, verb: str, path: str, handler: Handler) -> Handler:
+    """Return a handler that first checks the project's API and the caller, and adds its default network."""
+    permission = _permission(verb, path)
 
     def answer(call: Call) -> Any:
-        cloud.projects.check(call.path["project"], "compute.googleapis.com")
-        cloud.networks.add_default(call.path["project"])
+        project = call.path["project"]
+        cloud.projects.check(project, "compute.googleapis.com")
+        cloud.policies.check_old(call.caller, permission.format_map(call.path), f"projects/{project}")
+        if permission == "compute.instances.create":
+            _check_account(cloud, call, requested_account(call.body, project))
+        cloud.networks.add_default(project)
         return handler(call)
 
     return answer
+
+
+def _permission(verb: str, path: str) -> str:
+    """Return the permission for a route, such as compute.instances.list."""
+    parts = path.removeprefix(PROJECT).removeprefix("/").split("/")
+    scope = parts[0]
+    if scope in ("global", "aggregated"):
+        parts = parts[1:]
+    elif scope in ("zones", "regions") and len(parts) > 2:
+        parts = parts[2:]
+    kind = parts[0] or "projects"
+    if kind == "operations":
+        kind = f"{scope.removesuffix('s')}Operations"
+    if len(parts) == 1:
+        action = "get" if kind == "projects" else "list" if verb == "GET" else "create"
+    elif len(parts) == 2:
+        action = {"GET": "get", "DELETE": "delete"}.get(verb, "update")
+    else:
+        action = parts[2]
+    return f"compute.{kind}.{action}"
+
+
+def _check_account(cloud: Cloud, call: Call, account: str) -> None:
+    if not cloud.policies.allow(call.caller, ACT_AS, f"accounts/{account}", f"projects/{call.path['project']}"):
+        user = cloud.policies.member(call.caller).partition(":")[2]
+        message = f"The user does not have access to service account '{account}'.  User: '{user}'.  Ask a project owner"
+        raise Rejected(
+            403, "forbidden", f"{message} to grant you the iam.serviceAccountUser role on the service account"
+        )
 
 
 def _operation_path(call: Call) -> str:

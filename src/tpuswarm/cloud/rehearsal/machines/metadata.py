@@ -27,7 +27,7 @@ def _metadata(
 ) -> dict[str, Any]:
     """Return all metadata as folders and values; `faulty` replaces scopes and announces maintenance."""
     account = {
-        "email": "000000000000-compute@developer.gserviceaccount.com",
+        "email": facts.account,
         "scopes": faulty.get("scopes", SCOPES) + "\n",
         "aliases": "default\n",
         "token": {"access_token": token, "expires_in": 3600, "token_type": "Bearer"},

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from tpuswarm.cloud.rehearsal.common.api import Rejected
 from tpuswarm.cloud.rehearsal.common.records import Records, Table
+from tpuswarm.cloud.rehearsal.wire.rest import read_caller
 
 BUCKET_FAULTS = {
     "lost-answers": "carries out one request in ten and loses its answer",
@@ -48,8 +49,7 @@ class BucketFaults:
 
     def wrap(self, endpoint: Endpoint) -> Endpoint:
         async def answer(request: Request) -> Response:
-            machine = request.headers.get("authorization", "").partition("~")[2]
-            keys = request.path_params.get("bucket", ""), machine_key(machine)
+            keys = request.path_params.get("bucket", ""), machine_key(read_caller(request))
             faults = [fault for key in keys for fault in self._faults.get(key) or ()]
             if not faults:
                 return await endpoint(request)

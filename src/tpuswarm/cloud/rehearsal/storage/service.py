@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tpuswarm.cloud.rehearsal.common.api import Rejected
+from tpuswarm.cloud.rehearsal.common.policies import Policies
 from tpuswarm.cloud.rehearsal.storage.bucket_faults import BucketFaults, Endpoint
 from tpuswarm.cloud.rehearsal.storage.objects import Condition, Objects, Resource
-from tpuswarm.cloud.rehearsal.wire.rest import parse_json
+from tpuswarm.cloud.rehearsal.wire.rest import parse_json, read_caller
 
 MAX_PAGE_ROWS = 1000
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
@@ -25,8 +26,8 @@ Fields = dict[str, "Fields"]
 
 
 class Storage:
-    def __init__(self, objects: Objects, faults: BucketFaults | None = None):
-        self._objects, self._faults = objects, faults
+    def __init__(self, objects: Objects, faults: BucketFaults | None = None, policies: Policies | None = None):
+        self._objects, self._faults, self._policies = objects, faults, policies
         self._finished_uploads: dict[str, Resource] = {}
         self._uploads: dict[str, tuple[str, str, Resource, Condition, bytearray]] = {}
         """Resumable uploads by id: bucket, name, fields, condition, bytes so far. They end with the server, as Google's
@@ -41,8 +42,6 @@ class Storage:
             (bucket, self._handle_bucket, ["GET", "PATCH", "PUT", "DELETE"]),
             (bucket + "/storageLayout", self._get_layout, ["GET"]),
             (bucket + "/managedFolders", self._list_managed_folders, ["GET"]),
-            (bucket + "/iam", self._get_policy, ["GET"]),
-            (bucket + "/iam/testPermissions", self._test_permissions, ["GET"]),
             (bucket + "/o", self._list_objects, ["GET"]),
             (bucket + "/o/{rest:path}", self._handle_object, objects),
             ("/download/storage/v1/b/{bucket}/o/{rest:path}", self._handle_object, ["GET", "HEAD"]),
@@ -52,8 +51,34 @@ class Storage:
         return [Route(path, self._wrap(endpoint), methods=methods) for path, endpoint, methods in table]
 
     def _wrap(self, endpoint: Endpoint) -> Endpoint:
-        wrapped = _with_fields(endpoint)
+        wrapped = _with_fields(self._checked(endpoint))
         return self._faults.wrap(wrapped) if self._faults else wrapped
+
+    def _checked(self, endpoint: Endpoint) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            if self._policies and (caller := read_caller(request)):
+                self._check(self._policies, caller, request)
+            return await endpoint(request)
+
+        return answer
+
+    def _check(self, policies: Policies, caller: str, request: Request) -> None:
+        """Raise Rejected if the caller lacks the permission for a request."""
+        name = request.path_params.get("bucket")
+        if name is None:
+            resources = [f"projects/{request.query_params.get('project', '')}"]
+        else:
+            resources = [f"buckets/{name}", f"projects/{self._objects.bucket(name)['project']}"]
+        permission = _permission(request)
+        if not policies.allow(caller, permission, *resources):
+            email = policies.member(caller).partition(":")[2]
+            kind = permission.split(".")[1].removesuffix("s")
+            raise Rejected(
+                403,
+                "forbidden",
+                f"{email} does not have {permission} access to the Google Cloud Storage {kind}. "
+                f"Permission '{permission}' denied on resource (or it may not exist).",
+            )
 
     async def _handle_buckets(self, request: Request) -> Response:
         query = request.query_params
@@ -90,17 +115,6 @@ class Storage:
     async def _list_managed_folders(self, request: Request) -> Response:
         self._objects.bucket(request.path_params["bucket"])
         return JSONResponse({"kind": "storage#managedFolders", "items": []})
-
-    async def _get_policy(self, request: Request) -> Response:
-        name = self._objects.bucket(request.path_params["bucket"])["name"]
-        return JSONResponse(
-            {"kind": "storage#policy", "resourceId": f"projects/_/buckets/{name}", "version": 1, "bindings": []}
-        )
-
-    async def _test_permissions(self, request: Request) -> Response:
-        self._objects.bucket(request.path_params["bucket"])
-        permissions = request.query_params.getlist("permissions")
-        return JSONResponse({"kind": "storage#testIamPermissionsResponse", "permissions": permissions})
 
     async def _list_objects(self, request: Request) -> Response:
         query = dict(request.query_params)
@@ -233,6 +247,19 @@ class Storage:
         del self._uploads[upload_id]
         self._finished_uploads[upload_id] = resource
         return JSONResponse(resource)
+
+
+def _permission(request: Request) -> str:
+    """Return the permission for a request: https://cloud.google.com/storage/docs/access-control/iam-json."""
+    path, method = request.url.path, request.method
+    if "bucket" not in request.path_params:
+        return f"storage.buckets.{'create' if method == 'POST' else 'list'}"
+    if "/upload/" in path or method == "POST":
+        return "storage.objects.create"
+    action = {"GET": "get", "HEAD": "get", "DELETE": "delete"}.get(method, "update")
+    if re.fullmatch(r".*/b/[^/]+(/storageLayout)?", path):
+        return f"storage.buckets.{action}"
+    return "storage.objects.list" if path.endswith(("/o", "/managedFolders")) else f"storage.objects.{action}"
 
 
 def _parse_path(request: Request) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ from tpuswarm.cloud.rehearsal.common.api import (
     not_found,
 )
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
+from tpuswarm.cloud.rehearsal.common.policies import default_account
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.region_quotas import Held, RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
@@ -165,8 +166,9 @@ class Nodes:
             "tpu-env": "".join(f"{key}: '{value}'\n" for key, value in tpu_env.items()),
             "worker-network-endpoints": ",".join(f"unknown:unknown:{worker.internal}" for worker in workers),
         }
+        account = node.service_account.email or default_account(location.project)
         return Facts(
-            location.project, location.zone, node.accelerator_type, attributes, list(node.tags), _is_spot(node)
+            location.project, location.zone, node.accelerator_type, attributes, list(node.tags), _is_spot(node), account
         )
 
     # Faults.

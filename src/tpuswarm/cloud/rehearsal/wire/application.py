@@ -22,10 +22,10 @@ from tpuswarm.cloud.rehearsal.wire.transcode import Transcoder, error_response
 VERBS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
 
-def application(cloud: Cloud, storage: Storage, control_routes: list[Route]) -> Starlette:
+def application(cloud: Cloud, storage: Storage, more: list[Route]) -> Starlette:
     return Starlette(
         routes=[
-            *control_routes,
+            *more,
             *storage.routes(),
             *compute_routes(cloud),
             *cloud.projects.routes(cloud.answer),

@@ -27,7 +27,13 @@ def _endpoint(answer: Answer, handler: Handler) -> Any:
 
 async def parse_call(request: Request) -> Call:
     """Return the parts of a request. Raises Rejected if its body is not JSON."""
-    return Call(dict(request.path_params), dict(request.query_params), await parse_json(request))
+    body = await parse_json(request)
+    return Call(dict(request.path_params), dict(request.query_params), body, read_caller(request))
+
+
+def read_caller(request: Request) -> str:
+    """Return the end of a request's token: which machine or service account calls; empty for the user."""
+    return request.headers.get("authorization", "").partition("~")[2]
 
 
 async def parse_json(request: Request) -> Any:

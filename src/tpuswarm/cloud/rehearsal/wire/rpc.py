@@ -37,7 +37,7 @@ def _handler(cloud: Cloud, token: str, method: Method) -> Any:
         if not hmac.compare_digest(str(authorization).split("~")[0], f"Bearer {token}"):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "The request does not carry this local cloud's token.")
         try:
-            return cloud.answer(method.answer, request)
+            return cloud.answer(method.answer, request, str(authorization).partition("~")[2])
         except Refused as error:
             await context.abort_with_status(rpc_status.to_status(error.status()))
         except Exception as error:

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, NOT_FOUND, Refused
 from tpuswarm.cloud.rehearsal.tpu.service import Method
+from tpuswarm.cloud.rehearsal.wire.rest import read_caller
 
 HTTP_STATUS = {1: 499, 3: 400, 4: 504, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 12: 501, 14: 503, 16: 401}
 """HTTP status by google.rpc.Code; 500 for others."""
@@ -54,7 +55,7 @@ class Transcoder:
             for key, value in [*query.items(), *zip(route.fields, match.groups(), strict=True)]:
                 _set_field(fields, key.split("."), value)
             message = json_format.ParseDict(fields, route.method.request(), ignore_unknown_fields=True)
-            answer = self._cloud.answer(route.method.answer, message)
+            answer = self._cloud.answer(route.method.answer, message, read_caller(request))
         except (ValueError, json_format.ParseError) as error:
             return error_response(Refused(INVALID_ARGUMENT, f"Invalid JSON payload received. {error}"))
         except Refused as error:

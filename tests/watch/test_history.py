@@ -40,7 +40,8 @@ def test_updates_come_once_and_torn_lines_later(run):
         file.write('{"time": 1.0, "event": "al')
     updates = history.read_new()
     assert [event.kind for event in updates.events] == ["lost", "commit"] and "m1 killed" in updates.events[0].text
-    assert updates.columns[0].shares == [500, None, 500] and updates.losses[0].tokens == 2 * 3 * CYCLE_TOKENS
+    assert updates.columns[0].shares == [500, None, 500] and updates.losses.start == 6
+    assert all(2 * 3 * CYCLE_TOKENS < point.tokens <= 3 * 3 * CYCLE_TOKENS for point in updates.losses.points)
     assert not history.read_new()
     with (run.folder / EVENTS).open("a") as file:
         file.write('arm", "message": "look"}\n')
@@ -106,6 +107,7 @@ def test_long_run_keeps_its_shape_in_limited_space(run, monkeypatch):
     for _ in range(10):
         run.grow(50)
         assert history.read_new()
+    assert 100 < sum(point.tokens > 2000 * 3 * CYCLE_TOKENS for point in history.losses) < 150, "a fifth of the run"
     assert (
         len(history.columns) <= 2 * MAX_COLUMNS
         and len(history.losses) <= 2 * MAX_POINTS

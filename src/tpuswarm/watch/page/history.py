@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +14,7 @@ from tpuswarm.train.run.directory import EVENTS, METRICS
 from tpuswarm.watch.page.json_lines import JsonLines, Line, Row
 
 MAX_POINTS = 500
-"""Initial points of a curve, which grows to twice as many."""
+"""Of a curve, which grows to twice as many and then merges them in pairs."""
 MAX_COLUMNS = 200
 """Versions with shares, evenly spaced; up to twice as many."""
 GROUP_BYTES = 1 << 13
@@ -40,6 +41,69 @@ class Point(NamedTuple):
     high: float
 
 
+class Tail(NamedTuple):
+    """The end of a curve that changed."""
+
+    start: int
+    """Index of its first point."""
+    points: list[Point]
+
+
+class Curve:
+    """Points that stand for the same number of values, except the last one, which may stand for fewer."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.group_size = 1
+        """Values of a point."""
+        self._last_size = 0
+        """Values of the last point."""
+        self._changed_from = 0
+
+    def add(self, tokens: float, value: float) -> None:
+        """Add a value to the last point, or as a new one."""
+        if self.points and self._last_size < self.group_size:
+            last, size = self.points.pop(), self._last_size
+            tokens, mean = ((size * old + new) / (size + 1) for old, new in ((last.tokens, tokens), (last.mean, value)))
+            point = Point(tokens, mean, min(last.low, value), max(last.high, value))
+            self._last_size += 1
+        else:
+            point = Point(tokens, value, value, value)
+            self._last_size = 1
+        self._append(point)
+
+    def add_point(self, point: Point) -> None:
+        """Add a point that stands for `group_size` values."""
+        self._last_size = self.group_size
+        self._append(point)
+
+    def _append(self, point: Point) -> None:
+        self._changed_from = min(self._changed_from, len(self.points))
+        self.points.append(point)
+        if len(self.points) > 2 * MAX_POINTS:  # the last point stays alone
+            self.points = [*_merge_pairs(self.points[:-1]), point]
+            self.group_size *= 2
+            self._changed_from = 0
+
+    def take_changes(self) -> Tail | None:
+        """Return what changed since the last call."""
+        start, self._changed_from = self._changed_from, len(self.points)
+        return Tail(start, self.points[start:]) if start < len(self.points) else None
+
+
+@dataclass
+class Adoption:
+    """The version on which a member trains."""
+
+    version: int
+    tokens: float
+    """Of the member, when it adopted the version."""
+    counted: float
+    """Of the whole run, then."""
+    last_counted: float
+    """Of the whole run, at the member's last row."""
+
+
 class Column(NamedTuple):
     """A version, with the share of each member in thousandths, in the order of the names."""
 
@@ -62,8 +126,8 @@ class EventText(NamedTuple):
 class Updates(NamedTuple):
     """Changes since the last read."""
 
-    losses: list[Point]
-    speeds: list[Point]
+    losses: Tail | None
+    speeds: Tail | None
     evaluations: list[list[float]]
     """Tokens and loss."""
     columns: list[Column]
@@ -87,18 +151,29 @@ class History:
         self._tokens: list[float] = []
         """Counted at the known commits."""
         self._last_column: Column | None = None
-        self.losses: list[Point] = []
-        self.speeds: list[Point] = []
+        self._adoptions: dict[str, Adoption] = {}
+        """By member."""
+        self._losses, self._speeds = Curve(), Curve()
         self.evaluations: list[list[float]] = []
         self.columns: list[Column] = []
         self.events: list[EventText] = []
         self._read_all()
+
+    @property
+    def losses(self) -> list[Point]:
+        return self._losses.points
+
+    @property
+    def speeds(self) -> list[Point]:
+        return self._speeds.points
 
     def _read_all(self) -> None:
         if self._swarm:
             samples = self._events.sample(MAX_COLUMNS, COMMIT_SEARCH_BYTES)
             commits = ([row for row in _rows(lines) if _is_commit(row)] for lines in samples)
             self._add_columns([rows[0] for rows in commits if rows])
+            if len(self._versions) > 1:
+                self._speeds.group_size = max(1, (self._versions[-1] - self._versions[0]) // (len(self._versions) - 1))
         else:
             self._events.read_new()
         lines, at = self._events.read_before(None)
@@ -112,11 +187,18 @@ class History:
             self._add_columns([row for row in _rows(lines[-MIN_EVENTS:]) if _is_commit(row)][-1:])
             self._thin()
         groups = list(self._metrics.sample(MAX_POINTS, GROUP_BYTES))
-        if groups and len(groups[0]) == 1:  # a short run: all rows were read
-            size = max(1, len(groups) // MAX_POINTS)
-            groups = [[*chain(*groups[at : at + size])] for at in range(0, len(groups), size)]
-        for group in groups:
-            self._add_rows(_rows(group))
+        if all(len(group) == 1 for group in groups):  # a short run: all rows were read
+            self._add_rows(_rows(chain(*groups)))
+        else:
+            lines = [line for group in groups for line in group]
+            line_bytes = fmean(len(line.text) for line in lines)
+            self._losses.group_size = max(1, round((lines[-1].at - lines[0].at) / (len(groups) - 1) / line_bytes))
+            if not self._swarm:
+                self._speeds.group_size = self._losses.group_size
+            for group in groups:
+                self._add_sample(_rows(group))
+        self._losses.take_changes()
+        self._speeds.take_changes()
         if rows := _rows(self._metrics.search(b'"eval_loss"')):
             self.evaluations = _evaluations(rows[:: max(1, len(rows) // MAX_POINTS)])
 
@@ -125,21 +207,19 @@ class History:
         event_lines, rows = self._events.read_new(), self._metrics.read_new()
         if event_lines is None or rows is None:
             return None
-        losses, speeds, evaluations = len(self.losses), len(self.speeds), len(self.evaluations)
+        evaluations = len(self.evaluations)
         columns = self._add_columns([row for row in _rows(event_lines) if _is_commit(row)])
         events = [text for line in event_lines if (text := _event_text(line))]
         if len(events) > MAX_NEW_EVENTS:
             return None
         self.events = (self.events + events)[-MAX_EVENTS:]
         self._add_rows(_rows(rows))
-        updates = Updates(self.losses[losses:], self.speeds[speeds:], self.evaluations[evaluations:], columns, events)
+        curves = self._losses.take_changes(), self._speeds.take_changes()
+        updates = Updates(*curves, self.evaluations[evaluations:], columns, events)
         self._thin()
         return updates
 
     def _thin(self) -> None:
-        for curve in (self.losses, self.speeds):
-            while len(curve) > 2 * MAX_POINTS:
-                curve[:] = _halve_curve(curve)
         if len(self.columns) > 2 * MAX_COLUMNS:
             self.columns = _thin_columns(self.columns)
 
@@ -162,7 +242,7 @@ class History:
             before, self._last_column = self._last_column, column
             if before is not None and column.time > before.time:
                 speed = (column.tokens - before.tokens) / (column.time - before.time)
-                self.speeds.append(Point(column.tokens, speed, speed, speed))
+                self._speeds.add(column.tokens, speed)
             columns.append(column)
         self.columns += columns
         return columns
@@ -181,26 +261,54 @@ class History:
         return Column(row["version"], row["tokens"], row["time"], shares)
 
     def _add_rows(self, rows: Sequence[Row]) -> None:
-        """Add rows as one point of each curve."""
-        trained = [row for row in rows if _is_number(row.get("loss"))]
+        """Add each row to the curves."""
         self.evaluations += _evaluations(rows)
+        for row in rows:
+            if not _is_number(row.get("loss")):
+                continue
+            tokens = self._counted(row)
+            if self.losses and self._swarm:
+                tokens = max(tokens, self.losses[-1].tokens)
+            self._losses.add(tokens, row["loss"])
+            if not self._swarm and _is_number(row.get("tokens_per_s")):
+                self._speeds.add(tokens, row["tokens_per_s"])
+
+    def _add_sample(self, rows: Sequence[Row]) -> None:
+        """Add rows of one place of a long run as one point of each curve."""
+        self.evaluations += _evaluations(rows)
+        trained = [row for row in rows if _is_number(row.get("loss"))]
         if not trained:
             return
-        losses = [row["loss"] for row in trained]
-        tokens = fmean(self._counted(row) for row in trained)
+        tokens = fmean([self._counted(row) for row in trained])
         if self.losses:
             tokens = max(tokens, self.losses[-1].tokens)
-        self.losses.append(Point(tokens, fmean(losses), min(losses), max(losses)))
-        if not self._swarm:
-            speeds = [row["tokens_per_s"] for row in trained if _is_number(row.get("tokens_per_s"))]
-            if speeds:
-                self.speeds.append(Point(tokens, fmean(speeds), min(speeds), max(speeds)))
+        self._losses.add_point(_point(tokens, [row["loss"] for row in trained]))
+        speeds = [row["tokens_per_s"] for row in trained if _is_number(row.get("tokens_per_s"))]
+        if speeds and not self._swarm:
+            self._speeds.add_point(_point(tokens, speeds))
 
     def _counted(self, row: Row) -> float:
-        """Return the tokens of the whole run at a row; in a swarm by its member's version."""
+        """Return the tokens of the whole run at a row.
+
+        In a swarm all members are assumed to train alike since the row's version. A member that trains on while its
+        push is in flight keeps its lead over the version, up to what it trained on the version before.
+        """
         if not self._swarm:
             return float(row.get("tokens") or 0)
-        version = row.get("version") or 0
+        member, version, tokens = row.get("member") or "", row.get("version") or 0, row.get("tokens") or 0
+        active = sum(other.version >= version - 1 for name, other in self._adoptions.items() if name != member) + 1
+        adoption = self._adoptions.get(member)
+        if adoption is None or adoption.version != version:
+            before, counted = tokens - tokens / max(1, row.get("step") or 1), self._counted_at(version)
+            if adoption is not None:
+                lead = min(adoption.last_counted - counted, active * (before - adoption.tokens))
+                counted += max(0.0, lead)
+            adoption = self._adoptions[member] = Adoption(version, before, counted, counted)
+        adoption.last_counted = adoption.counted + active * (tokens - adoption.tokens)
+        return adoption.last_counted
+
+    def _counted_at(self, version: int) -> float:
+        """Return the tokens of the whole run at a version."""
         at = bisect_left(self._versions, version)
         if at == len(self._versions):
             return self._tokens[-1] if self._tokens else 0.0
@@ -249,9 +357,17 @@ def _thin_columns(columns: Sequence[Column]) -> list[Column]:
     return [columns[at] for at in dict.fromkeys(indices)]
 
 
-def _halve_curve(curve: Sequence[Point]) -> list[Point]:
-    """Merge pairs of points."""
+def _merge_pairs(points: Sequence[Point]) -> list[Point]:
     return [
-        Point(fmean(tokens), fmean(mean), min(low), max(high))
-        for tokens, mean, low, high in (zip(*curve[at : at + 2], strict=True) for at in range(0, len(curve), 2))
+        Point(
+            (one.tokens + other.tokens) / 2,
+            (one.mean + other.mean) / 2,
+            min(one.low, other.low),
+            max(one.high, other.high),
+        )
+        for one, other in zip(points[::2], points[1::2], strict=True)
     ]
+
+
+def _point(tokens: float, values: Sequence[float]) -> Point:
+    return Point(tokens, fmean(values), min(values), max(values))

@@ -18,7 +18,7 @@ const element = (name, text, kind = "") => Object.assign(document.createElement(
 
 const COLORS = { running: "good", alive: "good", finished: "good", ended: "dim", evaluating: "good", joining: "warn", stopped: "warn", lost: "bad", failed: "bad", killed: "bad", left: "dim" };
 const KINDS = { green: "good", yellow: "warn", red: "bad", dim: "dim" };
-const MAX_POINTS = 1000, MAX_COLUMNS = 400, MAX_EVENTS = 3000;
+const MAX_COLUMNS = 400, MAX_EVENTS = 3000;
 const lossPlot = new Curves($("loss"), figure4), speedPlot = new Curves($("speed"), (value) => `${si(value)}/s`), sharesPlot = new Shares($("shares"));
 speedPlot.fromZero = true;
 
@@ -38,22 +38,13 @@ function update(news) {
   for (const [name, value] of Object.entries(news)) {
     if (name === "members" || name === "machines") {
       for (const [key, row] of Object.entries(value)) if (row === null) delete seen[name][key]; else seen[name][key] = row;
-    } else if (["losses", "speeds", "evaluations", "columns"].includes(name)) seen[name].push(...value);
+    } else if (name === "losses" || name === "speeds") seen[name].splice(value[0], Infinity, ...value[1]);
+    else if (name === "evaluations" || name === "columns") seen[name].push(...value);
     else if (name === "events") addEvents(value);
     else seen[name] = value;
   }
-  for (const name of ["losses", "speeds"]) if (seen[name].length > MAX_POINTS) seen[name] = halvePoints(seen[name]);
   if (seen.columns.length > MAX_COLUMNS) seen.columns = thinColumns(seen.columns);
   draw(Object.keys(news));
-}
-
-function halvePoints(points) {
-  const found = [];
-  for (let n = 0; n < points.length; n += 2) {
-    const pair = points.slice(n, n + 2), mean = (at) => pair.reduce((sum, point) => sum + point[at], 0) / pair.length;
-    found.push([mean(0), mean(1), Math.min(...pair.map((point) => point[2])), Math.max(...pair.map((point) => point[3]))]);
-  }
-  return found;
 }
 
 function thinColumns(columns) { // evenly spaced, with the last one

@@ -69,3 +69,10 @@ def test_fault_in_a_file_is_reported_with_its_line(train, before, after, sentenc
     assert FILE.count(before) == 1
     code, err, config = train(FILE.replace(before, after))
     assert (code, config) == (2, {}) and err.startswith(f"error: {sentence}"), err
+
+
+@pytest.mark.parametrize("words", [("train", "--run", "runs/a"), ("resume", "runs/a")])
+def test_run_resumes_without_naming_its_recipe_again(train, typed, words):
+    assert train(FILE)[0] == 0
+    code, out, err = typed(*words)
+    assert code == 0 and "runs/a finished at step 4 of 4" in out, err

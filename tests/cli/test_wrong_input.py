@@ -26,7 +26,8 @@ AT_ONCE = [
     ("trian gpt2-tiny", "Did you mean 'train'? See `tpuswarm --help`"),
     ("ledger shwo", "Did you mean 'show'? See `tpuswarm ledger --help`"),
     ("ledger", "missing command"),
-    ("train", "missing argument 'recipe'"),
+    ("train", "name a recipe first: tpuswarm train RECIPE"),
+    ("train --run new", "new has not begun, so name a recipe first"),
     ("train gpt2-tiny --devices some", "devices is all, a number such as 8, or indices such as [5]"),
     ("train gpt2-tny", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),
     ("train gpt2-tny --detach", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),
@@ -35,8 +36,19 @@ AT_ONCE = [
     ("train nowhere.toml", "there is no file nowhere.toml"),
     ("train --lr 1 gpt2-tiny", "the recipe comes first"),
     ("train gpt2-tiny --stepz 5", "has an option --stepz; did you mean --steps?"),
-    ("train gpt2-tiny --learning-rate 1", "did you mean --lr?"),
-    ("train gpt2-tiny --tpu-cores 8", "did you mean --devices?"),
+    *(
+        (f"train gpt2-tiny {theirs} 1", f"neither train nor gpt2-tiny has an option {theirs}; did you mean {ours}?")
+        for theirs, ours in (
+            ("--max_iters", "--steps"), ("--block_size", "--context"), ("--n_layer", "--layers"),
+            ("--n_embd", "--width"), ("--learning_rate", "--lr"), ("--learning-rate", "--lr"),
+            ("--min_lr", "--lr-end"), ("--grad_clip", "--clip"), ("--out_dir", "--run"), ("--dtype", "--precision"),
+            ("--max_epochs", "--epochs"), ("--tpu-cores", "--devices"), ("--output_dir", "--run"),
+            ("--per_device_train_batch_size", "--batch"), ("--eval_every", "--eval-every"),
+        )
+    ),
+    ("train gpt2-tiny --accelerator tpu", "has an option --accelerator; `tpuswarm train gpt2-tiny --help` lists them"),
+    ("sample new --max_new_tokens 5", "there is no option --max_new_tokens; did you mean --tokens?"),
+    ("up --accelerator-type v5e-8", "there is no option --accelerator-type; did you mean --type?"),
     ("train gpt2-tiny --bogus 1", "has an option --bogus; `tpuswarm train gpt2-tiny --help` lists them"),
     ("train gpt2-tiny --width", "--width needs a value"),
     ("train gpt2-tiny 5", "unexpected argument '5'"),

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from typer.main import get_group
 
 from tpuswarm.cli.help import Command, CommandGroup, format_top_help
+from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.validation_errors import rephrase_message
 from tpuswarm.errors import TpuswarmError, message_of
 from tpuswarm.train.process.terminal import echo
@@ -180,8 +181,10 @@ def run() -> int:
 
 def _usage_error(error: Any) -> str:
     """Reword click's error as one line that names the command's help."""
-    if suggestions := getattr(error, "possibilities", None):
-        return f"there is no option {error.option_name}; did you mean {suggestions[0]}?"
+    if (wrong := getattr(error, "option_name", None)) and error.ctx and hasattr(error, "possibilities"):
+        known = {name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")}
+        if suggestion := nearest_name(wrong, known):
+            return f"there is no option {wrong}; did you mean {suggestion}?"
     text = " ".join(error.format_message().split()).rstrip(".").replace("Missing", "missing")
     text = text.replace("No such option:", "there is no option").replace("No such", "there is no")
     text = text.replace("Value error, ", "")

@@ -28,6 +28,7 @@ from tpuswarm.fleet.store.document import Document
 from tpuswarm.remote.paths import command_line
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.terminal import echo
+from tpuswarm.train.run.directory import is_run
 
 MachineName = Annotated[
     str, typer.Argument(metavar="NAME", help="A machine: its name, its number, or a unique prefix.")
@@ -219,8 +220,16 @@ def pause(name: MachineName, fleet: FleetOption = None, yes: Yes = False) -> Non
     _change_paused(name, fleet, yes, pausing=True)
 
 
-def resume(name: MachineName, fleet: FleetOption = None, yes: Yes = False) -> None:
-    """Start a paused machine."""
+def resume(
+    name: Annotated[str, typer.Argument(help="A machine: its name, its number, or a unique prefix; or a run.")],
+    fleet: FleetOption = None,
+    yes: Yes = False,
+) -> None:
+    """Start a paused machine, or train an interrupted run on."""
+    if "://" in name or is_run(Path(name)):
+        from tpuswarm.cli.app import make_app
+
+        raise typer.Exit(make_app()(["train", "--run", name], prog_name="tpuswarm", standalone_mode=False) or 0)
     _change_paused(name, fleet, yes, pausing=False)
 
 

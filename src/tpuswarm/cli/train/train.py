@@ -33,8 +33,9 @@ HOSTS, SWARM = "Several machines as one program", "A swarm"
 def train(
     context: typer.Context,
     recipe: Annotated[
-        str, typer.Argument(help="gpt2-tiny, gpt2-124m, …, file.py:Recipe, or a file.toml with [train].")
-    ],
+        str | None,
+        typer.Argument(help="gpt2-tiny, gpt2-124m, …, file.py:Recipe, or a file.toml. Default: that of --run."),
+    ] = None,
     data: Annotated[str | None, option("Text: a file, folder or URL, or `fake`.", LENGTH)] = None,
     steps: Annotated[str | None, option("Length of the whole run, in steps.", LENGTH)] = None,
     tokens: Annotated[str | None, option("Length of the whole run, in tokens, e.g. 10M.", LENGTH)] = None,
@@ -128,7 +129,7 @@ def train(
     The same --run directory resumes. With --members it is a swarm: any member may die at any moment. A swarm.toml with
     machines trains on all of them.
     """
-    if recipe.endswith(".toml"):  # imported here, since other trainings need no fleet
+    if recipe and recipe.endswith(".toml"):  # imported here, since other trainings need no fleet
         from tpuswarm.cli.train.train_fleet import train_on_fleet
         from tpuswarm.fleet.spec.file import asks_for_machines
 

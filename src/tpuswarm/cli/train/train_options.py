@@ -19,9 +19,9 @@ from tpuswarm.train.hosts.host_group import HostGroup, find_host_group
 from tpuswarm.train.look.wandb_log import require_wandb
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run.directory import CONFIG, read_config, require_usable
+from tpuswarm.train.run.directory import CONFIG, has_begun, read_config, require_usable
 from tpuswarm.train.run.parent import find_parent, parent_folder, parent_options
-from tpuswarm.train.run.trust import remember
+from tpuswarm.train.run.trust import remember, require_trust
 from tpuswarm.train.settings import differences, refuse_differences
 from tpuswarm.train.storage.copy import refreshed_folder
 from tpuswarm.train.user_code import absolute_target, build_recipe, find_maker, option_types, parse_option
@@ -55,8 +55,9 @@ class TrainOptions(NamedTuple):
 def read_options(context: typer.Context) -> TrainOptions:
     """Read and check all options of `train`. Raises InputError for what no machine can do."""
     params = context.params
-    if params["recipe"].startswith("-"):
+    if (params["recipe"] or "").startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm train RECIPE {params['recipe']} …")
+    params |= {"recipe": params["recipe"] or _recipe_of_run(params["run"])}
     table = _read_table(params, recipe_options(context.args, "train"))
     folder = refreshed_folder(table.run) if table.run else None
     if folder:
@@ -80,6 +81,19 @@ def read_options(context: typer.Context) -> TrainOptions:
     recipe.require_data()
     with_lr = (lambda lr: make(lr=repr(lr))) if finds_lr else None
     return TrainOptions(table, recipe, folder, parent, swarm, hosts, with_lr)
+
+
+def _recipe_of_run(run: str | None) -> str:
+    """Return the recipe that a run began with. Raises InputError without one."""
+    folder = refreshed_folder(run) if run else None
+    if run is None or folder is None or not has_begun(folder):
+        begun = "" if run is None else f"{run} has not begun, so "
+        recipes_named = "such as gpt2-tiny, or file.py:NAME with your own"
+        raise InputError(f"{begun}name a recipe first: tpuswarm train RECIPE, {recipes_named}")
+    require_trust(folder)
+    recipe = read_config(folder)["recipe"]
+    is_built_in = recipe["name"] in recipes.BUILT_IN and recipes.find(recipe["name"])[0] == recipe["target"]
+    return str(recipe["name"] if is_built_in else recipe["target"])
 
 
 def _takes_lr_auto(table: Train, options: dict[str, Any], folder: Path | None, has_processes: bool) -> bool:
@@ -174,8 +188,12 @@ def recipe_options(words: list[str], command: str) -> dict[str, str]:
             if not rest or rest[0].startswith("--"):
                 raise InputError(f"{name} needs a value, or is not an option. See `tpuswarm {command} --help`")
             value = rest.pop(0)
-        found[name.removeprefix("--").replace("-", "_")] = value
+        found[_option_key(name)] = value
     return found
+
+
+def _option_key(word: str) -> str:
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def make_recipe(
@@ -221,9 +239,9 @@ def make_recipe(
 def _unknown_option(recipe: str, key: str, types: dict[str, Any], context: typer.Context) -> str:
     if key == "data":
         return f"{recipe} takes no --data; it has its own"
-    option = f"--{key.replace('_', '-')}"
+    typed = next((word.partition("=")[0] for word in context.args if _option_key(word) == key), key)
     known = {f"--{name.replace('_', '-')}" for name in types}
     known |= {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
-    command, suggestion = context.command.name, nearest_name(option, known)
+    command, suggestion = context.command.name, nearest_name(typed, known)
     hint = f"did you mean {suggestion}?" if suggestion else f"`tpuswarm {command} {recipe} --help` lists them"
-    return f"neither {command} nor {recipe} has an option {option}; {hint}"
+    return f"neither {command} nor {recipe} has an option {typed}; {hint}"

@@ -9,9 +9,11 @@ import pytest
 
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.apply.file_text import complete
 from tpuswarm.fleet.apply.init import GrantText, parse_grant
 from tpuswarm.fleet.spec.desired_from_file import TpuOptions, file_from_options
 from tpuswarm.fleet.spec.file import SwarmFile
+from tpuswarm.fleet.training import train_jobs
 
 ONE = "--project my-project --type v5litepod-8 --zone us-west4-a"
 PREVIEWS = {
@@ -96,6 +98,51 @@ def test_existing_file_is_prepared_for_and_not_overwritten(init):
     Path("swarm.toml").write_text('name = "mine"\n[head]\ntype = "e2-small"\nzone = "us-central1-b"\n')
     code, _, err = init("--dry-run")
     assert code == 2 and "no project is set" in err
+
+
+POOL = '[[pool]]  # mine\nname = "a"\ntype = "v2-8"\nzones = ["us-central1-b"]\n'
+HEAD = '[head]\ntype = "e2-small"\nzone = "us-central1-b"\n'
+OWN = 'network = "own"\nservice_account = "me@x.iam.gserviceaccount.com"\n'
+TOP, STORAGE = 'name = "mine"\nproject = "my-project"\n', '[storage]\nbucket = "b-1"\n'
+ADDED_STORAGE = '\n[storage]\nbucket = "my-project-mine"\nregion = "us-central1"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "completed"),
+    [
+        (TOP + POOL, TOP + POOL + ADDED_STORAGE),
+        (TOP + STORAGE + POOL + OWN + HEAD, TOP + STORAGE + POOL + OWN + HEAD.replace("[head]\n", f"[head]\n{OWN}")),
+        (
+            TOP + HEAD + POOL + STORAGE,
+            (TOP + HEAD + POOL + STORAGE).replace("[head]\n", '[head]\nnetwork = "tpuswarm-mine"\n').replace(
+                "# mine\n", '# mine\nnetwork = "tpuswarm-mine"\n'
+            ),
+        ),
+    ],
+    ids=["without a bucket", "head added by hand", "without a network"],
+)  # fmt: skip
+def test_existing_file_is_completed_in_place_and_then_passes(text, completed):
+    spec = parse_toml(text, Path("swarm.toml"), SwarmFile)
+    assert complete(text, spec, "my-project") == completed
+    spec = parse_toml(completed, Path("swarm.toml"), SwarmFile)
+    assert complete(completed, spec, "my-project") == completed
+    assert len({(table.network, table.service_account) for _, table, _ in spec.machine_tables}) == 1
+
+
+def test_changes_of_an_existing_file_are_shown_first(init):
+    Path("swarm.toml").write_text(TOP + POOL)
+    code, out, _ = init("--dry-run")
+    assert code == 0 and "complete swarm.toml" in out and '     +bucket = "my-project-mine"' in out
+    assert Path("swarm.toml").read_text() == TOP + POOL
+
+
+def test_new_file_has_a_training_as_comments_that_is_valid(init):
+    _, out, _ = init(f"--dry-run {ONE}")
+    text = re.sub("(?m)^ {5}", "", out[out.index("write swarm.toml") :].split("\n", 1)[1].rsplit("\n", 2)[0])
+    before, _, tables = text.partition("# [head]")
+    file = parse_toml(before + re.sub("(?m)^# ?", "", f"[head]{tables}"), Path("swarm.toml"), SwarmFile)
+    assert file.train and file.head and file.head.network == file.pool[0].network
+    assert len(train_jobs(file)) == 2
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tpuswarm.cloud.google.settings import find_project, signed_in_account
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.apply import init as preparation
+from tpuswarm.fleet.apply.file_text import complete, swarm_toml
 from tpuswarm.fleet.apply.preflight import run_checks
 from tpuswarm.fleet.spec.checks import find_problems
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, SwarmFile, read_swarm
@@ -86,7 +87,7 @@ def init(
         plan, text = _plan_new_file(ask, file, provider, project, bucket, service_account, cross_region, grants, pools)
     echo(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if dry_run:
-        _print_steps(preparation.list_steps(plan, text, preparation.ProjectState(file=file.exists())))
+        _print_steps(preparation.list_steps(plan, text, preparation.ProjectState()))
         echo("nothing was done; a dry run does not check what exists already")
         return
     from tpuswarm.cloud.google.project import Project
@@ -134,8 +135,10 @@ def _plan_of_file(file: Path) -> tuple[str, preparation.InitPlan, str]:
     spec = read_swarm(file)
     is_rehearsal = spec.provider == "rehearsal"
     project = (spec.project or REHEARSAL_PROJECT) if is_rehearsal else find_project(spec.project)
+    text = complete(file.read_text(encoding="utf-8"), spec, project)
+    spec = parse_toml(text, file, SwarmFile)
     plan = preparation.plan_from_file(spec, file, project, _user(spec.provider))
-    return spec.provider, plan, file.read_text(encoding="utf-8")
+    return spec.provider, plan, text
 
 
 def _user(provider: str) -> str | None:
@@ -186,14 +189,14 @@ def _plan_new_file(
         account or account_address(name, project),
         _user(provider),
     )
-    text = preparation.swarm_toml(plan, provider, cross_region, grants, pools)
+    text = swarm_toml(plan, provider, cross_region, grants, pools)
     for place, sentence in find_problems(parse_toml(text, file, SwarmFile), time.time()):
         if place != ("storage", "region"):
             raise InputError(sentence)
         echo(sentence)
         if ask("allow it, yes or no", "--allow-cross-region", "no").lower() not in ("y", "yes"):
             raise InputError(f"{sentence} (--allow-cross-region)")
-        return plan, preparation.swarm_toml(plan, provider, True, grants, pools)
+        return plan, swarm_toml(plan, provider, True, grants, pools)
     return plan, text
 
 

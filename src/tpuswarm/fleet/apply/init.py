@@ -1,5 +1,6 @@
 """The steps of `tpuswarm init`: list them, inspect the project, and run them one by one."""
 
+import difflib
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -97,7 +98,6 @@ class ProjectState:
     account: bool = False
     roles: bool = False
     key: bool = False
-    file: bool = False
 
 
 class InitStep(NamedTuple):
@@ -158,14 +158,25 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
          state.account),
         ("roles", "let machines with it use the bucket" + " and create machines" * plan.has_head, roles, state.roles),
         ("key", "make an SSH key for this computer", f"ssh-keygen -t ed25519 -N '' -f {key_path}", state.key),
-        ("file", f"write {plan.file}", text.rstrip(), state.file),
+        ("file", *_file_step(plan.file, text)),
     ]  # fmt: skip
     return [InitStep(*step) for step in steps if plan.account or step[0] != "account"]
 
 
+def _file_step(path: Path, text: str) -> tuple[str, str, bool]:
+    """Return what the step does, the text or the changes of the file, and whether it is done."""
+    if not path.exists():
+        return f"write {path}", text.rstrip(), False
+    before = path.read_text(encoding="utf-8")
+    if before == text:
+        return f"write {path}", text.rstrip(), True
+    changes = difflib.unified_diff(before.splitlines(), text.splitlines(), lineterm="", n=1)
+    return f"complete {path}", "\n".join([*changes][2:]), False
+
+
 def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
     """Return what exists; without billing, the cloud shows no resources."""
-    state = ProjectState(project.apis(), key=find_key() is not None, file=plan.file.exists())
+    state = ProjectState(project.apis(), key=find_key() is not None)
     billing = project.billing() if BILLING_API in state.apis else None
     if billing is None:
         return state
@@ -266,25 +277,6 @@ def main_region(zones: Counter[str]) -> str:
     return regions.most_common(1)[0][0]
 
 
-def swarm_toml(
-    plan: InitPlan, provider: str, cross_region: bool, grants: list[GrantText], pools: list[PoolText]
-) -> str:
-    lines = [f'name = "{plan.name}"', f'provider = "{provider}"', f'project = "{plan.project}"']
-    lines += ["allow_cross_region = true"] if cross_region else []
-    lines += ["", "[storage]", f'bucket = "{plan.bucket}"', f'region = "{plan.region}"']
-    for grant in grants:
-        lines += ["", "[[grant]]", f'type = "{grant.type}"', f'zone = "{grant.zone}"', f'how = "{grant.how}"']
-        lines += [f"count = {grant.count}", *([f"expires = {grant.expires}"] if grant.expires else [])]
-    type_counts = Counter(pool.type for pool in pools)
-    for pool in pools:
-        name = pool.type if type_counts[pool.type] == 1 else f"{pool.type}-{pool.how}"
-        zones = ", ".join(f'"{zone}"' for zone in pool.zones)
-        lines += ["", "[[pool]]", f'name = "{name}"', f'type = "{pool.type}"', f"zones = [{zones}]"]
-        lines += [f"count = {pool.count}", f'how = "{pool.how}"', f'network = "{plan.network}"']
-        lines += [f'service_account = "{plan.account}"']
-    return "\n".join(lines) + "\n"
-
-
 def pools_from_grants(grants: list[GrantText]) -> list[PoolText]:
     pools = []
     for type_, how in dict.fromkeys((grant.type, grant.how) for grant in grants):
@@ -299,9 +291,7 @@ def plan_from_file(file: SwarmFile, path: Path, project: str, user: str | None) 
     zones = Counter({zone: pool.count for pool in file.pool for zone in pool.zones})
     networks = {pool.network for pool in file.pool}
     if not zones or file.storage is None:
-        raise InputError(
-            f"{path} needs a [[pool]] and a [storage] bucket; add them, or run `tpuswarm init` in another folder"
-        )
+        raise InputError(f"{path} has no [[pool]] to prepare for; add one, or run `tpuswarm init` in another folder")
     if len(networks) > 1:
         raise InputError(f"{path} has pools in {len(networks)} networks, and init sets up one: {', '.join(networks)}")
     accounts = {table.service_account for _, table, _ in file.machine_tables}

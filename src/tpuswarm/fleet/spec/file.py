@@ -137,7 +137,7 @@ class Pool(MachineTable):
     name: Name
     type: TpuType
     zones: Annotated[tuple[Zone, ...], Field(min_length=1)]
-    count: MachineCount
+    count: MachineCount = 1
     how: How = "spot"
     runtime: str | None = None
     disks: tuple[DiskTable, ...] = ()

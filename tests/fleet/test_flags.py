@@ -121,7 +121,7 @@ def test_mistake_in_a_file_is_reported_with_its_line(tmp_path, extra, in_pool, l
     assert any(f", line {number}: " in str(error.value) for number in numbers), error.value
 
 
-def document(*flags: Flag, runtime: str = "tpu-vm-tf-2.18.0-pod") -> Document:
+def document(*flags: Flag, runtime: str = "tpu-vm-tf-2.18.0-pod-pjrt") -> Document:
     """A fleet with a pod of a TensorFlow runtime."""
     wanted = replace(pool(), name="old", spec=TpuSpec("", EUROPE, "v3-32", "spot", FLEET, "old", runtime))
     return Document("fleet", "rehearsal", "p", Desired(FLEET, (wanted,)), (), flags=flags)
@@ -130,7 +130,7 @@ def document(*flags: Flag, runtime: str = "tpu-vm-tf-2.18.0-pod") -> Document:
 @pytest.mark.parametrize(
     ("runtime", "metadata"),
     [
-        ("tpu-vm-tf-2.18.0-pod", {"tensorflow-env-vars": f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true"}),
+        ("tpu-vm-tf-2.18.0-pod-pjrt", {"tensorflow-env-vars": f"-e LIBTPU_INIT_ARGS=--{PRECISION}=true"}),
         ("tpu-ubuntu2204-base", {}),
     ],
 )

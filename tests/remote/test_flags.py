@@ -16,7 +16,7 @@ POOLS = swarm_toml(
     "knob",
     "us-central1",
     'small v2-8 us-central1-f 2\nflags = { xla_dump_to = "/tmp/it\'s here" }',
-    'old v3-32 europe-west4-a 1\nruntime = "tpu-vm-tf-2.18.0-pod"',
+    'old v3-32 europe-west4-a 1\nruntime = "tpu-vm-tf-2.18.0-pod-pjrt"',
 )
 FILE = f"allow_cross_region = true\nflags.v2.{VMEM} = 65536\n{POOLS}"
 A, B, OLD = "v2-usc1f-0", "v2-usc1f-1", "v3-euw4a-0"
@@ -107,6 +107,23 @@ def test_flags_of_one_job_reach_it_alone(fleet):
         assert f"{VMEM}=7 for all, job first" in out and "job first keeps its old flags" in out
         assert variables(fleet, A)[f"{A}/0"][0] != f"--{VMEM}=7"
     fleet.detach(A, "first", "echo it is $LIBTPU_INIT_ARGS", "--restart", "never", prints=f"it is --{VMEM}=7")
+
+
+def test_one_program_on_worker_0_has_the_chips_of_a_whole_tensorflow_pod(fleet, monkeypatch):
+    """As https://github.com/google-research/swirl-lm/blob/main/docs/cloud_tpu.md sets TPU_LOAD_LIBRARY for Jupyter."""
+    line = "echo load ${TPU_LOAD_LIBRARY-unset}"
+    assert "load 0" in fleet.exec(f"{OLD}/0", line)
+    assert fleet.exec(OLD, line).count("load unset") == 4 and "load unset" in fleet.exec(f"{OLD}/2", line)
+    assert "load unset" in fleet.exec(A, line)
+    hosts = []
+
+    async def start(connections, given, *about):
+        hosts.extend(given)
+        raise RunFailed("enough")
+
+    monkeypatch.setattr("tpuswarm.cli.look.notebook.start", start)
+    fleet.run("notebook", OLD, code=1)
+    assert [host.label for host in hosts] == [f"{OLD}/0"] and "TPU_LOAD_LIBRARY=0" in hosts[0].exports
 
 
 @pytest.mark.long

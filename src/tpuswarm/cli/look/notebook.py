@@ -16,6 +16,7 @@ from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.hosts.routes import ReachableHosts, Routes, open_routes
 from tpuswarm.fleet.hosts.setup import install_notebook
 from tpuswarm.fleet.store.fleets import find_fleet
+from tpuswarm.fleet.store.machine_flags import has_tf_pod
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.forward import forward, is_port_used
 from tpuswarm.remote.host import Host
@@ -59,7 +60,10 @@ def notebook(
 
 
 def _find_machine(routes: Routes, name: str) -> ReachableHosts:
-    """Return all hosts of the machine. Raises InputError for several machines, and if a host is unreachable."""
+    """Return all hosts of the machine, or worker 0 of a TensorFlow pod.
+
+    Raises InputError for several machines, and if a host is unreachable.
+    """
     if "/" in name:
         machine = name.partition("/")[0]
         raise InputError(f"a notebook runs on a whole machine, not on one worker: `tpuswarm notebook {machine}`")
@@ -69,6 +73,8 @@ def _find_machine(routes: Routes, name: str) -> ReachableHosts:
         raise InputError(f"{name} is {len(machines)} machines; name one, such as {machines[0]}")
     if machine_hosts.away:
         raise InputError(machine_hosts.away[0])
+    if has_tf_pod(next(iter(machine_hosts.machines.values()))):
+        return routes.find(f"{machines[0]}/0")
     return machine_hosts
 
 

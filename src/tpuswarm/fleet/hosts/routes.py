@@ -3,6 +3,7 @@
 import json
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from tpuswarm.fleet.hosts.targets import (
 from tpuswarm.fleet.spec.desired_from_file import add_ssh_key, login_user
 from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
-from tpuswarm.fleet.store.machine_flags import machine_exports
+from tpuswarm.fleet.store.machine_flags import WHOLE_POD_EXPORT, has_tf_pod, machine_exports
 from tpuswarm.remote.host import Host, openssh_command
 from tpuswarm.remote.known_hosts import KnownHosts
 from tpuswarm.remote.own_key import key_file, make_key, public_key
@@ -167,6 +168,7 @@ class Routes:
         jump = None if self._in_network else self._find_jump_host(snapshot, targets)
         keys = self._host_keys(snapshot, targets)
         hosts = []
+        workers = Counter(target.machine.name for target in targets)
         for target in targets:
             if target.alias not in keys:
                 continue
@@ -176,11 +178,13 @@ class Routes:
             worker = target.machine.workers[target.worker]
             external = None if self._in_network else worker.external
             proxy = None if self._in_network or external else self._proxy_command(target, jump)
+            leads_pod = target.worker == 0 and workers[target.machine.name] == 1 and has_tf_pod(target.machine)
+            exports = machine_exports(snapshot.document, target.machine) + target.exports
             hosts.append(
                 Host(
                     target.label, external or worker.internal or "", self._port, login_user(pool), target.alias,
                     keys[target.alias], self.known.path, proxy,
-                    machine_exports(snapshot.document, target.machine) + target.exports,
+                    exports + WHOLE_POD_EXPORT * leads_pod,
                 )
             )  # fmt: skip
         return hosts, [target for target in targets if target.alias not in keys]

@@ -1,7 +1,7 @@
 """Find the flags that apply to a machine, and pass them to TensorFlow pods through metadata.
 
 On a pod with a TensorFlow runtime, programs do not load libtpu themselves: the service `tpu-runtime` does, and reads
-its flags from the machine's metadata (ENV_VARS) when it starts.
+its flags from the machine's metadata (ENV_VARS) when it starts. One program on worker 0 has the chips of all workers.
 """
 
 import re
@@ -17,6 +17,8 @@ from tpuswarm.fleet.decide.names import ALL, resolve_name
 from tpuswarm.fleet.store.document import Document
 
 TF_POD_RUNTIME = re.compile(r"tpu-vm-tf-.*-pod(-.*)?")
+WHOLE_POD_EXPORT = "export TPU_LOAD_LIBRARY=0; "
+"""Makes TensorFlow use the pod's chips through tpu-runtime, instead of loading libtpu for those of its own host."""
 RESTART_RUNTIME = "sudo systemctl restart tpu-runtime"
 
 
@@ -55,6 +57,10 @@ def machine_exports(document: Document, machine: Machine, job: str | None = None
 
 def is_tf_pod(spec: Spec) -> bool:
     return isinstance(spec, TpuSpec) and TF_POD_RUNTIME.fullmatch(spec.runtime) is not None
+
+
+def has_tf_pod(machine: Machine) -> bool:
+    return TF_POD_RUNTIME.fullmatch(machine.runtime or "") is not None
 
 
 def flag_metadata(flags: Mapping[str, Flag]) -> dict[str, str]:

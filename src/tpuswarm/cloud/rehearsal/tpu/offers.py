@@ -13,8 +13,8 @@ from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, NOT_FOUND, PER
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 
 RUNTIMES = (
-    "tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e", "tpu-vm-tf-2.18.0-pjrt",
-    "tpu-vm-tf-2.18.0-pod",
+    "tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e", "tpu-vm-tf-2.14.1",
+    "tpu-vm-tf-2.14.1-pod", "tpu-vm-tf-2.18.0-pjrt", "tpu-vm-tf-2.18.0-pod-pjrt",
 )  # fmt: skip
 CONFIG_TYPES = {"v2": "V2", "v3": "V3", "v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
 """AcceleratorConfig.Type by generation."""

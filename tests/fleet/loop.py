@@ -32,9 +32,9 @@ def pool(
     return PoolSpec(name, spec, zones, count, wait_s)
 
 
-def vm(name: str, routes: bool = False) -> PoolSpec:
+def vm(name: str, forwards: tuple[int, ...] = ()) -> PoolSpec:
     spec = VmSpec(f"gpt2-{name}", ZONE, "n2-highmem-8", FLEET, name, "ubuntu-os-cloud/ubuntu-2404-lts-amd64", 100)
-    return PoolSpec(name, spec, (ZONE,), 1, routes=routes)
+    return PoolSpec(name, spec, (ZONE,), 1, forwards=forwards)
 
 
 def desired(*pools: PoolSpec, **fields: object) -> Desired:

@@ -86,6 +86,13 @@ def test_fleet_from_up_to_down(cli, golden):
     assert "# port 22000: v2-usc1f-0/0" in out and "# port 22001: v2-usc1f-1/0" in out and "gpt2-head" not in out
     assert f"22000 : {cli.cloud.existing[A, 'v2-usc1f-0'].workers[0].internal} . 22" in out
     assert "give one of ROUTER.toml and --from" in cli.run("router show", 2)
+    text = (cli.folder / "swarm.toml").read_text()
+    cli.write(text.replace('role = "router"\n', 'role = "router"\nports = [22, 8470]\n'))
+    cli.run("up --yes")
+    out = cli.run("router show --from swarm.toml")
+    assert "# port 22001: v2-usc1f-1/0, port 22" in out and "# port 23001: v2-usc1f-1/0, port 8470" in out
+    assert f"23001 : {cli.cloud.existing[A, 'v2-usc1f-1'].workers[0].internal} . 8470" in out
+    cli.write(text)
 
     cli.cloud.preempt((A, "v2-usc1f-1"))
     out = cli.run("up --yes")

@@ -149,7 +149,7 @@ def with_address(name: str, address: str, pool: str = "small") -> Machine:
     return replace(machine(name, pool=pool, kind=kind), workers=(Worker(address, None),))
 
 
-ROUTED = desired(pool(count=2), vm("door", routes=True))
+ROUTED = desired(pool(count=2), vm("door", forwards=(22,)))
 DOOR = with_address("gpt2-door", "10.0.0.9", "door")
 ZERO, ONE = with_address("v2-usc1f-0", "10.0.0.1"), with_address("v2-usc1f-1", "10.0.0.2")
 
@@ -193,6 +193,16 @@ def test_routers_are_updated_for_new_machines_but_not_for_lost_ones(routing):
     assert routing(replace(DOOR, created=2.0), moved, ONE) == 4, "a new router"
     assert routing(DOOR, ZERO, desired=replace(ROUTED, down="requested")) == 4
     assert routing(ZERO, ONE, desired=replace(ROUTED, pools=ROUTED.pools[:1])) == 4
+
+
+def test_router_with_more_workers_than_ports_is_refused():
+    forwards = (22, 8470, 8888)
+    machines = [with_address(f"v2-usc1f-{number}", f"10.0.{number // 250}.{number % 250}") for number in range(14_600)]
+    with pytest.raises(InputError, match="43,536 ports, too few for 3 of each of 14,600 workers"):
+        routers.router_file(desired(pool(count=1), vm("door", forwards=forwards)), machines)
+    file, labels = routers.router_file(desired(pool(count=1), vm("door", forwards=forwards)), machines[:1001])
+    assert labels[23_000] == "v2-usc1f-1000/0, port 22" and labels[24_000] == "v2-usc1f-0/0, port 8470"
+    assert len(file.targets) == 3 * 1001
 
 
 def test_failed_router_update_is_retried(routing):

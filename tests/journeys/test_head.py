@@ -89,7 +89,7 @@ def test_keeper_on_the_head_is_restored(place, tmp_path):
     run("init --yes")
     printed = run("up --yes --paid --keep")
     assert "keeper: on duo-head" in printed and "the keeper runs on duo-head; you may switch" in printed
-    assert "duo-door forwards its port 22000 to SSH" in printed
+    assert "duo-door forwards port 22000, to the TPUs" in printed
     (rules,) = place.machines.glob("duo-door-0-*/etc/tpuswarm-router.nft")
     routed = rules.read_text()
     assert "# 22000  10." in routed and "map targets" in routed

@@ -28,7 +28,7 @@ def test_notebook_needs_one_whole_machine_and_a_free_port(fleet):
 def test_process_that_holds_the_tpu_is_named(fleet):
     with fleet.broken(ONE, "holder"):
         _, err = fleet.run("notebook", ONE, code=1)
-    assert re.search(rf"{ONE}/0: process \d+ of \S+ holds /dev/accel0.*python3 train.py.*; .*kill \d+", err)
+    assert re.search(rf"{ONE}/0: process \d+ of \S+ holds /dev/accel0.*python3 train.py.*; .*--fix --kill`", err)
     with fleet.job(ONE, "trains", 'exec 9<>"$TPUSWARM_ROOT/dev/accel0"; echo begun; sleep infinity', prints="begun"):
         _, err = fleet.run("notebook", ONE, code=1)
     assert re.search(rf"{ONE}/0: job trains \(process \d+ of \S+\) holds /dev/accel0.*`tpuswarm stop trains`", err)

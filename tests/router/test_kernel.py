@@ -217,6 +217,25 @@ def test_remove_deletes_rules_and_files_and_names_what_stays(lab, tmp_path):
     assert "nothing is applied to this machine" in lab.tpuswarm("remove", code=2)
 
 
+def test_client_is_tuned_until_remove(lab):
+    files = lab.files()
+    planned = lab.tpuswarm("tune", "--dry-run")
+    assert "/proc/sys/net/ipv4/tcp_tw_reuse: 1" in planned and "nothing was done" in planned and lab.files() == files
+    assert planned.splitlines()[:-1] == lab.tpuswarm("tune").splitlines()[:-1]
+    values = set(lab.settings().splitlines())
+    assert {
+        "/proc/sys/net/ipv4/tcp_tw_reuse:1",
+        "/proc/sys/net/ipv4/tcp_congestion_control:bbr",
+        "/proc/sys/net/core/wmem_max:134217728",
+    } < values and "/proc/sys/net/ipv4/conf/eth0/forwarding:1" not in values
+    limits = "/etc/security/limits.d/60-tpuswarm-client.conf"
+    assert set(lab.files()) - set(files) == {"/run/etc/sysctl.d/60-tpuswarm-client.conf", f"/run{limits}"}
+    assert "* hard nofile 1048576\n" in lab.router.sh(f"cat {limits}")
+    assert lab.tpuswarm("tune") == "this machine is tuned already\n"
+    lab.tpuswarm("remove")
+    assert lab.files() == files
+
+
 DRIFTS = [
     ("nft add rule ip tpuswarm_router prerouting tcp dport 1 accept", "someone changed the rules in the kernel"),
     ("nft delete element ip tpuswarm_router targets '{ 48003 }'", "r.toml, not in the kernel: 1 port (48003)"),
@@ -270,7 +289,7 @@ def test_nft_reads_what_show_prints(lab):
         ("mount --bind /dev/null $(command -v nft)", "there is no nft on this machine", 2),
         (REFUSE_RULES, "changed nothing: Error: Could not process rule: No such file or directory; the rules need", 1),
         ("rm -r /run/systemd", "this machine does not run systemd", 2),
-        ("rm /run/core/somaxconn", "has no /proc/sys/net/core/somaxconn: apply without --tune", 2),
+        ("rm /run/core/somaxconn", "has no /proc/sys/net/core/somaxconn; apply without --tune", 2),
         (
             "exec 9>/run/tpuswarm-router.lock; flock 9; sleep 300 >/dev/null 2>&1 &",  # returns once it holds the lock
             "another `tpuswarm router` is changing",

@@ -77,6 +77,7 @@ EXAMPLES = {
         "tpuswarm router apply ROUTER.toml --dry-run",
         "tpuswarm router apply ROUTER.toml --tune --persist",
     ),
+    "router tune": ("tpuswarm router tune --dry-run",),
     "router status": ("tpuswarm router status",),
     "router remove": ("tpuswarm router remove",),
     "rehearsal start": ("tpuswarm rehearsal start", "tpuswarm rehearsal start --speed 20"),

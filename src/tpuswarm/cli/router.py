@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -76,6 +77,27 @@ def apply(
 
 
 @app.command()
+def tune(dry_run: DryRun = False) -> None:
+    """Prepare a client for many connections through a router: kernel settings and open files, also after a restart.
+
+    TPUs of a fleet with a router have them from set-up.
+    """
+    if not dry_run:
+        _require_root()
+    with nullcontext() if dry_run else machine.exclusive():
+        plan = router.plan_client()
+        steps = plan.steps()
+        _print_numbered(steps)
+        if not steps:
+            echo("this machine is tuned already")
+        elif dry_run:
+            echo("nothing was done")
+        else:
+            router.tune_client(plan)
+            echo("new logins may open more files; `tpuswarm router remove` deletes the files")
+
+
+@app.command()
 def status(as_json: Json = False) -> None:
     """Show attempts and connections per port, and any drift between the file, the kernel and the settings."""
     _require_root()
@@ -94,17 +116,17 @@ def status(as_json: Json = False) -> None:
 
 @app.command()
 def remove(dry_run: DryRun = False) -> None:
-    """Delete the rules and all files that apply wrote. Kernel settings keep their values until a restart."""
+    """Delete the rules and all files that apply and tune wrote. Kernel settings keep their values until a restart."""
     _require_root()
     with machine.exclusive():
-        was_tuned = machine.SYSCTL.exists()
+        was_tuned = machine.SYSCTL.exists() or machine.CLIENT_SYSCTL.exists()
         _print_numbered(router.removal_steps())
         if dry_run:
             echo("nothing was done")
             return
         router.remove()
     if was_tuned:
-        echo("the kernel settings of --tune, forwarding included, stay until this machine restarts")
+        echo("kernel settings, forwarding included, stay until this machine restarts")
 
 
 def _read_fleet(file: Path) -> tuple[RouterFile, dict[int, str]]:

@@ -1,17 +1,27 @@
 """Apply a ROUTER.toml to this machine, and remove it."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.router import machine
 from tpuswarm.router.file import read_router
-from tpuswarm.router.machine import ENABLED, RULES, SYSCTL, UNIT
+from tpuswarm.router.machine import CLIENT_LIMITS, CLIENT_SYSCTL, ENABLED, RULES, SYSCTL, UNIT
 from tpuswarm.router.mapping import Mapping
 from tpuswarm.router.ruleset import TABLE, Listing, parse_listing, replace_table, ruleset
-from tpuswarm.router.settings import Setting, forwarding, sysctl_file, tuning, unit_file
+from tpuswarm.router.settings import (
+    Setting,
+    endpoint_settings,
+    forwarding,
+    limits_file,
+    sysctl_file,
+    tuning,
+    unit_file,
+)
 
 HEADER = "# tpuswarm router apply {file}\n# sha256 of its rules: {digest}\n"
 HEADER_PATTERN = re.compile(r"# tpuswarm router apply (.*)\n# sha256 of its rules: (\w+)\n")
@@ -77,9 +87,8 @@ def make_plan(file: Path, tune: bool, persist: bool, root: bool) -> Plan:
     if persist:
         machine.require_systemd()
     settings = tuning(mapping) if tune else ()
-    for setting in settings:
-        if not Path(setting.path).exists():
-            raise InputError(f"this kernel or container has no {setting.path}: apply without --tune")
+    with _without_tune():
+        machine.require_settings(settings)
     files = {SYSCTL: sysctl_file(settings)} if tune else {}
     if persist:
         files |= {UNIT: unit_file(nft, str(RULES)), ENABLED: str(UNIT)}
@@ -129,12 +138,53 @@ def apply(plan: Plan) -> None:
         assert listing is not None
         header = HEADER.format(file=plan.file, digest=digest(plan.rules))
         machine.write_file(RULES, f"{header}{replace_table()}\n{listing.text}")
-    for setting in plan.settings:
-        machine.set_value(setting)
+    with _without_tune():
+        for setting in plan.settings:
+            machine.set_value(setting)
     for path, text in plan.files.items():
         machine.write_file(path, text)
     if UNIT in plan.files:
         machine.reload_systemd()
+
+
+@contextmanager
+def _without_tune() -> Iterator[None]:
+    """Add the way out to errors about kernel settings."""
+    try:
+        yield
+    except (InputError, RunFailed) as error:
+        raise type(error)(f"{error}; apply without --tune") from error
+
+
+@dataclass(frozen=True)
+class ClientPlan:
+    """What this machine lacks to open many connections through a router."""
+
+    settings: tuple[Setting, ...]
+    files: dict[Path, str]
+
+    def steps(self) -> list[str]:
+        return [f"{setting.path}: {setting.value}" for setting in self.settings] + [
+            f"write {path}" for path in self.files
+        ]
+
+
+def plan_client() -> ClientPlan:
+    """Compare this machine with a client's settings; raise InputError if its kernel lacks one."""
+    settings = endpoint_settings()
+    machine.require_settings(settings)
+    files = {CLIENT_SYSCTL: sysctl_file(settings), CLIENT_LIMITS: limits_file()}
+    return ClientPlan(
+        tuple(setting for setting in settings if not machine.has_value(setting)),
+        {path: text for path, text in files.items() if machine.read_file(path) != text},
+    )
+
+
+def tune_client(plan: ClientPlan) -> None:
+    for setting in plan.settings:
+        machine.set_value(setting)
+    for path, text in plan.files.items():
+        machine.write_file(path, text)
 
 
 def removal_steps() -> list[str]:

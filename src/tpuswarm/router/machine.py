@@ -6,7 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,9 @@ SYSCTL = Path("/etc/sysctl.d/60-tpuswarm-router.conf")
 UNIT = Path("/etc/systemd/system/tpuswarm-router.service")
 ENABLED = Path("/etc/systemd/system/multi-user.target.wants/tpuswarm-router.service")
 """The link that `systemctl enable` makes."""
-FILES = (RULES, SYSCTL, UNIT, ENABLED)
+CLIENT_SYSCTL = Path("/etc/sysctl.d/60-tpuswarm-client.conf")
+CLIENT_LIMITS = Path("/etc/security/limits.d/60-tpuswarm-client.conf")
+FILES = (RULES, SYSCTL, UNIT, ENABLED, CLIENT_SYSCTL, CLIENT_LIMITS)
 
 LOCK = Path("/run/tpuswarm-router.lock")
 SYSTEMD = Path("/run/systemd/system")
@@ -140,9 +142,14 @@ def set_value(setting: Setting) -> None:
     try:
         Path(setting.path).write_text(setting.value)
     except OSError as error:
-        raise RunFailed(
-            f"{setting.path} cannot be set to {setting.value}: {error.strerror}; apply without --tune"
-        ) from error
+        raise RunFailed(f"{setting.path} cannot be set to {setting.value}: {error.strerror}") from error
+
+
+def require_settings(settings: Iterable[Setting]) -> None:
+    """Raise InputError if the kernel lacks one."""
+    for setting in settings:
+        if not Path(setting.path).exists():
+            raise InputError(f"this kernel or container has no {setting.path}")
 
 
 @contextmanager

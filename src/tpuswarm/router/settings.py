@@ -7,6 +7,8 @@ from tpuswarm.router.mapping import Mapping
 BUFFER_BYTES = 128 * 2**20
 RECEIVE_QUEUE_PACKETS = 100_000
 ACCEPT_QUEUE_LIMIT = 65_535
+OPEN_FILES = 1_048_576
+"""As many as the kernel allows by default (fs.nr_open)."""
 
 
 class Setting(NamedTuple):
@@ -43,6 +45,7 @@ def endpoint_settings() -> tuple[Setting, ...]:
     """Return the settings of a host at either end of a connection."""
     return (
         Setting("net.ipv4.tcp_congestion_control", "bbr"),
+        Setting("net.ipv4.tcp_tw_reuse", "1"),  # a client soon opens a connection again to the same port
         Setting("net.core.somaxconn", str(ACCEPT_QUEUE_LIMIT)),
         Setting("net.core.netdev_max_backlog", str(RECEIVE_QUEUE_PACKETS)),
         Setting("net.core.rmem_max", str(BUFFER_BYTES)),
@@ -55,6 +58,11 @@ def endpoint_settings() -> tuple[Setting, ...]:
 def sysctl_file(settings: tuple[Setting, ...]) -> str:
     """Write settings as a file of sysctl.d."""
     return "".join(f"{name} = {value}\n" for name, value in settings)
+
+
+def limits_file() -> str:
+    """Write a file of limits.d that lets every user open as many sockets as a client needs."""
+    return "".join(f"{who} {kind} nofile {OPEN_FILES}\n" for who in ("*", "root") for kind in ("soft", "hard"))
 
 
 def unit_file(nft: str, rules: str) -> str:

@@ -114,7 +114,7 @@ def create_fleet(fleet: Fleet, confirmed: Confirmed, table: Setup | None, keep: 
         failed = update_pods(routes, snapshot.document, snapshot.listing.machines)
     if table is not None:
         set_up_machines(routes, table)
-    if any(pool.routes for pool in desired.pools):
+    if any(pool.forwards for pool in desired.pools):
         set_up_routers(routes)
     if desired.kept_on is not None:
         start_head_keeper(routes, store)

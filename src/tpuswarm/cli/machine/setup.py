@@ -65,10 +65,10 @@ def set_up_routers(routes: Routes) -> None:
         return
     with SetupProgress(make_console(), hosts) as progress:
         ports = asyncio.run(configure_routers(routes, hosts, progress.set_step))
-    numbers = f"ports {min(ports)} to {max(ports)}" if len(ports) > 1 else f"port {min(ports)}"
+    count = f"{len(ports)} ports, from {min(ports)}" if len(ports) > 1 else f"port {min(ports)}"
     for host in hosts:
         router = host.label.partition("/")[0]
-        echo(f"{router} forwards its {numbers} to SSH; list them: `tpuswarm router show --from swarm.toml`")
+        echo(f"{router} forwards {count}, to the TPUs; list them: `tpuswarm router show --from swarm.toml`")
 
 
 def update_head_keeper(routes: Routes) -> None:

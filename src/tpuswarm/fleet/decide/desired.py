@@ -17,8 +17,8 @@ class PoolSpec:
     count: int
     wait_s: float | None = None
     """How long a queued request waits before the next zone is tried; None: without limit in the last zone."""
-    routes: bool = False
-    """Whether this VM forwards ports to the fleet's TPUs."""
+    forwards: tuple[int, ...] = ()
+    """The ports of all TPU workers that this VM forwards to, as a router."""
 
     @property
     def type(self) -> str:

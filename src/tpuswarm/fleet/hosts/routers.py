@@ -1,7 +1,8 @@
-"""Configure the fleet's routers: a port for SSH on each worker of each ready machine, and kernel tuning."""
+"""Configure the routers of a fleet: ports to SSH and services of each worker of ready machines, and kernel tuning."""
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +22,9 @@ from tpuswarm.router.file import RouterFile, Single
 from tpuswarm.router.settings import endpoint_settings
 from tpuswarm.train.process.platform import cache_folder
 
-FIRST_PORT, SSH_PORT = 22_000, 22
+FIRST_PORT, BLOCK_PORTS, LAST_PORT = 22_000, 1_000, 65_535
+"""Workers of the first forwarded port begin at FIRST_PORT, those of the next one a block later."""
+DEFAULT_FORWARDS = (22,)
 INTERFACE = "ens4"
 ANY_SOURCE = "0.0.0.0/0"
 """The network's firewall decides who may come in."""
@@ -29,7 +32,12 @@ RETRY_S = 30.0
 
 
 def router_pools(desired: Desired) -> list[str]:
-    return [pool.name for pool in desired.pools if pool.routes]
+    return [pool.name for pool in desired.pools if pool.forwards]
+
+
+def forwarded_ports(desired: Desired) -> tuple[int, ...]:
+    """Return the ports that the fleet's routers forward to."""
+    return tuple(dict.fromkeys(port for pool in desired.pools for port in pool.forwards)) or DEFAULT_FORWARDS
 
 
 def router_hosts(routes: Routes) -> list[Host]:
@@ -37,7 +45,10 @@ def router_hosts(routes: Routes) -> list[Host]:
 
 
 def router_file(desired: Desired, machines: Iterable[Machine]) -> tuple[RouterFile, dict[int, str]]:
-    """Return the router's file, and each port's worker. Raise InputError if no TPU is ready."""
+    """Return the router's file, and each port's worker and port.
+
+    Raise InputError if no TPU is ready, or if there are too few ports.
+    """
     vms = {pool.name for pool in desired.pools if isinstance(pool.spec, VmSpec)}
     tpus = [machine for machine in desired.own(machines) if machine.state == "ready" and machine.pool not in vms]
     workers = [
@@ -48,10 +59,19 @@ def router_file(desired: Desired, machines: Iterable[Machine]) -> tuple[RouterFi
     ]
     if not workers:
         raise InputError("no TPU of the fleet is ready, so a router has no target: `tpuswarm list` shows why")
-    ports = dict(enumerate(workers, FIRST_PORT))
-    targets = tuple(Single(port=port, to=f"{_routable(address)}:{SSH_PORT}") for port, (_, address) in ports.items())
-    file = RouterFile(outside=INTERFACE, inside=INTERFACE, sources=(ANY_SOURCE,), targets=targets)
-    return file, {port: label for port, (label, _) in ports.items()}
+    forwarded = forwarded_ports(desired)
+    block = math.ceil(len(workers) / BLOCK_PORTS) * BLOCK_PORTS
+    if FIRST_PORT + block * len(forwarded) > LAST_PORT + 1:
+        raise InputError(
+            f"a router has {LAST_PORT + 1 - FIRST_PORT:,} ports, too few for {len(forwarded)} of each of "
+            f"{len(workers):,} workers: list fewer in `ports`"
+        )
+    targets, labels = [], {}
+    for number, to_port in enumerate(forwarded):
+        for port, (label, address) in enumerate(workers, FIRST_PORT + number * block):
+            targets.append(Single(port=port, to=f"{_routable(address)}:{to_port}"))
+            labels[port] = f"{label}, port {to_port}"
+    return RouterFile(outside=INTERFACE, inside=INTERFACE, sources=(ANY_SOURCE,), targets=tuple(targets)), labels
 
 
 def _routable(address: str) -> str:

@@ -94,7 +94,7 @@ def _vm_spec(
         spot=vm is not None and vm.spot,
         **_common_settings(file, table, table.type, fleet, public_key),
     )
-    return PoolSpec(name, spec, (table.zone,), 1, routes=vm is not None and vm.role == "router")
+    return PoolSpec(name, spec, (table.zone,), 1, forwards=vm.ports if vm and vm.role == "router" else ())
 
 
 def _common_settings(

@@ -187,9 +187,15 @@ class Vm(HeadTable):
     ip_forward: bool = False
     spot: bool = False
     role: Literal["router"] | None = None
+    ports: Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=65_535)], ...], Field(min_length=1)] = (22,)
+    """The ports of each TPU worker that a router forwards to; 22: SSH."""
 
     @model_validator(mode="after")
     def _check(self) -> "Vm":
+        if len(set(self.ports)) < len(self.ports):
+            raise ValueError("ports has the same port twice")
+        if self.ports != (22,) and self.role != "router":
+            raise ValueError('ports is for role = "router"')
         if self.role == "router" and not self.ip_forward:
             raise ValueError('role = "router" needs ip_forward = true: Google drops packets that a VM forwards')
         return self

@@ -14,6 +14,7 @@ from tests.train.host import BATCH, SHARDED_BYTES, recipe
 from tpuswarm.swarm.core.member_state import Adopt
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.engines.threads import NodeThreads
+from tpuswarm.swarm.member.device_state import Evaluation
 from tpuswarm.swarm.member.leader import Leader, follow
 from tpuswarm.swarm.member.program_state import ProgramState, layout_of, place_fragments
 from tpuswarm.swarm.processes.effects import Call, Unreachable
@@ -22,6 +23,7 @@ from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.data import placing
 from tpuswarm.train.hosts import rendezvous
+from tpuswarm.train.loop.evaluate import HeldOut
 from tpuswarm.train.program import mesh
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
@@ -82,7 +84,9 @@ def main() -> None:
             made.append(
                 ProgramState(
                     compiled, source, layout, options["form"], step_key, state, fragments,
-                    lambda number, metrics: losses.append(metrics["loss"]), None, None,
+                    lambda number, metrics: losses.append(metrics["loss"]),
+                    HeldOut(recipe().data("validation"), BATCH),
+                    lambda state, mean, row, allow: Evaluation(row, {}, []),
                 )
             )  # fmt: skip
             return made[-1]
@@ -121,8 +125,11 @@ def run(swarm: LedSwarm, losses) -> dict:
     swarm.run()
     newest, device_state = swarm.ledger.view().newest, swarm.device_states[0]
     fragments = [swarm.objects.get_array(digest) for digest in newest.state]
-    device_state.adopt(Adopt("replace", None, newest.version, newest.state), device_state.place(fragments), 0.0)
-    return second_life(swarm.lead, device_state, fragments, losses)
+    version = device_state.place(fragments)
+    device_state.place([2 * fragment for fragment in fragments])  # an average may arrive before the version is adopted
+    device_state.adopt(Adopt("replace", None, newest.version, newest.state), version, 0.0)
+    evaluation = device_state.evaluate(lambda allowed_s=0.0: False, None, newest.version, 1)
+    return {"evaluation": evaluation.row} | second_life(swarm.lead, device_state, fragments, losses)
 
 
 def second_life(lead, first, fragments, losses) -> dict:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hosts import finished, start_hosts
 from tests.swarm.chains import problems_of
-from tests.train import host
+from tests.train import host, wide
 from tpuswarm import Trainer
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -31,9 +31,12 @@ def test_two_hosts_train_as_one_member(tmp_path, form, shard):
     assert not problems_of(store)
     losses = json.loads((tmp_path / "found.json").read_text())  # the same version, then small steps from it
     assert losses["first"][0] == losses["second"][0] and losses["first"][1] != losses["second"][1]
+    layout = Layout.pack({"in": ((host.WIDTH, host.WIDTH), "float32"), "out": ((host.WIDTH,), "float32")}, 2)
+    params = layout.join([Objects(store).get_array(digest) for digest in view.newest.state])
+    held_out = host.recipe().data("validation").rows(0, 64)
+    assert losses["evaluation"]["eval_rows"] == 64
+    assert losses["evaluation"]["eval_loss"] == pytest.approx(float(wide.loss(params, held_out, None)), rel=1e-4)
     if form == "plain":  # invariant 1, up to the order in which gradients are summed
-        layout = Layout.pack({"in": ((host.WIDTH, host.WIDTH), "float32"), "out": ((host.WIDTH,), "float32")}, 2)
-        params = layout.join([Objects(store).get_array(digest) for digest in view.newest.state])
         trainer = Trainer(devices=1, seed=0)
         plain = trainer.fit(host.recipe(), steps=host.STEPS, batch=host.BATCH, run=tmp_path / "plain")
         for name, leaf in plain.state.params.items():

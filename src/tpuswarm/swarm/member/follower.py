@@ -31,10 +31,10 @@ from tpuswarm.train.user_code import blame
 _PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
 
 
-def send_plan(hosts: Hosts, plan: RunPlan, data: Path, batch: int | None) -> None:
+def send_plan(hosts: Hosts, plan: RunPlan, data: Path, evaluates: bool, batch: int | None) -> None:
     """At host 0: send the plan and the files of the folder `data` to the other hosts."""
     if hosts.count > 1:
-        hosts.send({"plan": _PLAN.dump_python(plan, mode="json"), "batch": batch})
+        hosts.send({"plan": _PLAN.dump_python(plan, mode="json"), "evaluates": evaluates, "batch": batch})
         files.send(hosts, data, plan.files)
 
 
@@ -54,7 +54,8 @@ def run_plan(hosts: Hosts, say: Callable[[str], None]) -> None:
     folder = files.cache_folder(plan)
     files.receive(hosts, folder, plan.files)
     on_step = _FirstStepLine().on_step
-    program = make_program(plan, folder, jax.devices(), False, on_step, say, message[0]["batch"])
+    about = message[0]
+    program = make_program(plan, folder, jax.devices(), about["evaluates"], on_step, say, about["batch"])
     hosts.require_equal(program.facts())
     platform.lower_priority()
     follow(hosts, program.make_state, program.initialize)

@@ -7,7 +7,8 @@ swarm. A host that dies ends the others (train/hosts/control_channel.py): to the
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +16,14 @@ import numpy as np
 
 from tpuswarm.swarm.core.member_state import Adopt
 from tpuswarm.swarm.core.rows import Rows
-from tpuswarm.swarm.member.device_state import Payload
+from tpuswarm.swarm.member.device_state import Evaluation, Payload
 from tpuswarm.swarm.member.program_state import ProgramState
 from tpuswarm.swarm.member.shared_params import Flat
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.train.hosts.control_channel import Message
 from tpuswarm.train.hosts.rendezvous import Hosts
+from tpuswarm.train.loop.evaluate import Part
+from tpuswarm.train.recipe import State
 
 PIECE_BYTES = 2**22
 """Arrays are sent in pieces: a step must not wait until a whole version is sent."""
@@ -104,8 +107,25 @@ class LeaderState:
             self._lead.send_call("adopt", how=adopt.how, number=version.number, own_share=own_share)
             self._state.adopt(adopt, version.version, own_share)
 
-    def evaluate(self, stop: Callable[..., bool], average: object, version: int, tokens: int) -> None:
-        """Return None: the other hosts have no held-out rows. A run of such members alone has no held-out loss."""
+    def evaluate(
+        self, stop: Callable[..., bool], average: _Placed | None, version: int, tokens: int
+    ) -> Evaluation | None:
+        """Evaluate on all hosts, part by part, so that the exchange's programs run in between."""
+        mean = None if average is None else average.version
+        with self._order:
+            self._lead.send_call("publish", average=None if average is None else average.number)
+            state = self._state.published_state(mean)
+
+        @contextmanager
+        def dispatching(part: Part) -> Iterator[None]:
+            with self._order:
+                self._lead.send_call("evaluate_part", part=part)
+                yield
+
+        try:
+            return self._state.evaluate_state(state, stop, mean, version, tokens, dispatching)
+        finally:
+            self._lead.send_call("unpublish")
 
     def ramp(self) -> None:
         with self._order:
@@ -130,7 +150,10 @@ class _Follower:
         self._snapshot: Flat = []
         self._squares: list[jax.Array] = []
         """Squares of the newest contribution, to wait for."""
-        self._placed = _Placed(0, [])
+        self._placed: dict[int, Flat] = {}
+        """Versions and averages on the devices by number, until they are used."""
+        self._published: State | None = None
+        """What is evaluated."""
 
     def wait(self) -> None:
         """Wait for all dispatched work. Host 0 stays until then: a sum over hosts would never end without it."""
@@ -151,7 +174,7 @@ class _Follower:
         self._initialize()  # host 0 uses the result
 
     def make_state(self) -> None:
-        self._state, self._snapshot, self._placed = None, [], _Placed(0, [])  # frees memory for the new one
+        self._state, self._published, self._snapshot, self._placed = None, None, [], {}  # frees memory for the new one
         self._state = self._make_state(self._received_arrays())
 
     def train(self, rows: list[list[int]], progress: list[int], ahead: list[list[int]]) -> None:
@@ -170,11 +193,23 @@ class _Follower:
 
     def place(self, number: int) -> None:
         assert self._state is not None
-        self._placed = _Placed(number, self._state.place(self._received_arrays()))
+        last = {number - 1: self._placed[number - 1]} if number - 1 in self._placed else {}
+        self._placed = {**last, number: self._state.place(self._received_arrays())}
 
     def adopt(self, how: Any, number: int, own_share: float) -> None:
-        assert self._state is not None and number == self._placed.number
-        self._state.adopt(Adopt(how, None, number, ()), self._placed.version, own_share)
+        assert self._state is not None
+        self._state.adopt(Adopt(how, None, number, ()), self._placed.pop(number), own_share)
+
+    def publish(self, average: int | None) -> None:
+        assert self._state is not None
+        self._published = self._state.published_state(None if average is None else self._placed.pop(average))
+
+    def evaluate_part(self, part: list[Any]) -> None:
+        assert self._state is not None
+        self._state.evaluate_part(self._published, Part(*part))
+
+    def unpublish(self) -> None:
+        self._published = None  # frees the memory of a whole state
 
     def ramp(self) -> None:
         assert self._state is not None

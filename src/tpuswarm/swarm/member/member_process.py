@@ -138,7 +138,7 @@ class MemberProcess:
         if hosts is None:
             return "left" if self._leaving else "ended"
         with hosts, blame("the recipe fails"):
-            follower.send_plan(hosts, plan, data, spec.batch)
+            follower.send_plan(hosts, plan, data, spec.evaluates, spec.batch)
             devices = jax.devices() if spec.group else platform.local_devices()
             program = make_program(plan, data, devices, spec.evaluates, self._record_step, spec.say, spec.batch)
             hosts.require_equal(program.facts())

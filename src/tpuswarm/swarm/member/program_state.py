@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from tpuswarm.swarm.member.shared_params import Coded, Flat, SharedParams, norm
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.train.data.feed import MAX_READ_AHEAD, read_checked_rows
 from tpuswarm.train.data.placing import place_array, place_batch
-from tpuswarm.train.loop.evaluate import EVAL_BATCHES, HeldOut, evaluate
+from tpuswarm.train.loop.evaluate import EVAL_BATCHES, HeldOut, Part, evaluate, read_part
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.mesh import batch_sharding
@@ -184,11 +185,20 @@ class ProgramState:
 
     def evaluate(self, stop: Callable[..., bool], average: Flat | None, version: int, tokens: int) -> Evaluation | None:
         """Evaluate the last adopted version, as published, on held-out rows, and run the hooks."""
-        assert self._validation is not None and self._inspect is not None
+        return self.evaluate_state(self.published_state(average), stop, average, version, tokens)
+
+    def published_state(self, average: Flat | None) -> State:
+        """Return the state of the last adopted version, without anything of this member's own."""
         state = self._params.replace(self.state, self._anchor)
-        if average is not None:
-            state = self._params.put_average(state, average)
-        found = evaluate(self._compiled, state, *self._validation, EVAL_BATCHES, stop)
+        return state if average is None else self._params.put_average(state, average)
+
+    def evaluate_state(
+        self, state: State, stop: Callable[..., bool], average: Flat | None, version: int, tokens: int,
+        dispatching: Callable[[Part], AbstractContextManager[object]] = nullcontext,
+    ) -> Evaluation | None:  # fmt: skip
+        """Evaluate a state from `published_state`; dispatching: see train/loop/evaluate.py."""
+        assert self._validation is not None and self._inspect is not None
+        found = evaluate(self._compiled, state, *self._validation, EVAL_BATCHES, stop, dispatching=dispatching)
         if found is None:
             return None
         values, rows = found
@@ -196,6 +206,11 @@ class ProgramState:
         row |= {f"eval_{name}": value if math.isfinite(value) else None for name, value in values.items()}
         shared = None if average is None else self._params.tree(average)
         return self._inspect(state, shared, row, stop)
+
+    def evaluate_part(self, state: State, part: Part) -> None:
+        """Dispatch the evaluation of a part, whose result another host reads."""
+        assert self._validation is not None
+        self._compiled.evaluate(state, read_part(self._compiled, self._validation.source, part))
 
     def ramp(self) -> None:
         """Start with small updates: the parameters are trained, but their inner state is new."""

@@ -1,6 +1,7 @@
 """Evaluate a program's metrics, or predict, over held-out rows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -106,7 +107,7 @@ def _require_training_layout(placed: Placed, name: str, source: FiniteSource) ->
             )
 
 
-def _read_part(placed: Placed, source: FiniteSource, part: Part) -> Batch:
+def read_part(placed: Placed, source: FiniteSource, part: Part) -> Batch:
     """Return the rows of a part on the devices; raise InputError if a stream ended before its rows_per_epoch."""
     sharding = batch_sharding(placed.mesh) if part.is_split else replicated(placed.mesh)
     rows = read_batch(source, placed.program.batch_spec(part.rows), sharding, part.first)
@@ -127,11 +128,13 @@ def evaluate(
     should_leave: Callable[[], bool] = lambda: False,
     show_progress: Callable[[str], None] = lambda text: None,
     should_leave_feed: Callable[[], bool] = lambda: False,
+    dispatching: Callable[[Part], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[dict[str, float], int] | None:
     """Return the means of the metrics over the rows of the first epoch, and their number; None if told to leave.
 
     All rows count alike, except in a Weighted metric, which is omitted if no row counts. batch: rows at once, divisible
-    by the devices; should_leave_feed: whether this host stops waiting for another thread that reads.
+    by the devices; should_leave_feed: whether this host stops waiting for another thread that reads;
+    dispatching: held while a part is dispatched.
     """
     chosen = list(islice(parts(source.rows_per_epoch, batch, placed.mesh.size), max_batches))
     results: list[Any] = []
@@ -141,8 +144,9 @@ def evaluate(
         with reader_lock(source, should_leave_feed) as has_lock:  # the feed may be reading slowly
             if not has_lock:
                 return None
-            rows = _read_part(placed, source, part)
-        results.append(placed.evaluate(state, rows))
+            rows = read_part(placed, source, part)
+        with dispatching(part):
+            results.append(placed.evaluate(state, rows))
         if index >= 2:
             jax.block_until_ready(results[index - 2])  # at most two batches wait on the devices
             show_progress(f"{index - 1:,} of {len(chosen):,} batches")
@@ -194,7 +198,7 @@ def predict_run(loaded: LoadedRun, function: Callable[..., Any], split: str, bat
     _require_training_layout(placed, loaded.recipe.name, source)
     call = placed.predict(function)
     for part in parts(source.rows_per_epoch, batch, placed.mesh.size):
-        rows = _read_part(placed, source, part)
+        rows = read_part(placed, source, part)
         fails = f"the function fails over a batch of {part.rows} rows"
         try:
             with blame(fails):

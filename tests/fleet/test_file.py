@@ -43,6 +43,8 @@ def test_correct_file_is_read_without_warnings(tmp_path):
         ("count = 100", "cuont = 100", 10, "pool 1 has no key cuont; did you mean count?"),
         ('type = "v2-8"\n', "", 6, "pool 1 needs type"),
         ('python = "3.12"', "swap_gb = { smal = 1 }", 50, "there is no pool or VM smal; did you mean small?"),
+        ('python = "3.12"', "on.smal.nofile = 9999", 50, "there is no pool or VM smal; did you mean small?"),
+        ('python = "3.12"', "on.small.pip = []", 50, "has no key pip"),
         ('python = "3.12"', 'swap_gb = "much"', 50, "must be a whole number, not 'much'"),
         ("[budget]", "[buget]", 42, "the file has no key buget; did you mean budget?"),
         ('name = "gpt2"', 'name = "GPT 2"', 1, "name: small letters, digits and -"),

@@ -216,6 +216,25 @@ def test_swap_has_its_size_on_each_pool(machines, apply):
         assert [f"fallocate -l {size}GB /swapfile" in do for do in swap] == [True] * bool(size)
 
 
+def test_pool_gets_its_own_additions_alone(machines):
+    table = Setup.model_validate({
+        "apt": ["htop"], "env": {"A": "1", "B": "1"}, "run": [{"name": "one", "do": "true"}],
+        "on": {"head": {
+            "apt": ["iperf3"], "env": {"B": "2"}, "nofile": 9999, "run": [{"name": "two", "do": "true"}]
+        }},
+    })  # fmt: skip
+    head, small = (
+        {step.id: step for step in steps(table, Machine(machines.hosts[0], pool=pool), {}, "")}
+        for pool in ("head", "small")
+    )
+    assert head.keys() - small.keys() == {"nofile", "run-two"} and not small.keys() - head.keys()
+    assert "htop iperf3" in head["apt"].do and "iperf3" not in small["apt"].do
+    assert [str(found["environment"]).count("export B=2") for found in (head, small)] == [1, 0]
+    assert head["packages"] == small["packages"]
+    with pytest.raises(ValueError, match="two steps in run have the name one"):
+        Setup.model_validate({"run": [{"name": "one", "do": ""}], "on": {"head": {"run": [{"name": "one", "do": ""}]}}})
+
+
 @pytest.mark.parametrize(("shift", "direction"), [("+3000", "ahead of"), ("-3000", "behind")])
 def test_clock_that_is_off_is_reported(machines, apply, tmp_path, shift, direction):
     bin_ = tmp_path / "cloud/bin/date"

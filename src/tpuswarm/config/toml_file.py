@@ -4,7 +4,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -111,7 +111,8 @@ def _format_path(place: TomlPath) -> str:
 
 def _known_keys(kind: Any, place: Sequence[str | int]) -> list[str]:
     for part in place:
-        kind = kind.model_fields[part].annotation if isinstance(part, str) else get_args(kind)[0]
+        is_table = isinstance(kind, type) and hasattr(kind, "model_fields")
+        kind = kind.model_fields[part].annotation if is_table else get_args(kind)[-1 if get_origin(kind) is dict else 0]
         if type(None) in get_args(kind):  # an optional table
             kind = get_args(kind)[0]
     return list(kind.model_fields)

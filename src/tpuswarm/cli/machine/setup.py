@@ -133,10 +133,16 @@ def _print_steps(table: Setup, has_router: bool) -> None:
     settings = (("", ""),) if has_router else ()
     found: dict[str, Step] = {}
     most_swap = max(table.swap_gb, key=table.swap_of, default="")
-    for is_server, server in ((True, None), (False, "SERVER")):
-        machine = Machine(no_host, is_server, server, has_disk=True, settings=settings, pool=most_swap)
-        found |= {step.id: step for step in steps(table.without_files(), machine, secrets, wheel="")}
+    for pool in (most_swap, *table.on):
+        for is_server, server in ((True, None), (False, "SERVER")):
+            machine = Machine(no_host, is_server, server, has_disk=True, settings=settings, pool=pool)
+            found |= {step.id: step for step in steps(table.without_files(), machine, secrets, wheel="")}
     details = _step_details(table)
+    for pool, extra in table.on.items():
+        for step, more in (("apt", extra.apt), ("environment", extra.env)):
+            if more:
+                details[step] = f"{details[step]}; on {pool} also {' '.join(more)}".removeprefix("; ")
+        details |= {f"run-{step.name}": f"on {pool}" for step in extra.run}
     for number, step in enumerate(found, 1):
         echo(f"{number}. {step}{': ' if details.get(step) else ''}{details.get(step, '')}", hang=3)
     echo("nothing was done")

@@ -47,9 +47,11 @@ def find_problems(file: SwarmFile, now: float) -> Iterator[tuple[TomlPath, str]]
             yield ("train", "recipe"), str(error)
     yield from flag_problems(file)
     pools = [name for name, _, _ in file.machine_tables]
-    for name in file.setup.swap_gb if file.setup else ():
-        if name not in (ALL, *pools):
-            yield ("setup", "swap_gb", name), f"there is no pool or VM {name}; {did_you_mean(name, pools)}"
+    by_pool = {"swap_gb": [*file.setup.swap_gb], "on": [*file.setup.on]} if file.setup else {}
+    for key, names in by_pool.items():
+        for name in names:
+            if name not in pools and (key, name) != ("swap_gb", ALL):
+                yield ("setup", key, name), f"there is no pool or VM {name}; {did_you_mean(name, pools)}"
     vms = [name for name, table, _ in file.machine_tables if isinstance(table, HeadTable)]
     if file.setup and file.setup.nfs and file.setup.nfs.server not in vms:
         yield ("setup", "nfs", "server"), f"there is no VM {file.setup.nfs.server}; {did_you_mean('', vms)}"

@@ -30,6 +30,7 @@ class Machine:
 
 def steps(table: Setup, machine: Machine, secrets: Mapping[str, str], wheel: str) -> tuple[Step, ...]:
     """Return all steps of a machine. `secrets`: a value for each name in the table; `wheel`: file name of ours."""
+    table = table.of(machine.pool)
     shared: tuple[Step, ...] = ()
     if table.nfs and (machine.is_server or machine.server):
         shared = tuple(nfs(table.nfs, None if machine.is_server else machine.server, machine.clients))

@@ -27,6 +27,15 @@ class SetupStep(StrictTable):
     """A command that succeeds if there is nothing to do."""
 
 
+class PoolSetup(StrictTable):
+    """[setup.on.NAME]: what a pool or VM gets in addition; packages are the same everywhere."""
+
+    apt: tuple[Package, ...] = ()
+    env: dict[Variable, str] = Field(default_factory=dict)
+    nofile: PositiveInt | None = None
+    run: tuple[SetupStep, ...] = ()
+
+
 class Nfs(StrictTable):
     """[setup.nfs]: a folder of one machine, mounted on all."""
 
@@ -58,6 +67,8 @@ class Setup(StrictTable):
     nfs: Nfs | None = None
     data_disk: Folder | None = None
     """The mount point of the first data disk."""
+    on: dict[str, PoolSetup] = Field(default_factory=dict)
+    """By pool or VM."""
 
     @model_validator(mode="after")
     def _check(self) -> "Setup":
@@ -65,10 +76,18 @@ class Setup(StrictTable):
             raise ValueError("use either pip or requirements")
         if self.requirements and not self.requirements.is_file():
             raise ValueError(f"requirements: there is no file {self.requirements}")
-        names = [step.name for step in self.run]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"two steps in run have the name {twice}")
+        for extra in ((), *(extra.run for extra in self.on.values())):
+            names = [step.name for step in (*self.run, *extra)]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"two steps in run have the name {twice}")
         return self
+
+    def of(self, pool: str) -> "Setup":
+        """Return the table of the machines of a pool, or of a VM."""
+        if (extra := self.on.get(pool)) is None:
+            return self
+        update = {"apt": self.apt + extra.apt, "env": self.env | extra.env, "run": self.run + extra.run}
+        return self.model_copy(update={**update, "nofile": extra.nofile or self.nofile})
 
     def swap_of(self, pool: str) -> int:
         """Return the gigabytes of swap on the machines of a pool, or on a VM."""

@@ -25,7 +25,7 @@ from tpuswarm.swarm.views.events import commit_event
 from tpuswarm.swarm.views.status import MemberStatus, Progress, compose, write_status
 from tpuswarm.train.process import terminal
 from tpuswarm.train.process.timestamps import format_timestamp
-from tpuswarm.train.run.directory import Run, append_event
+from tpuswarm.train.run.directory import Run, append_event, append_rows
 
 COMMITS = 9
 CONFIG = {
@@ -54,6 +54,8 @@ def chain(call, grown):
     shutil.copytree(grown.store.root, folder)
     swarm = {"members": 4, "cycle": 5, "outer": "nesterov", "quantize": "plain"}
     (folder / "config.toml").write_text(tomli_w.dumps({**CONFIG, "swarm": swarm}))
+    row = {"step": 1, "tokens": grown.records[-1].tokens, "loss": 1.0, "member": "m0", "version": 0}
+    append_rows(folder / "metrics.jsonl", [row])
     return grown
 
 

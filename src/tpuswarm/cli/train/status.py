@@ -46,6 +46,8 @@ def status(
         return
     state = training.read() if training else None
     found = [] if state and run else _read_runs(run)
+    if run and found:
+        found = [replace(found[0], missing_rows=missing_rows(folder_from_name(found[0].run)))]
     if as_json:
         print(json.dumps(_json_object(run, found, state)))
         return
@@ -75,8 +77,6 @@ def _read_runs(run: str | None) -> list[Any]:
     for folder in [Path(find_run(run))] if run else list_runs():
         try:
             found.append(read_run(folder) if "swarm" in read_config(folder) else plain_status(folder))
-            if run:
-                found = [replace(found[0], missing_rows=missing_rows(folder))]
         except InputError as error:
             if run:
                 raise

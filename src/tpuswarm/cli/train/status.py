@@ -12,7 +12,6 @@ from tpuswarm.cli.console import RUN_HELP, Json, make_console
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.views.missing_rows import missing_rows
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
@@ -47,6 +46,8 @@ def status(
     state = training.read() if training else None
     found = [] if state and run else _read_runs(run)
     if run and found:
+        from tpuswarm.swarm.views.missing_rows import missing_rows  # imports NumPy
+
         found = [replace(found[0], missing_rows=missing_rows(folder_from_name(found[0].run)))]
     if as_json:
         print(json.dumps(_json_object(run, found, state)))

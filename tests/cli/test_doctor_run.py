@@ -1,20 +1,29 @@
 """`tpuswarm doctor RUN`: each fault that a run can have, and a run without any."""
 
 import json
+import random
 import shutil
 import time
 from pathlib import Path
 
 import pytest
+import tomli_w
 
+from tests.swarm.chains import Run as Chain
 from tests.swarm.views.test_status import status_of
 from tpuswarm.doctor.run import WHY, check_run
+from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.views.status import MemberStatus, write_status
 from tpuswarm.train.look.report import write_report
-from tpuswarm.train.run.directory import METRICS, Run, append_event
+from tpuswarm.train.run.directory import CONFIG, METRICS, Run, append_event
 from tpuswarm.train.run.listing import missing_rows
 
 NOW = 1_800_000_000.0
+SWARM = {
+    "recipe": {"name": "toy", "target": "toy", "options": {}},
+    "train": {"steps": 8, "batch": 2, "seed": 0},
+    "chosen": {"tokens_per_row": 4, "devices": 1, "platform": "cpu"},
+}
 
 
 def member(name, speed=1000.0, state="alive"):
@@ -25,9 +34,7 @@ def member(name, speed=1000.0, state="alive"):
 def run(tmp_path):
     """A healthy swarm's run, held by this process."""
     held = Run(tmp_path / "run")
-    recipe, train = {"name": "toy", "target": "toy", "options": {}}, {"steps": 8, "batch": 2, "seed": 0}
-    chosen = {"tokens_per_row": 4, "devices": 1, "platform": "cpu"}
-    held.write_config({"recipe": recipe, "train": train, "chosen": chosen, "swarm": {"members": 3}})
+    held.write_config({**SWARM, "swarm": {"members": 3}})
     append_event(held.folder, "started", message="3 members")
     alive(held.folder)
     yield held.folder
@@ -136,3 +143,17 @@ def test_rows_that_a_power_cut_lost_are_named(typed, tmp_path, finished_run, los
     assert json.loads(typed("status", str(run), "--json")[1])["missing_rows"] == sentence
     assert ("rows", sentence) in [(finding.check, finding.problem) for finding in check_run(run, "runs/a")]
     assert sentence in write_report(run).read_text()
+
+
+def test_damaged_checkpoint_and_ledger_are_named(typed, tmp_path, finished_run):
+    run = shutil.copytree(finished_run.run, tmp_path / "plain")
+    newest = max((run / "checkpoints").iterdir())
+    (newest / "manifest.json").write_text("{")
+    sentence = f"checkpoint {newest.name} is damaged (its manifest cannot be read); skipping it"
+    assert sentence in " ".join(typed("doctor", str(run))[1].split())
+    run = tmp_path / "swarm"
+    Chain(Store(run), random.Random(1)).grow(3)
+    (run / CONFIG).write_text(tomli_w.dumps({**SWARM, "swarm": {"members": 4}}))
+    (run / "commits/000002.json").write_text("{")
+    problems = json.loads(typed("ledger", "verify", str(run), "--json")[1])["problems"]
+    assert problems and {finding.problem for finding in check_run(run, "a") if finding.check == "damage"} == {*problems}

@@ -8,10 +8,13 @@ from statistics import median
 from typing import Any
 
 from tpuswarm.doctor.finding import Finding
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.swarm.views.missing_rows import missing_rows
 from tpuswarm.swarm.views.status import MemberStatus, SwarmStatus, read_status
-from tpuswarm.train.run.directory import EVENTS, read_rows
+from tpuswarm.train.run.directory import CHECKPOINTS, EVENTS, read_config, read_rows
 from tpuswarm.train.run.life import read_life
+from tpuswarm.train.storage.folders import origin
 
 STALE_STATUS_S = 30.0
 """A supervisor writes status.json every second."""
@@ -27,6 +30,7 @@ WHY = {
     "alarm": "the swarm runs, but not as it should: it wastes work or learns worse",
     "straggler": "its work comes late, counts less, and may be dropped",
     "lost-often": "each loss costs uncommitted work and the minutes until the member is back",
+    "damage": "a resume goes back to what is intact, or cannot start",
     "rows": "curves and reports lack these steps; the model has them",
     "finding": "it slows every step, or changes the training itself",
 }
@@ -47,9 +51,23 @@ def check_run(folder: Path, name: str, now: float | None = None) -> Iterator[Fin
     status = read_status(folder)
     if status is not None and life.pid is not None:
         yield from _check_swarm(status, name, events, now)
+    for problem in _find_damage(folder, life.pid is not None):
+        yield _finding(name, "damage", problem, "restore a copy, or leave it if the run goes on without it")
     if missing := missing_rows(folder):
         yield _finding(name, "rows", missing, "a run resumes without them; restore a copy of the file for its curves")
     yield from _diagnostics(events)
+
+
+def _find_damage(folder: Path, is_live: bool) -> list[str]:
+    """Name the damage of a run's checkpoints or ledger; of a run in a bucket only a part is here."""
+    if origin(folder):
+        return []
+    if "swarm" in read_config(folder):
+        store = Store(folder)
+        return verify(store, lambda step: None).problems if store.names("commits/") else []
+    from tpuswarm.train.run.checkpoint import newest_intact  # imports JAX
+
+    return newest_intact(folder / CHECKPOINTS, is_live)[1]
 
 
 def _check_swarm(status: SwarmStatus, name: str, events: list[dict[str, Any]], now: float) -> Iterator[Finding]:

@@ -102,13 +102,15 @@ def test_value_that_is_not_finite_is_neither_better_nor_worse(value):
 def test_texts_and_pictures_of_hooks_are_kept_and_stop_ends_the_run(tmp_path):
     picture = np.zeros((4, 6, 3), np.uint8)
     picture[1, 2] = 255, 128, 0
-    ignored = SimpleNamespace(shape=(3, 4)), np.zeros((3, 4)), np.zeros((1, 2, 3, 4)), 5
+    ignored = SimpleNamespace(shape=(3, 4)), np.zeros((3, 4)), np.zeros((1, 2, 3, 4)), 5, ["a list"]
     returned = {2: "a sample", 3: Stop("enough")}, {3: picture}, *({2: other} for other in ignored)
     hooks = [Every(1, lambda step, by_step=by_step: by_step.get(step.row["step"])) for by_step in returned]
     ended = fit(tmp_path / "run", hooks=hooks)
     assert (ended.step, ended.message) == (3, "ended at step 3: enough")
     events = list(read_rows(tmp_path / "run" / EVENTS))
     assert [(row["step"], row["text"]) for row in events if row["event"] == "sample"] == [(2, "a sample")]
+    notes = [row["message"] for row in events if row["event"] == "note" and "which is ignored" in row["message"]]
+    assert len(notes) == len(ignored) and "a hook returned a list, which is ignored: return a text" in notes[-1]
     assert "a sample" in (tmp_path / "run" / "report.html").read_text()
     [file] = (tmp_path / "run" / "pictures").iterdir()
     assert file.name == "00000003-1.png"

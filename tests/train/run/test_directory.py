@@ -22,6 +22,7 @@ from tpuswarm.train.run.directory import (
     append_event,
     create_run_folder,
     holder_pid,
+    read_config,
     read_rows,
     read_rows_back,
 )
@@ -166,6 +167,18 @@ def test_run_without_the_files_to_resume_from_is_left_alone(tmp_path, lost, word
     with pytest.raises(InputError, match=f"{words}.*; restore a copy of it, or use another --run to start over"):
         Run(tmp_path)
     assert before == sorted(tmp_path.rglob("*"))
+
+
+def test_config_that_is_cut_anywhere_is_refused(tmp_path):
+    with closing(Run(tmp_path / "run")) as run:
+        run.write_config({**SETTINGS, "swarm": {"members": 2}})
+    path = run.folder / CONFIG
+    whole = path.read_bytes()
+    assert read_config(run.folder)["swarm"] == {"members": 2}
+    for size in range(len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"config\.toml"):
+            read_config(run.folder)
 
 
 @pytest.mark.parametrize("event", ["finished", "stopped", "failed"])

@@ -220,7 +220,8 @@ def print_result(result: "Result", as_json: bool) -> None:
     else:
         losses = _losses(result.metrics, "loss")
         end = f"{shown(result.run)} finished at step {result.step} of {result.steps}"
-        echo(f"{end}: {', '.join(losses)}; {result.run / 'report.html'}")
+        report = result.run / "report.html"  # host 0 alone writes it
+        echo(f"{end}: {', '.join(losses)}{f'; {report}' if report.exists() else ''}")
 
 
 def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:

@@ -221,6 +221,8 @@ def make_recipe(
         config = read_config(folder)["recipe"]
         refuse_differences(folder, differences({"recipe": config["target"]}, {"recipe": absolute_target(target)}))
         stored, home = config["options"], folder
+        if unknown := next((key for key in stored if key not in types), None):
+            raise InputError(f"{folder / CONFIG}: {name} has no option {unknown}; {did_you_mean(unknown, types)}")
     elif parent is not None:
         stored, home = parent_options(parent, maker), parent_folder(parent) or Path(parent)
         missing = next(iter(getattr(maker, "identity", ())), None)

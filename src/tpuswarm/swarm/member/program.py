@@ -137,6 +137,8 @@ class MemberProgram:
                     found.texts.append(f"a hook returned a picture of {size}: a swarm allows {MAX_PICTURE_SIDE}")
                 else:
                     found.pictures[f"-{index}"] = np.array(returned)
+            elif ignored := self._hooks.ignored(index, returned):
+                found.texts.append(ignored)
         found.row.update(numbers)
         return found
 

@@ -59,6 +59,8 @@ class HookRunner:
             for index in due:
                 if not self.hooks.counts_evaluations(index):
                     results[index] = self._call_one(index, row)
+                    if ignored := self.hooks.ignored(index, results[index]):
+                        progress.note_once(f"result of hook {index}", ignored)
                     with self._survive(index):
                         merge_numbers(numbers, results[index], self._columns)
                         progress.outputs.write_hook_result(progress.step, index, results[index])

@@ -46,7 +46,7 @@ class Every(NamedTuple):
     The function may return a Stop, a ScaleLearningRate, a text for the report and the screen, a picture (uint8 of shape
     (height, width, 3), or a matplotlib Figure) for the run's folder and TensorBoard, or a dict of numbers, which become
     a row of metrics.jsonl. Numbers of an "evaluation" go into its row, under `eval_NAME`; keep_best, EarlyStopping and
-    ReduceOnPlateau can use them. Other values are ignored.
+    ReduceOnPlateau can use them. Other values are ignored, with a note.
 
     Its Step has the row of the newest update, with the metrics of the newest evaluation, and the state after that
     update, which is valid until the function returns. On several hosts each calls it.
@@ -212,6 +212,16 @@ class Hooks:
                 f"a hook returned a {type(returned).__name__} that cannot be used: {first_line(error)}"
                 f"{line_of(function)}"
             ) from error
+
+    def ignored(self, index: int, result: Any) -> str:
+        """Return a sentence about a hook's result that nothing uses; empty for any other."""
+        is_used = result is None or isinstance(result, str | Mapping | Stop | ScaleLearningRate)
+        if is_used or len(getattr(result, "shape", ())) == 3:
+            return ""
+        return (
+            f"a hook returned a {type(result).__name__}, which is ignored: return a text, a picture, a dict of "
+            f"numbers, a Stop or a ScaleLearningRate{line_of(self._hooks[index][1])}"
+        )
 
 
 def merge_numbers(numbers: dict[str, Any], returned: Any, columns: Collection[str]) -> None:

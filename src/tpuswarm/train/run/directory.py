@@ -27,6 +27,8 @@ from tpuswarm.train.storage.sync import RunSync, owner_elsewhere
 
 CONFIG, METRICS, EVENTS = "config.toml", schema.METRICS, schema.EVENTS
 CHECKPOINTS, COMMITS = "checkpoints", "commits"
+START, END = "# This file is whole if it has the line `# end`.", "# end"
+"""First and last line of config.toml: TOML that is cut between two tables is still TOML."""
 RUNS = Path("runs")
 SAMPLE_EVENT = "sample"
 """A text that the model wrote."""
@@ -98,7 +100,7 @@ class Run:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         with writing(self.folder / CONFIG):
-            write_atomically(self.folder / CONFIG, tomli_w.dumps(dict(config)))
+            write_atomically(self.folder / CONFIG, f"{START}\n{tomli_w.dumps(dict(config))}{END}\n")
 
     def cut_metrics(self, step: int) -> int:
         """Remove rows after `step` and a torn last line from metrics.jsonl; return the number of removed lines."""
@@ -303,7 +305,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not is_run(folder):
             raise InputError(f"{folder} is not a run: its {CONFIG} belongs to something else") from error
         raise InputError(f"{error}; fix it, or restore a copy") from error
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if text.startswith(START) and END not in text.splitlines():
+        raise InputError(f"{path} was cut off: it has no line `{END}`; restore a copy")
+    return tomllib.loads(text)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.computer import state_folder
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.storage.folders import shown
 from tpuswarm.train.user_code import build_recipe, check_recipe_file, file_digest
 
@@ -25,7 +25,10 @@ def rebuild_recipe(folder: Path, options: Mapping[str, Any] | None = None, trust
     recipe = read_config(folder)["recipe"]
     target, options = recipe["target"], {**recipe["options"], **(options or {})}
     require_trust(folder, trust)
-    built = build_recipe(target, options, folder, named_by_user=is_remembered(target))
+    try:
+        built = build_recipe(target, options, folder, named_by_user=is_remembered(target))
+    except InputError as error:
+        raise InputError(f"{folder / CONFIG}: {error}") from error
     if trust:
         remember(target)
     return built

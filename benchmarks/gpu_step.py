@@ -31,7 +31,7 @@ from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.request import Choice, default_request
 from tpuswarm.train.recipe import Options, Recipe
 
-TRACED_STEPS, SHOWN_KERNELS, SHOWN_LINES = 5, 20, 6
+TRACED_STEPS, SHOWN_KERNELS, SHOWN_LINES = 5, 20, 12
 
 
 def gpt2(
@@ -89,7 +89,8 @@ def _time(recipe: Recipe, batch: int, items: int, unit: str, rounds: int, steps:
             for _ in range(TRACED_STEPS):
                 bare.step(rows)
             jax.block_until_ready(bare.state)
-            stop_trace(Path(folder))
+            if error := stop_trace(Path(folder)):
+                sys.exit(error)
             _print_kernels(next(Path(folder).glob(TRACE_PATTERN)))
 
 

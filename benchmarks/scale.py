@@ -124,7 +124,7 @@ def simulate(members: int, seconds: float) -> Load:
             sizes.append((len(pickle.dumps(message)), len(pickle.dumps(answer))))
         return answer
 
-    inner.beat = sampled  # type: ignore[assignment, method-assign]
+    inner.beat = sampled  # type: ignore[method-assign]
     before = [0.0, 0.0]
 
     def end_warm_up() -> None:

@@ -97,6 +97,9 @@ class MemoryLedger:
     def digest(self, record: Record) -> str:
         return digest(record)
 
+    def exists(self, version: int) -> bool:
+        return version < len(self.records)
+
     def append(self, record: Record) -> str:
         if record.version < len(self.records):
             return "same" if self.records[record.version] == record else "lost"

@@ -39,7 +39,7 @@ class Desk:
 
     def push(self, who, rows, finite=True, now=1.0, sequence=1):
         identity, base = Identity(who, sequence), self.state.view.version
-        header = Header(identity, "run", base, rows, 10 * len(rows), 1, "plain", 1.0, finite, ("d",))
+        header = Header(identity, "run", base, rows, 10 * len(rows), 1, "plain", 1.0, finite, ("d", "d"))
         self.state, _ = coordinator.receive_push(self.state, header)
         self.state = coordinator.header_stored(self.state, header, now)
         return header
@@ -89,7 +89,7 @@ def test_push_out_of_order_is_refused(decided):
         desk.commit(float(sequence))
     rows = desk.beat(A, NO_ROWS, 0, 3.0, base=desk.state.view.version)
     following = Identity(A, decided + 1)
-    header = Header(following, "run", decided, rows.first(4), 40, 1, "plain", 1.0, True, ("d",))
+    header = Header(following, "run", decided, rows.first(4), 40, 1, "plain", 1.0, True, ("d", "d"))
     for sequence in (decided + 2, decided + 9):
         state, answer = coordinator.receive_push(desk.state, replace(header, identity=Identity(A, sequence)))
         assert state == desk.state

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.swarm.supervision.fake_cluster import PLAN, SWARM
@@ -12,6 +13,7 @@ from tpuswarm.swarm.processes.coordinator import Begin, FoundingCoordinator, Joi
 from tpuswarm.swarm.processes.effects import ProcessEnded
 from tpuswarm.swarm.storage.founding import Founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import Objects, array_digest
 from tpuswarm.swarm.storage.store import Store
 
 FOUNDING = Founding(Layout.pack({"w": ((3,), "float32")}, 1).fragments, {})
@@ -26,14 +28,19 @@ def head_of(store, plan=PLAN):
     return FoundingCoordinator(plan, store, ["aggregator-0"], lambda: 0.0, lambda: 0.0, alone=True)
 
 
+def digest_of(value):
+    return array_digest(np.full(3, value, np.float32))
+
+
 def listening(head):
     process = head.run()
     process.send(next(process).action())
     return head
 
 
-def found(head, state=("s",), digests=DIGESTS, kill_at=None):
+def found(head, value=1.0, digests=DIGESTS, kill_at=None):
     """Found a run, killed before or after one effect; returns the answer and the number of such points."""
+    state = (Objects(head._store).put_array(np.full(3, value, np.float32)),)
     process, value, points = head.found(FOUNDING, state, (), digests), None, 0
 
     def point():
@@ -85,9 +92,9 @@ def test_run_survives_a_kill_at_any_step_of_its_founding(tmp_path):
         begun = bool(Ledger(store).versions())
         if read_founding(store) is None:
             assert listening(head_of(store)).hello("m0") == Begin()
-            found(head_of(store), state=("of another device",))
+            found(head_of(store), value=2.0)
         answer = hello_once_opened(head_of(store))
-        assert isinstance(answer, Joining) and answer.state == (("s",) if begun else ("of another device",))
+        assert isinstance(answer, Joining) and answer.state == (digest_of(1.0 if begun else 2.0),)
         assert Ledger(store).versions() == [0]
 
 
@@ -106,7 +113,7 @@ def test_folder_of_another_run_is_not_changed(tmp_path):
 def test_member_that_trains_something_else_founds_nothing(tmp_path, differs):
     store = Store(tmp_path)
     head = listening(head_of(store))
-    assert head.hello("m1", can_found=False) == Wait(), "a slice whose hosts still wait for each other delays nobody"
+    assert head.hello("m1", False) == Wait(), "a slice whose hosts still wait for each other delays nobody"
     assert (head.hello("j0"), head.hello("m0"), head.hello("m1")) == (Wait(), Begin(), Wait())
     answer, _ = found(head, digests=replace(DIGESTS, **{differs: "another"}))
     assert answer == Refused(f"its {differs} differs from the run's")

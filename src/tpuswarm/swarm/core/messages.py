@@ -84,7 +84,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Superseded:
-    """The coordinator met a version above its own: another coordinator has taken over, and this one must exit."""
+    """A member names a version above the coordinator's: if it exists, another coordinator has taken over."""
 
     version: int
 

@@ -86,6 +86,8 @@ def heartbeat(
         return state, Refused("fenced: its lease expired, or its member came back as a new incarnation")
     if report.digests != state.terms.digests:
         return state, Refused(disagreement(report.digests, state.terms.digests))
+    if report.undecided and report.undecided.incarnation != key:
+        return state, Refused(f"{report.undecided} is a push of another incarnation")
     verdict = view.verdict(report.undecided) if report.undecided else None
     ruled = verdict.rows if verdict else NO_ROWS  # decided, but the member does not know yet
     outstanding = report.outstanding - ruled
@@ -100,6 +102,8 @@ def heartbeat(
             if verdict and verdict.fate == "returned":
                 claimed |= ruled
             rows = claimed - view.spent
+            if rows and rows.ranges[-1][1] > (end := state.terms.horizon + len(view.skipped)):
+                return state, Refused(f"its rows {rows} were never leased: the run has {end}")
             if others := rows & rows_of_others(state, key):
                 return state, Refused(f"its rows {others} are claimed by others")
         else:
@@ -166,6 +170,8 @@ def receive_push(
         return state, Refused("another of its pushes is still undecided")
     if identity.sequence != (following := view.decided_pushes(key) + 1):  # a skipped push would never get a verdict
         return state, Refused(f"its push {identity.sequence} is not the next: that is push {following}")
+    if len(header.digests) != len(view.newest.state):
+        return state, Refused(f"it has {len(header.digests)} fragments, not {len(view.newest.state)}")
     return replace(state, storing={**state.storing, identity: header}), StoreHeader(header)
 
 

@@ -301,9 +301,6 @@ class MemberLoop:
         }
         while uploads:
             answers = yield from self._call_shards("put", uploads)
-            for answer in answers.values():
-                if isinstance(answer, Refused):
-                    raise ProcessEnded(answer.reason)
             uploads = {
                 number: upload for number, upload in uploads.items() if not isinstance(answers[number], Accepted)
             }
@@ -337,12 +334,17 @@ class MemberLoop:
                 yield Sleep(POLL_INTERVAL_S)
 
     def _call_shards(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Process:
-        """Call the shard of each fragment until it answers, one call per shard at a time; return all answers."""
+        """Call the shard of each fragment until it answers, one call per shard at a time; return all answers.
+
+        Raise ProcessEnded if one is refused.
+        """
         answers: dict[int, Any] = {}
         while left := [number for number in arguments if number not in answers]:
             numbers = {number % len(self.shards): number for number in reversed(left)}.values()
             calls = (Call(self.shards[number % len(self.shards)], method, arguments[number]) for number in numbers)
             results = yield Parallel(tuple(calls))
+            if refused := next((result for result in results if isinstance(result, Refused)), None):
+                raise ProcessEnded(refused.reason)
             answers |= {
                 number: result
                 for number, result in zip(numbers, results, strict=True)

@@ -293,9 +293,7 @@ class MemberProcess:
                 state = tuple(digest for digest, _ in made)
                 outer_state = tuple(digest for _, digest in made if digest)
                 founding = Founding(program.layout.fragments, chosen_form(program.compiled))
-                answer = self._call(Call(COORDINATOR, "found", (founding, state, outer_state, program.digests)))
-                if isinstance(answer, Refused):
-                    raise InputError(f"{self.spec.name} cannot join: {answer.reason}")
+                self._call(Call(COORDINATOR, "found", (founding, state, outer_state, program.digests)))
             time.sleep(RETRY_INTERVAL_S)
         return None
 
@@ -322,9 +320,13 @@ class MemberProcess:
     def _call(self, call: Call) -> Any:
         while True:
             try:
-                return self.spec.calls(call)
+                answer = self.spec.calls(call)
             except Unreachable:
                 time.sleep(RETRY_INTERVAL_S)
+            else:
+                if isinstance(answer, Refused):
+                    raise InputError(f"{self.spec.name} cannot join: {answer.reason}")
+                return answer
 
 
 def _code_advice(ours: Digests, run: Digests) -> str:

@@ -28,6 +28,7 @@ from tpuswarm.swarm.core.messages import (
 )
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.processes.effects import Process, RunBlocking
+from tpuswarm.swarm.processes.requests import Digest, is_array, request
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.downlink import Chain, chain
 from tpuswarm.swarm.storage.founding import read_founding
@@ -37,6 +38,8 @@ from tpuswarm.swarm.storage.replay import contribution, outer_before, restore
 from tpuswarm.swarm.storage.store import Conflict, Corrupt, Missing, Store
 
 Arguments = ParamSpec("Arguments")
+MAX_PART_BYTES = 2**26
+"""Largest part of a data file that is read at once."""
 
 
 def _blocking(name: str) -> Callable[[Callable[Arguments, Any]], Callable[Arguments, Process]]:
@@ -68,11 +71,24 @@ class Aggregator:
         """Elements of each fragment."""
         return self._sizes
 
+    def _misplaced(self, fragment: int) -> Refused | None:
+        if fragment in self._mine:
+            return None
+        return Refused(f"fragment {fragment} is not one of the {len(self._mine)} here")
+
+    @request
     @_blocking("shard stores a payload")
     def put(
-        self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray], digest: str
+        self, identity: Identity, fragment: int, payload: Mapping[str, np.ndarray], digest: Digest
     ) -> Accepted | Refused | PayloadDamaged:
         """Store a payload durably. Repeating it changes nothing."""
+        if refused := self._misplaced(fragment):
+            return refused
+        if not all(
+            is_array(array, "uint8" if name == "codes" else "float32", 2 if name == "codes" else 1)
+            for name, array in payload.items()
+        ):
+            return Refused(f"fragment {fragment} does not consist of arrays of float32, or of codes and scales")
         found = tensors.digest(payload)
         if found != digest:
             return PayloadDamaged(f"fragment {fragment} arrived with the digest {found[:12]}…, not {digest[:12]}…")
@@ -84,12 +100,15 @@ class Aggregator:
             return Refused(str(error))
         return Accepted()
 
+    @request
     @_blocking("shard reads a fragment")
-    def fetch(self, fragment: int, digest: str) -> np.ndarray | VersionExpired:
+    def fetch(self, fragment: int, digest: Digest) -> np.ndarray | VersionExpired | Refused:
         """Return a fragment of a version, float32[n]; VersionExpired if an old version cannot be read.
 
         Raise Missing or Corrupt if the newest version cannot be read: the run cannot continue without it.
         """
+        if refused := self._misplaced(fragment):
+            return refused
         try:
             return self._array(fragment, digest)
         except (Missing, Corrupt):
@@ -97,12 +116,17 @@ class Aggregator:
                 raise
             return VersionExpired()
 
+    @request
     @_blocking("shard reads an average")
-    def average(self, fragment: int, version: int) -> np.ndarray | VersionExpired:
+    def average(self, fragment: int, version: int) -> np.ndarray | VersionExpired | Refused:
         """Return a fragment's moving average at a version, float32[n]; errors as for `fetch`.
 
         In a run that only now starts to keep one, it is the fragment itself, with which the average begins.
         """
+        if refused := self._misplaced(fragment):
+            return refused
+        if not self._ledger.exists(version):
+            return Refused(f"there is no commit {version}")
         record = self._ledger.record(version)
         try:
             if record.kept is None:
@@ -113,11 +137,17 @@ class Aggregator:
                 raise
             return VersionExpired()
 
+    @request
     @_blocking("shard reads updates")
-    def updates(self, fragment: int, base: int, version: int) -> Chain | None:
+    def updates(self, fragment: int, base: int, version: int) -> Chain | Refused | None:
         """Return the updates from one version to a later one; None if the fragment must be fetched whole."""
+        if refused := self._misplaced(fragment):
+            return refused
+        if base > version or not self._ledger.exists(version):
+            return Refused(f"there are no updates from commit {base} to commit {version}")
         return chain(self._ledger, self._objects, fragment, self.sizes[fragment], base, version)
 
+    @request
     @_blocking("shard checks a version")
     def check(self, newest: Record) -> VersionDamaged | None:
         """Check that this shard's fragments of a version can be read or computed again."""
@@ -129,6 +159,7 @@ class Aggregator:
             return VersionDamaged(str(error))
         return None
 
+    @request
     @_blocking("shard merges")
     def merge(self, newest: Record, merge: Merge) -> ShardResult | PayloadsLost | VersionDamaged:
         """Store this shard's fragments of the next version, and return their digests.
@@ -140,14 +171,14 @@ class Aggregator:
         if not applied:
             kept = {number: newest.outer[number] for number in self._mine} if newest.outer else {}
             return ShardResult({number: newest.state[number] for number in self._mine}, kept, {})
-        contributed = [(decision, self._ledger.header(header_name(decision.identity))) for decision in applied]
-        bases = {base: self._ledger.record(base) for base in {decision.base for decision in applied}}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy and hashlib release the interpreter's lock
-            work = partial(self._merge, newest, merge, contributed, bases)
-            try:
+        try:
+            contributed = [(decision, self._ledger.header(header_name(decision.identity))) for decision in applied]
+            bases = {base: self._ledger.record(base) for base in {decision.base for decision in applied}}
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy and hashlib release the interpreter's lock
+                work = partial(self._merge, newest, merge, contributed, bases)
                 made = dict(zip(self._mine, pool.map(work, self._mine), strict=True))
-            except (Missing, Corrupt) as error:
-                return VersionDamaged(str(error))
+        except (Missing, Corrupt) as error:
+            return VersionDamaged(str(error))
         done = {number: digests for number, digests in made.items() if isinstance(digests, _Digests)}
         if lost := [result for result in made.values() if isinstance(result, PayloadsLost)]:
             return PayloadsLost(frozenset[Identity]().union(*(result.identities for result in lost)))
@@ -240,14 +271,20 @@ class Shard(Aggregator):
         super().__init__(Ledger(store), Objects(store), (), index, shards)
         self._store, self._data = store, data
 
-    def found(self, fragment: np.ndarray, outer: OuterRule) -> tuple[str, str | None]:
+    @request
+    def found(self, fragment: np.ndarray, outer: OuterRule) -> tuple[str, str | None] | Refused:
         """Store a fragment, float32[n], of the first state; return its digest and its outer state's, if any."""
+        if not is_array(fragment, "float32", 1):
+            return Refused("a fragment is a vector of float32")
         first = initial_state(outer, fragment)
         return self._objects.put_array(fragment), None if first is None else self._objects.put_array(first)
 
-    def file(self, name: str, start: int, count: int) -> bytes:
+    @request
+    def file(self, name: str, start: int, count: int) -> bytes | Refused:
         """Read a part of one of the run's data files."""
-        with (self._data / Path(name).name).open("rb") as file:
+        if name not in {path.name for path in self._data.glob("*")} or count > MAX_PART_BYTES:
+            return Refused(f"there is no data file {name!r} with a part of {count} bytes")
+        with (self._data / name).open("rb") as file:
             file.seek(start)
             return file.read(count)
 

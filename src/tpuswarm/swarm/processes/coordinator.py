@@ -25,9 +25,11 @@ from tpuswarm.swarm.core.summary import Summary, summary
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.effects import Call, Parallel, Process, ProcessEnded, RunBlocking, Sleep, Unreachable
+from tpuswarm.swarm.processes.requests import Digest, MemberName, request
 from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.storage.founding import FOUNDING, Founding, keep_founding, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.objects import object_name
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import newest_whole
 from tpuswarm.train.process.terminal import echo
@@ -47,6 +49,8 @@ class Coordinator:
         """clock: monotonic seconds, for leases and rounds; time: seconds since 1970, for the records."""
         self._ledger, self._shards = ledger, tuple(shards)
         self.clock, self._time, self._founded = Clock(clock), time, False
+        self._appending = 0
+        """The version whose record this coordinator has begun to create."""
         self.opened = False
         self.state: CoordinatorState
         """Set by `open`."""
@@ -58,26 +62,26 @@ class Coordinator:
         """
         self._founded = founded
         view = yield RunBlocking("coordinator reads the ledger", self._ledger.view)
-        headers = yield RunBlocking("coordinator lists headers", lambda: self._ledger.headers(view))
+        headers = yield from self._stored_headers(view)
         self.state = core.start_epoch(terms, view, headers, self.clock(), founded=founded, alone=alone)
         self.opened = True
 
-    def beat(self, report: Heartbeat) -> Granted | Refused | None:
+    @request
+    def beat(self, report: Heartbeat) -> Granted | Refused | Process | None:
         """Answer a member's hello, announcement or heartbeat; None while the ledger is being read."""
         if not self.opened:
             return None
         self.state, answer = core.heartbeat(self.state, report, self.clock())
-        if isinstance(answer, Superseded):
-            raise _superseded(answer)
-        return answer
+        return self._refuse_version(answer) if isinstance(answer, Superseded) else answer
 
+    @request
     def push(self, header: Header) -> Process:
         """Accept or refuse a contribution whose payload is stored; None while the ledger is being read."""
         if not self.opened:
             return None
         self.state, answer = core.receive_push(self.state, header)
         if isinstance(answer, Superseded):
-            raise _superseded(answer)
+            return (yield from self._refuse_version(answer))
         if not isinstance(answer, StoreHeader):
             return answer
         outcome = yield RunBlocking("coordinator creates a header", lambda: self._ledger.create_header(header))
@@ -86,9 +90,22 @@ class Coordinator:
         self.state = core.header_stored(self.state, header, self.clock())
         return Accepted()
 
+    @request
     def leave(self, incarnation: Incarnation) -> None:
         if self.opened:
             self.state = core.leave(self.state, incarnation)
+
+    def _refuse_version(self, answer: Superseded) -> Process:
+        """Refuse a version that does not exist. Raise ProcessEnded if another coordinator has made it."""
+        yield from self._require_newest()
+        return Refused(f"there is no commit {answer.version}: the newest is {self.state.view.version}")
+
+    def _require_newest(self) -> Process:
+        """Raise ProcessEnded if another coordinator has created the next record."""
+        following = self.state.view.version + 1
+        exists = yield RunBlocking("coordinator looks for a newer record", lambda: self._ledger.exists(following))
+        if exists and following > self.state.view.version and following != self._appending:
+            raise ProcessEnded(f"commit {following} exists: another coordinator is in charge; this one stops")
 
     def summarize(self) -> Summary | None:
         """Summarize the run; None before its first state."""
@@ -101,12 +118,30 @@ class Coordinator:
         """
         if not self._founded:
             yield from self._call_shards("check", self.state.view.newest)
-        while not self.state.ended:
+        checked = self.clock()
+        while not (self.state.ended and (yield from self._all_decided())):
             self.state, merge, round_status = core.tick(self.state, self.clock())
+            if not self.state.leases and self.clock() >= checked + self.state.terms.lease_seconds:
+                yield from self._require_newest()  # no member would report that another coordinator has taken over
+                checked = self.clock()
             if merge:
                 yield from self._commit(merge)
             else:
                 yield Sleep(max(MIN_SLEEP_S, min(MAX_SLEEP_S, round_status.check_at - self.clock())))
+
+    def _stored_headers(self, view: LedgerView) -> Process:
+        """Return the stored headers without a verdict. Raise ProcessEnded if one starts from a newer version."""
+        headers = yield RunBlocking("coordinator lists headers", lambda: self._ledger.headers(view))
+        if newer := [header.base for header in headers if header.base > view.version]:
+            raise ProcessEnded(f"a push starts from commit {max(newer)}: another coordinator is in charge; this stops")
+        return headers
+
+    def _all_decided(self) -> Process:
+        """Whether each stored header has a verdict; accept those of another coordinator that have none."""
+        headers = yield from self._stored_headers(self.state.view)
+        for header in headers:
+            self.state = core.header_stored(self.state, header, self.clock())
+        return self.state.ended
 
     def _commit(self, merge: Merge) -> Process:
         while True:
@@ -127,6 +162,7 @@ class Coordinator:
             self._time(),
         )
         self.state.view.after(record)  # raises if it does not follow, before it is stored for ever
+        self._appending = record.version
         outcome = yield RunBlocking("coordinator creates a record", lambda: self._ledger.append(record))
         if outcome == "lost":
             raise ProcessEnded(f"another coordinator wrote record {record.version}; this one stops")
@@ -149,6 +185,8 @@ class Coordinator:
                 if isinstance(answer, VersionDamaged):
                     advice = partial(self._advise, answer)
                     raise ProcessEnded((yield RunBlocking("coordinator looks for a whole version", advice)))
+                if isinstance(answer, Refused):
+                    raise RunFailed(f"{shard}: {answer.reason}")
                 if not isinstance(answer, Unreachable):
                     found[shard] = answer
             if len(found) < len(self._shards):
@@ -230,7 +268,8 @@ class FoundingCoordinator(Coordinator):
         self._founding = founding
         yield from super().run()
 
-    def hello(self, member: str, can_found: bool = True) -> Joining | Begin | Wait:
+    @request
+    def hello(self, member: MemberName, can_found: bool = True) -> Joining | Begin | Wait:
         """Answer a member's first call. can_found: the member could create the first state now."""
         if self._founding:
             newest = self.state.view.newest
@@ -243,7 +282,10 @@ class FoundingCoordinator(Coordinator):
             return Begin()
         return Wait()
 
-    def found(self, founding: Founding, state: tuple[str, ...], outer: tuple[str, ...], digests: Digests) -> Process:
+    @request
+    def found(
+        self, founding: Founding, state: tuple[Digest, ...], outer: tuple[Digest, ...], digests: Digests
+    ) -> Process:
         """Create the first record; a second founder finds it there and uses it. Refuse a founder of another run.
 
         The record is stored before the founding: a kill between them leaves a run without members, whose layout the
@@ -252,6 +294,12 @@ class FoundingCoordinator(Coordinator):
         terms = self._plan.terms(founding)
         if digests != terms.digests:
             return Refused(core.disagreement(digests, terms.digests))
+        if len(state) != len(founding.fragments) or len(outer) not in (0, len(state)):
+            return Refused(f"it has {len(state)} fragments, its layout has {len(founding.fragments)}")
+        objects = [object_name(digest) for digest in (*state, *outer)]
+        exist = yield RunBlocking("coordinator looks for the state", lambda: all(map(self._store.exists, objects)))
+        if not exist:
+            return Refused("its first state is not stored")
         record = Record(
             run=terms.run, version=0, epoch=1, parent="", state=state, outer=outer, decisions=(),
             rule=terms.outer.rule, rate=0.0, momentum=terms.outer.momentum, share=0.0, gathered=0.0, tokens=0,
@@ -269,7 +317,3 @@ class FoundingCoordinator(Coordinator):
 
 def _in_order(digests: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(digests[number] for number in sorted(digests))
-
-
-def _superseded(answer: Superseded) -> ProcessEnded:
-    return ProcessEnded(f"a member is at commit {answer.version}: another coordinator is in charge; this one stops")

@@ -27,6 +27,9 @@ class NoLedger:
     def headers(self, view: LedgerView) -> list[Header]:
         return []
 
+    def exists(self, version: int) -> bool:
+        return False
+
     def bookmark_due(self, view: LedgerView) -> bool:
         return False
 

@@ -99,6 +99,9 @@ class Ledger:
     def record(self, version: int) -> Record:
         return self._record(version)[0]
 
+    def exists(self, version: int) -> bool:
+        return self.store.exists(commit_name(version))
+
     def header(self, name: str) -> Header:
         """Read a header by the name of its file."""
         found, _ = self._read(name, _HEADER)

@@ -11,16 +11,20 @@ import pytest
 from tests.swarm.chains import SIZES, Run, applied, in_order, merge_of, problems_of
 from tests.swarm.exact import DIGESTS
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
+from tpuswarm.swarm.core.choose import choose
 from tpuswarm.swarm.core.messages import (
     Accepted,
+    Merge,
     PayloadDamaged,
     PayloadsLost,
+    PayloadsNotFinite,
     Refused,
     ShardResult,
     Terms,
     VersionDamaged,
     VersionExpired,
 )
+from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.threads import NodeThreads
@@ -78,6 +82,38 @@ def test_any_number_of_shards_makes_the_same_bits(tmp_path, kind):
             made = {number: digest for part in parts for number, digest in getattr(part, name).items()}
             assert in_order(made) == getattr(newest, name)
         assert not problems_of(run.store)
+
+
+PAYLOADS = {
+    "NaN": lambda size: {"s": np.full(size, np.nan, np.float32)},
+    "one infinity": lambda size: {"s": np.where(np.arange(size) == size - 1, np.inf, 0).astype(np.float32)},
+    "a scale of NaN": lambda size: {"codes": np.zeros((-(-size // 256), 256), np.uint8),
+                                    "scales": np.full(-(-size // 256), np.nan, np.float32)},
+    "an overflow": lambda size: {"s": np.full(size, -3.4e38, np.float32)},
+}  # fmt: skip
+
+
+@kinds
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("values", PAYLOADS)
+def test_payload_that_is_not_finite_is_named_instead_of_merged(tmp_path, kind, values):
+    """Invariant 12, against a header that calls the payload finite."""
+    rule, downlink, *_ = kind.split("-")
+    run = Run(Store(tmp_path), random.Random(4), rule=rule, downlink=downlink)
+    good, bad = run.members[:2]
+    run.push(good)
+    payloads = [PAYLOADS[values](size) for size in SIZES]
+    identity = Identity(bad, 1)
+    digests = tuple(run.objects.put_payload(identity, *numbered) for numbered in enumerate(payloads))
+    header = replace(run.pending[0], identity=identity, rows=Rows(((50, 51),)), digests=digests)
+    run.ledger.create_header(header)
+    decisions = tuple(choose(run.view, [*run.pending, header], (), run.staleness))
+    merge = Merge(1, decisions, run.outer, 0.7 if rule == "nesterov" else 1.0, 1.0, 0.0, None, "")
+    before = {path.name for path in (tmp_path / "objects").iterdir()}
+    if values == "an overflow":
+        merge = replace(merge, decisions=tuple(replace(each, weight=10.0) for each in decisions))
+    assert shards(run.store, 1)[0].merge(run.records[0], merge) == PayloadsNotFinite(frozenset({identity}))
+    assert not [path for path in (tmp_path / "objects").iterdir() if path.name not in before and path.suffix == ".part"]
 
 
 def test_round_without_contributors_repeats_the_version(tmp_path):

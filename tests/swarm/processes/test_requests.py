@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.swarm.supervision.fake_cluster import PLAN, SWARM
+from tpuswarm.swarm.core.alarms import alarms
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.coordinator_state import rows_taken
 from tpuswarm.swarm.core.messages import Accepted, Granted, Heartbeat, Merge, Refused
@@ -22,6 +23,7 @@ from tpuswarm.swarm.processes.effects import Parallel, Sleep
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
 
 LAYOUT = Layout.pack({"b": ((2,), "float32"), "w": ((3,), "float32")}, 2)
 LONG = replace(PLAN, swarm=replace(SWARM, fragments=2), settings={**PLAN.settings, "steps": 400})
@@ -239,6 +241,27 @@ def test_malformed_request_is_refused(tmp_path, address, method, path, value):
     swarm.check()
     assert not (tmp_path / "payloads").exists() and not (tmp_path / "headers").exists()
     swarm.train(GOOD)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_push_with_nan_is_dropped_although_its_header_says_finite(tmp_path, value):
+    swarm = Swarm(tmp_path).begin()
+    swarm.call("coordinator", "beat", (swarm.heartbeat(BAD),))
+    swarm.call("coordinator", "beat", (swarm.heartbeat(GOOD),))
+    *_, (address, method, (header,)) = swarm.messages(BAD)[:4]
+    payloads = [{"s": np.full(size, value, np.float32)} for size in LAYOUT.sizes]
+    header = replace(header, digests=tuple(map(tensors.digest, payloads)))
+    for number in range(2):
+        put = (header.identity, number, payloads[number], header.digests[number])
+        assert swarm.call("aggregator", "put", put) == Accepted()
+    assert swarm.call(address, method, (header,)) == Accepted()
+    swarm.train(GOOD)
+    fates = {decision.identity.incarnation: decision.fate for decision in swarm.newest.decisions}
+    assert fates == {GOOD: "applied", BAD: "dropped"}
+    assert all(np.isfinite(swarm.call("aggregator", "fetch", (n, swarm.newest.state[n]))).all() for n in range(2))
+    [alarm] = alarms([swarm.newest], [], None, 0.0, swarm.now)
+    assert alarm.startswith("bad pushed NaN or infinity as finite values")
+    assert not verify(Store(tmp_path), lambda _: None).problems
 
 
 def test_only_requests_can_be_called(tmp_path):

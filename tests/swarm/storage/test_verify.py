@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.swarm.chains import SIZES, Run, applied, flip_bit, problems_of
+from tests.swarm.exact import TERMS, genesis
 from tests.swarm.storage.test_retention import holdings
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
@@ -65,6 +66,15 @@ def test_intact_run_verifies(run):
     assert found.processed == sum(dict(run.records[-1].processed).values())
     assert newest_whole(run.store) == 12
     assert progress[0] == "reading the records" and "recomputing fragment 3 of 3" in progress
+
+
+def test_state_that_is_not_finite_is_a_problem(tmp_path):
+    """As an earlier version of tpuswarm could commit it."""
+    store = Store(tmp_path)
+    state = tuple(Objects(store).put_array(np.full(3, value, np.float32)) for value in (1.0, np.nan))
+    Ledger(store).append(genesis(TERMS, state=state))
+    [problem] = verify(store, lambda _: None).problems
+    assert problem.startswith("commits/000000.json, fragment 1: its state is not finite")
 
 
 def test_commits_whose_arrays_were_deleted_are_not_recomputed(tmp_path):

@@ -7,6 +7,7 @@ from itertools import pairwise, takewhile
 from statistics import median
 from typing import NamedTuple
 
+from tpuswarm.swarm.core.choose import FALSELY_FINITE
 from tpuswarm.swarm.core.values import Record
 
 MIN_SOLO_COMMITS = 5
@@ -51,7 +52,13 @@ def alarms(
     cycle in seconds, None while unknown; quiet: seconds since the last progress, by a clock that never jumps; now:
     seconds since 1970.
     """
-    return [*_solo_commits(recent, len(members)), *_outliers(members), *_quiet(cycle, quiet), *_jumped(recent, now)]
+    return [
+        *_solo_commits(recent, len(members)),
+        *_falsely_finite(recent),
+        *_outliers(members),
+        *_quiet(cycle, quiet),
+        *_jumped(recent, now),
+    ]
 
 
 def _solo_commits(recent: Sequence[Record], alive: int) -> list[str]:
@@ -73,6 +80,14 @@ def _solo_commits(recent: Sequence[Record], alive: int) -> list[str]:
     return [
         f"at least {MIN_SOLO_COMMITS} commits in a row had one contributor ({', '.join(names)}) while "
         f"{', '.join(sorted(there))} were training: {what}; see `tpuswarm ledger show` for the verdicts on their work"
+    ]
+
+
+def _falsely_finite(recent: Sequence[Record]) -> list[str]:
+    dropped = (decision for record in recent for decision in record.decisions if decision.reason == FALSELY_FINITE)
+    return [
+        f"{member} pushed NaN or infinity as finite values, which were dropped: check its machine"
+        for member in sorted({decision.identity.incarnation.member for decision in dropped})
     ]
 
 

@@ -11,6 +11,7 @@ from statistics import median
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.values import Decision, Fate, Header, Identity
 
+FALSELY_FINITE = "its payload is not finite, its header says that it is"
 CLIP_FACTOR = 3.0
 """A delta's norm may be this many times the median norm of its round."""
 
@@ -27,11 +28,15 @@ class Staleness:
 
 
 def choose(
-    view: LedgerView, headers: Iterable[Header], unreadable: Collection[Identity], rule: Staleness
+    view: LedgerView,
+    headers: Iterable[Header],
+    unreadable: Collection[Identity],
+    rule: Staleness,
+    not_finite: Collection[Identity] = (),
 ) -> list[Decision]:
     """Decide on each header, in the order of identities. The weights of the applied ones add up to 1.
 
-    unreadable: contributions whose payload was lost.
+    unreadable: contributions whose payload was lost; not_finite: those whose payload contradicts a finite header.
     """
     decisions: list[Decision] = []
     contributors: list[tuple[Header, float]] = []
@@ -47,6 +52,8 @@ def choose(
         taken |= header.rows
         if not header.finite:
             decisions.append(_decided(header, "dropped", "not finite"))
+        elif header.identity in not_finite:
+            decisions.append(_decided(header, "dropped", FALSELY_FINITE))
         elif stale > rule.limit:
             decisions.append(_decided(header, "dropped", f"{stale} commits stale, more than {rule.limit}"))
         else:

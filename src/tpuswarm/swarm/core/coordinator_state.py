@@ -49,6 +49,7 @@ class CoordinatorState:
     """Rows per second of the fastest member; rises at once, falls at the next tick."""
     merging: Merge | None = None
     unreadable: frozenset[Identity] = frozenset()
+    not_finite: frozenset[Identity] = frozenset()
     contributed: frozenset[str] = frozenset()
     """Members with an accepted contribution in this epoch or in the ledger."""
     seen: frozenset[str] = frozenset()

@@ -150,3 +150,10 @@ class PayloadsLost:
     """A shard could not read these payloads."""
 
     identities: frozenset[Identity]
+
+
+@dataclass(frozen=True)
+class PayloadsNotFinite:
+    """These payloads would make the state infinite or NaN, although their headers call them finite."""
+
+    identities: frozenset[Identity]

@@ -210,11 +210,15 @@ def tick(state: CoordinatorState, now: float) -> tuple[CoordinatorState, Merge |
     return replace(state, merging=merge), merge, when
 
 
-def retry_merge(state: CoordinatorState, lost: Iterable[Identity]) -> tuple[CoordinatorState, Merge]:
-    """Choose again among the same contributions: the merge found payloads missing, and returns them."""
+def retry_merge(
+    state: CoordinatorState, lost: Iterable[Identity], not_finite: Iterable[Identity] = ()
+) -> tuple[CoordinatorState, Merge]:
+    """Choose again among the same contributions: the merge found payloads missing, or not finite."""
     merging = state.merging
     assert merging is not None
-    state = replace(state, unreadable=state.unreadable | frozenset(lost))
+    state = replace(
+        state, unreadable=state.unreadable | frozenset(lost), not_finite=state.not_finite | frozenset(not_finite)
+    )
     headers = [state.pending[decision.identity][0] for decision in merging.decisions]
     merge = _merge(state, headers, merging.reason)
     return replace(state, merging=merge), merge
@@ -274,12 +278,13 @@ def record_committed(state: CoordinatorState, record: Record) -> CoordinatorStat
         pending={identity: waiting for identity, waiting in state.pending.items() if identity not in gone},
         merging=None,
         unreadable=state.unreadable - gone,
+        not_finite=state.not_finite - gone,
     )
     return replace(state, taken=rows_taken(state))
 
 
 def _merge(state: CoordinatorState, headers: Iterable[Header], reason: str) -> Merge:
-    decisions = choose(state.view, headers, state.unreadable, state.terms.staleness)
+    decisions = choose(state.view, headers, state.unreadable, state.terms.staleness, state.not_finite)
     weights = [decision.weight for decision in decisions if decision.fate == "applied"]
     # One momentum step for as many contributions as there are live members. Members that take turns would otherwise
     # make two steps instead of one, which ruins a model.

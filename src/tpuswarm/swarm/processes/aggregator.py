@@ -14,13 +14,21 @@ from typing import Any, NamedTuple, ParamSpec
 import numpy as np
 
 from tpuswarm.swarm.core.arithmetic.merge import Contribution
-from tpuswarm.swarm.core.arithmetic.outer import OuterRule, average_row, commit_fragment, initial_state, state_rows
+from tpuswarm.swarm.core.arithmetic.outer import (
+    NotFinite,
+    OuterRule,
+    average_row,
+    commit_fragment,
+    initial_state,
+    state_rows,
+)
 from tpuswarm.swarm.core.arithmetic.quantize import BITS
 from tpuswarm.swarm.core.messages import (
     Accepted,
     Merge,
     PayloadDamaged,
     PayloadsLost,
+    PayloadsNotFinite,
     Refused,
     ShardResult,
     VersionDamaged,
@@ -161,11 +169,11 @@ class Aggregator:
 
     @request
     @_blocking("shard merges")
-    def merge(self, newest: Record, merge: Merge) -> ShardResult | PayloadsLost | VersionDamaged:
+    def merge(self, newest: Record, merge: Merge) -> ShardResult | PayloadsLost | PayloadsNotFinite | VersionDamaged:
         """Store this shard's fragments of the next version, and return their digests.
 
-        newest: the previous version. Return PayloadsLost if counted payloads cannot be read, VersionDamaged if the
-        previous version or the base of a contribution cannot.
+        newest: the previous version. Return PayloadsLost if counted payloads cannot be read, PayloadsNotFinite if they
+        have NaN or infinity, VersionDamaged if the previous version or the base of a contribution cannot be read.
         """
         applied = [decision for decision in merge.decisions if decision.fate == "applied"]
         if not applied:
@@ -180,8 +188,9 @@ class Aggregator:
         except (Missing, Corrupt) as error:
             return VersionDamaged(str(error))
         done = {number: digests for number, digests in made.items() if isinstance(digests, _Digests)}
-        if lost := [result for result in made.values() if isinstance(result, PayloadsLost)]:
-            return PayloadsLost(frozenset[Identity]().union(*(result.identities for result in lost)))
+        for kind in (PayloadsLost, PayloadsNotFinite):
+            if bad := [result for result in made.values() if isinstance(result, kind)]:
+                return kind(frozenset[Identity]().union(*(result.identities for result in bad)))
         return ShardResult(
             {number: digests.state for number, digests in done.items()},
             {number: digests.outer for number, digests in done.items() if digests.outer},
@@ -199,7 +208,7 @@ class Aggregator:
         contributed: Sequence[tuple[Decision, Header]],
         bases: Mapping[int, Record],
         number: int,
-    ) -> "_Digests | PayloadsLost":
+    ) -> "_Digests | PayloadsLost | PayloadsNotFinite":
         """Merge one fragment. Raise Missing or Corrupt if anything but a payload cannot be read."""
         arrays: dict[str, np.ndarray] = {}  # read and digest each array once
         contributions, lost = [], set()
@@ -216,7 +225,10 @@ class Aggregator:
             return PayloadsLost(frozenset(lost))
         digest = newest.state[number]
         theta = arrays[digest] if digest in arrays else self._array(number, digest)
-        return self._commit(newest, merge, number, theta, contributions)
+        try:
+            return self._commit(newest, merge, number, theta, contributions)
+        except NotFinite as error:
+            return PayloadsNotFinite(frozenset(contributed[index][0].identity for index in error.contributions))
 
     def _commit(
         self, newest: Record, merge: Merge, number: int, theta: np.ndarray, contributions: Sequence[Contribution]

@@ -15,6 +15,7 @@ from tpuswarm.swarm.core.messages import (
     Heartbeat,
     Merge,
     PayloadsLost,
+    PayloadsNotFinite,
     Refused,
     StoreHeader,
     Superseded,
@@ -146,10 +147,13 @@ class Coordinator:
     def _commit(self, merge: Merge) -> Process:
         while True:
             results = yield from self._call_shards("merge", self.state.view.newest, merge)
-            lost = frozenset[Identity]().union(*(part.identities for part in results if isinstance(part, PayloadsLost)))
-            if not lost:
+            lost, bad = (
+                frozenset[Identity]().union(*(part.identities for part in results if isinstance(part, kind)))
+                for kind in (PayloadsLost, PayloadsNotFinite)
+            )
+            if not lost and not bad:
                 break
-            self.state, merge = core.retry_merge(self.state, lost)
+            self.state, merge = core.retry_merge(self.state, lost, bad)
         state = {number: digest for part in results for number, digest in part.state.items()}
         outer = {number: digest for part in results for number, digest in part.outer.items()}
         updates = {number: digest for part in results for number, digest in part.updates.items()}

@@ -199,7 +199,13 @@ class _Check:
             self.report.not_recomputed.setdefault(record.version, why)
 
     def check_remaining(self, view: LedgerView) -> None:
-        """Check that required files exist, and that files which were not read yet are intact."""
+        """Check that required files exist, that files which were not read yet are intact, and the newest state."""
+        for fragment, digest in enumerate(view.newest.state):
+            if (array := self.array(digest)) is not None and not np.isfinite(array).all():
+                self._problem(
+                    f"{commit_name(view.version)}, fragment {fragment}: its state is not finite; continue from a copy "
+                    "of an earlier commit"
+                )
         for record in self.records:
             for digest in retention.kept_objects(record, self._changes, 0):
                 self._require(object_name(digest))

@@ -28,14 +28,19 @@ class Contribution:
     payload: np.ndarray | Quantized
     """The snapshot s, float32[n], or the delta A - s, quantized."""
 
+    def sent(self, part: slice, out: np.ndarray) -> np.ndarray:
+        """Return the payload, float32: decoded in the buffer `out`, or a view."""
+        return (
+            self.payload.decode(part.start, part.stop, out)
+            if isinstance(self.payload, Quantized)
+            else self.payload[part]
+        )
+
     def snapshot(self, part: slice, out: np.ndarray) -> np.ndarray:
         """Return s clipped to A + clip x (s - A), float32: in the buffer `out`, or a view of the payload."""
-        base = self.base[part]
+        base, s = self.base[part], self.sent(part, out)
         if isinstance(self.payload, Quantized):
-            s = self.payload.decode(part.start, part.stop, out)
             np.subtract(base, s, out=s)
-        else:
-            s = self.payload[part]
         if self.clip == 1:
             return s
         moved = np.subtract(s, base, out=out[: s.size])

@@ -47,6 +47,14 @@ class MovingAverage:
         return 0.5 ** (tokens / min(self.half_life, self.share * after))
 
 
+class NotFinite(ValueError):
+    """A commit would have values that are not finite, because of these contributions (indices)."""
+
+    def __init__(self, contributions: Sequence[int]):
+        super().__init__("its state is not finite")
+        self.contributions = contributions
+
+
 @dataclass(frozen=True)
 class OuterRule:
     """How contributions change the shared state: their weighted mean, or a Nesterov step along their mean delta."""
@@ -206,6 +214,7 @@ def commit_fragment(
     outer_state, out_outer: as `state_rows` gives before and after; out_sent: the update in the downlink's form, None if
     plain. averaged: elements that become the weighted mean of the snapshots (see `OuterRule.averaged_slices`); their
     momentum is meaningless. kept: the share of the moving average to keep. Outputs may be the inputs.
+    Raise NotFinite for a state with NaN or infinity.
     """
     buffers = Buffers(theta.size)
     for part in chunks(theta.size):
@@ -222,17 +231,28 @@ def commit_fragment(
             nesterov_step(here, *before, u, outer, rate, share, new, *after)
         for span, mean in means:
             out_theta[span] = mean
+        _require_finite(new, contributions, part, buffers)
         if out_sent is not None:
             assert outer_state is not None and out_outer is not None
             blocks = slice(part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE))
             sent = Quantized(out_sent.codes[blocks], out_sent.scales[blocks], out_sent.bits)
             quantize_change(here, new, outer_state[-1, part], out_theta[part], out_outer[-1, part], sent)
+            _require_finite(out_theta[part], contributions, part, buffers)
         if outer.average is not None:
             assert outer_state is not None and out_outer is not None
             row = average_row(outer.downlink)
             np.subtract(outer_state[row, part], out_theta[part], out=buffers.term[: here.size])
             buffers.term[: here.size] *= np.float32(kept)
             np.add(out_theta[part], buffers.term[: here.size], out=out_outer[row, part])
+
+
+def _require_finite(values: np.ndarray, contributions: Sequence[Contribution], part: slice, buffers: Buffers) -> None:
+    """Raise NotFinite with the contributions that have NaN or infinity; if only their sum overflows, the largest."""
+    if np.isfinite(values).all():
+        return
+    largest = [float(np.abs(contribution.sent(part, buffers.term)).max()) for contribution in contributions]
+    broken = [number for number, value in enumerate(largest) if not math.isfinite(value)]
+    raise NotFinite(broken or [largest.index(max(largest))])
 
 
 def _within(averaged: Sequence[slice], part: slice) -> Iterator[slice]:

@@ -11,10 +11,12 @@ import pytest
 from tests.swarm.chains import Run as Chain
 from tpuswarm.cli import main
 from tpuswarm.swarm.storage.founding import FOUNDING
+from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import needs, start
 from tpuswarm.swarm.supervision.supervisor import RunEnd
-from tpuswarm.train.run.directory import append_rows, read_rows
+from tpuswarm.swarm.views.events import commit_event
+from tpuswarm.train.run.directory import append_event, append_rows, read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -125,9 +127,10 @@ def test_same_command_writes_a_report_that_failed(call):
     assert (RUN / "report.html").read_text().endswith("</html>\n") and events().count("started") == 1
 
 
-@pytest.mark.parametrize("lost", ["commits", "config.toml", "founding.json"])
+@pytest.mark.parametrize("lost", ["commits", "commits/000009.json", "headers", "config.toml", "founding.json"])
 def test_run_without_its_essential_files_is_refused(call, lost):
     call("--steps 4")
+    append_event(RUN, "commit", **commit_event(Ledger(Store(RUN)).record(9)))
     path = RUN / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}

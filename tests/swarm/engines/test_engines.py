@@ -178,6 +178,38 @@ def test_dashboard_listens_on_this_machine_alone_and_only_on_request(open_ray, d
     assert open_ray.made[0]["include_dashboard"] == dashboard and open_ray.made[0]["dashboard_host"] == "127.0.0.1"
 
 
+KILLED_RAY = """
+import os, signal, sys, time
+from pathlib import Path
+import psutil
+from tpuswarm.errors import RunFailed
+from tpuswarm.swarm.engines.ray import Cluster
+
+with Cluster("run", Path("token"), None) as cluster:
+    cluster.require_alive()
+    [server] = [child for child in psutil.Process().children() if child.name() == sys.argv[1]]
+    os.kill(server.pid, signal.SIGKILL)
+    while True:
+        try:
+            cluster.require_alive()
+        except RunFailed as error:
+            print(error)
+            break
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_death_of_rays_own_processes_is_noticed(tmp_path, server):
+    """Their calls never return, so a run would hang for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_RAY, server], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("a process of Ray died (pid ") and "start the same command again" in done.stdout
+
+
 def test_slow_start_is_repeated_once_in_a_clean_session(open_ray):
     session = private_folder() / "ray" / f"session_of_a_test_{os.getpid()}"
     session.mkdir(parents=True)

@@ -21,6 +21,8 @@ from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.storage.retention import clean
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import Report, newest_whole, verify
+from tpuswarm.swarm.views.events import commit_event
+from tpuswarm.train.run.directory import append_event
 
 
 @pytest.fixture(scope="module", params=["average-plain", "nesterov-int8-ema"])
@@ -75,6 +77,14 @@ def test_state_that_is_not_finite_is_a_problem(tmp_path):
     Ledger(store).append(genesis(TERMS, state=state))
     [problem] = verify(store, lambda _: None).problems
     assert problem.startswith("commits/000000.json, fragment 1: its state is not finite")
+
+
+def test_rolled_back_ledger_is_a_problem(run):
+    """The chain of the rest is sound; only the events know more."""
+    append_event(Path(run.store.root), "commit", **commit_event(run.records[12]))
+    assert report(run).problems == []
+    run.store.delete(commit_name(12))
+    assert "events.jsonl announces commit 12; commits/000012.json is missing" in report(run).problems
 
 
 def test_commits_whose_arrays_were_deleted_are_not_recomputed(tmp_path):

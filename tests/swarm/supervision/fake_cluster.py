@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Incarnation
 from tpuswarm.swarm.engines.actor import Outcome
@@ -75,6 +76,11 @@ class FakeCluster:
         """Whether new processes never answer."""
         self.leased: tuple[str, ...] = ()
         self.tokens = NO_TOKENS
+        self.failure: RunFailed | None = None
+
+    def require_alive(self):
+        if self.failure:
+            raise self.failure
 
     def joined(self):
         return dict(self.nodes)

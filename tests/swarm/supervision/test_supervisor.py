@@ -52,6 +52,16 @@ def test_status_of_a_member_through_its_life(supervise):
     assert (seen.state, seen.pid, seen.tokens_per_s, status.tokens_per_s) == ("left", None, None, 0.0)
 
 
+def test_run_ends_when_ray_itself_has_died(supervise):
+    def script(supervisor, cluster):
+        yield
+        cluster.failure = RunFailed("a process of Ray died")
+        yield
+
+    with pytest.raises(RunFailed, match="a process of Ray died"):
+        supervise(script)
+
+
 def test_stop_waits_only_for_members_that_have_begun(supervise):
     """It does not wait for the member that evaluates, which here never answers."""
 

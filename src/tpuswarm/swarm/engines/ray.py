@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tpuswarm.errors import first_line
+from tpuswarm.errors import RunFailed, first_line
 from tpuswarm.swarm.engines.actor import CONCURRENCY_GROUPS, Actor, Outcome
 from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
 from tpuswarm.swarm.engines.ports import Ports
@@ -33,6 +34,8 @@ ANYWHERE = "anywhere"
 ACTOR_OPTIONS = {"max_restarts": 0, "max_task_retries": 0, "enable_task_events": False}
 """The supervisor restarts actors. Ray's record of each call cost a third of a heartbeat."""
 NODE_POLL_INTERVAL_S = 2.0
+SERVER_NAMES = ("raylet", "gcs_server")
+"""Ray's processes without which nothing works; this process starts them."""
 HEARTBEAT_TIMEOUT_S, CALL_TIMEOUT_S = 20.0, 60.0
 """Timeouts of a heartbeat and of a call without arrays."""
 MIN_TRANSFER_BYTES_PER_S = 10 * 2**20
@@ -149,6 +152,8 @@ class Cluster:
         self.dashboard: str | None = None
         """Host and port of Ray's dashboard, if it is served."""
         self._joined: dict[str, str] = {}
+        self._servers: list[psutil.Process] = []
+        self._node_died = False
 
     def __enter__(self) -> "Cluster":
         if not self.is_external:
@@ -158,6 +163,7 @@ class Cluster:
         self.dashboard = None if self.is_external else context.dashboard_url or None
         self._session = Path(context.address_info["session_dir"])
         self._node = ray.get_runtime_context().get_node_id()
+        self._servers = [child for child in psutil.Process().children() if child.name() in SERVER_NAMES]
         threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
         return self
 
@@ -166,6 +172,16 @@ class Cluster:
             ray.shutdown()
             if not self.is_external:
                 shutil.rmtree(self._session, ignore_errors=True)
+
+    def require_alive(self) -> None:
+        """Raise RunFailed if Ray's node on this machine has died: its calls then never return."""
+        dead = [server.pid for server in self._servers if not _is_running(server)]
+        if dead or self._node_died:
+            which = f"a process of Ray died (pid {dead[0]})" if dead else "Ray's node died"
+            raise RunFailed(
+                f"{which} on this machine, and with it all processes of the run; its commits are safe: start the same "
+                "command again to resume"
+            )
 
     def start(
         self,
@@ -218,9 +234,18 @@ class Cluster:
         nodes: Any = ray.nodes  # it has no types
         while ray.is_initialized():
             with suppress(RayError, RuntimeError):  # Ray is shutting down
-                alive = [node for node in nodes() if node["Alive"] and node.get("Resources", {}).get(MEMBER, 0) >= 1]
+                listed = nodes()
+                self._node_died = any(node["NodeID"] == self._node and not node["Alive"] for node in listed)
+                alive = [node for node in listed if node["Alive"] and node.get("Resources", {}).get(MEMBER, 0) >= 1]
                 self._joined = {node["NodeID"]: _machine_name(node) for node in alive}
             time.sleep(NODE_POLL_INTERVAL_S)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _machine_name(node: dict[str, Any]) -> str:

@@ -19,6 +19,8 @@ from tpuswarm.swarm.storage.ledger import READER_COUNT, Ledger, commit_name, fir
 from tpuswarm.swarm.storage.objects import Objects, array_digest, object_name, payload_name, update_digest
 from tpuswarm.swarm.storage.replay import Unreplayable, replay
 from tpuswarm.swarm.storage.store import Missing, Store
+from tpuswarm.train.run import schema
+from tpuswarm.train.run.directory import EVENTS
 
 Key = TypeVar("Key")
 Found = TypeVar("Found")
@@ -52,9 +54,12 @@ def verify(store: Store, say: Callable[[str], None]) -> Report:
     size of the files it reads. Raise RunFailed only if the storage cannot be listed; damage is in the report.
     """
     check = _Check(store)
+    announced = announced_version(store)  # first, because the run may continue
     say("reading the records")
     view = check.read_records()
     if view is not None:
+        if announced > view.version:
+            check.report.problems.append(f"{EVENTS} announces commit {announced}; {commit_name(announced)} is missing")
         say("reading the headers")
         check.list_files()
         check.read_headers()
@@ -68,6 +73,16 @@ def verify(store: Store, say: Callable[[str], None]) -> Report:
     changed = [record.version for record in check.records if _has_contributors(record)]
     report.recomputed = [version for version in changed if version not in report.not_recomputed]
     return report
+
+
+def announced_version(store: Store) -> int:
+    """Return the newest commit that events.jsonl announces; 0 for none."""
+    try:
+        lines = store.read(EVENTS).splitlines(keepends=True)
+    except Missing:
+        return 0
+    rows = (schema.parse_row(EVENTS, line) for line in reversed(lines) if b'"commit"' in line)
+    return next((row["version"] for row in rows if row and row["event"] == "commit"), 0)
 
 
 def newest_whole(store: Store) -> int:

@@ -2,7 +2,7 @@
 
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.member.program import swarm_hooks
 from tpuswarm.swarm.processes.run_plan import DEFAULT_CYCLE_STEPS, Swarm, code_digest
 from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
-from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
+from tpuswarm.swarm.storage.retention import RETAINED_COMMITS
 from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import announced_version
 from tpuswarm.swarm.supervision import local_devices as machine
 from tpuswarm.train.loop.resolve import Resolved, held_out, resolve
 from tpuswarm.train.program.request import capability_note
 from tpuswarm.train.recipe import Recipe, default_precision
-from tpuswarm.train.run.directory import COMMITS, CONFIG, Run
+from tpuswarm.train.run.directory import COMMITS, CONFIG, EVENTS, Run
 from tpuswarm.train.settings import check_batch, differences
 from tpuswarm.train.storage.folders import shown
 
@@ -125,7 +127,23 @@ def _has_first_version(folder: Path) -> bool:
     if founding != bool(versions) and versions != [0]:
         lost = f"{COMMITS}/" if founding else FOUNDING
         raise InputError(f"{folder} has lost its {lost}; restore a copy of it, or use another --run to start over")
+    if versions:
+        _require_ledger(folder, store, versions)
     return bool(versions)
+
+
+def _require_ledger(folder: Path, store: Store, versions: Sequence[int]) -> None:
+    """Raise InputError if an announced commit, or the header of a recent push, is lost."""
+    ledger, lost = Ledger(store), ""
+    if (announced := announced_version(store)) > versions[-1]:
+        lost = f"{commit_name(announced)}, which {EVENTS} announces: its newest commit is {versions[-1]}"
+    else:
+        stored = set(store.names("headers/"))
+        recent = ledger.records(versions[-RETAINED_COMMITS:])
+        names = (header_name(decision.identity) for record in recent for decision in record.decisions)
+        lost = next((name for name in names if name not in stored), "")
+    if lost:
+        raise InputError(f"{folder} has lost {lost}; restore a copy of it, or use another --run to start over")
 
 
 def remove_unstarted(folder: Path) -> None:

@@ -105,6 +105,7 @@ class Supervisor:
         with StopSignals() as stop:
             while True:
                 self.run.check()
+                self._cluster.require_alive()
                 self._keep_alive()
                 self._follow_ledger()
                 self._collect_reports()

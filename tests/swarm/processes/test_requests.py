@@ -19,7 +19,7 @@ from tpuswarm.swarm.core.values import Header, Identity, Incarnation
 from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.processes.aggregator import Shard
 from tpuswarm.swarm.processes.coordinator import Begin, FoundingCoordinator, Joining
-from tpuswarm.swarm.processes.effects import Parallel, Sleep
+from tpuswarm.swarm.processes.effects import Parallel, ProcessEnded, Sleep
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.storage.store import Store
@@ -27,19 +27,20 @@ from tpuswarm.swarm.storage.verify import verify
 
 LAYOUT = Layout.pack({"b": ((2,), "float32"), "w": ((3,), "float32")}, 2)
 LONG = replace(PLAN, swarm=replace(SWARM, fragments=2), settings={**PLAN.settings, "steps": 400})
+PLAN_OF_TWO = replace(LONG, settings=PLAN.settings)
 GOOD, BAD = Incarnation("good", "a" * 32), Incarnation("bad", "b" * 32)
 
 
 class Swarm:
     """The product's coordinator and aggregator over one folder, on a clock that the test moves."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, plan=LONG):
         (folder / "data").mkdir()
         (folder / "data" / "text.txt").write_text("text")
         (folder / "token").write_text("secret")
-        self.now = 0.0
+        self.now, self.plan = 0.0, plan
         store = Store(folder)
-        self.head = FoundingCoordinator(LONG, store, ["aggregator"], lambda: self.now, lambda: self.now, alone=True)
+        self.head = FoundingCoordinator(plan, store, ["aggregator"], lambda: self.now, lambda: self.now, alone=True)
         self.servers = {"coordinator": self.head, "aggregator": Shard(store, folder / "data", 0, 1)}
         self.nodes = {name: NodeThreads(self.serve) for name in self.servers}
         self.work, self.answer = self.head.run(), None
@@ -73,11 +74,11 @@ class Swarm:
     def begin(self):
         self.advance(lambda: self.head._is_unfounded)
         assert self.call("coordinator", "hello", ("m0", True)) == Begin()
-        state, outer = [], LONG.outer
+        state, outer = [], self.plan.outer
         for size in LAYOUT.sizes:
             state.append(self.call("aggregator", "found", (np.ones(size, np.float32), outer))[0])
         founding = Founding(LAYOUT.fragments, {})
-        found = (founding, tuple(state), (), LONG.terms(founding).digests)
+        found = (founding, tuple(state), (), self.plan.terms(founding).digests)
         assert self.call("coordinator", "found", found) == Accepted()
         self.advance(lambda: isinstance(self.call("coordinator", "hello", ("m0", True)), Joining))
         self.found = found
@@ -262,6 +263,46 @@ def test_push_with_nan_is_dropped_although_its_header_says_finite(tmp_path, valu
     [alarm] = alarms([swarm.newest], [], None, 0.0, swarm.now)
     assert alarm.startswith("bad pushed NaN or infinity as finite values")
     assert not verify(Store(tmp_path), lambda _: None).problems
+
+
+def push_of_another_coordinator(swarm, base, rows):
+    """Another coordinator has accepted it: its payload and its header are stored."""
+    _, *puts, (_, _, (header,)) = swarm.messages(BAD)[:4]
+    for address, method, arguments in puts:
+        assert swarm.call(address, method, arguments) == Accepted()
+    header = replace(header, base=base, rows=rows, tokens=4 * len(rows))
+    assert swarm.head._ledger.create_header(header) == "created"
+    return header.identity
+
+
+def test_run_does_not_end_before_every_accepted_push_has_a_verdict(tmp_path):
+    swarm = Swarm(tmp_path, PLAN_OF_TWO).begin()
+    undecided = push_of_another_coordinator(swarm, 0, Rows(((40, 44),)))
+    with pytest.raises(StopIteration):
+        while True:
+            swarm.train(GOOD)
+            if swarm.head.state.ended:
+                swarm.advance(lambda: False)
+    assert swarm.head._ledger.view().has_decided(undecided)
+
+
+def test_coordinator_ends_at_a_push_from_a_newer_commit(tmp_path):
+    swarm = Swarm(tmp_path).begin()
+    push_of_another_coordinator(swarm, 7, Rows(((0, 4),)))
+    clock = lambda: swarm.now  # noqa: E731
+    swarm.head = FoundingCoordinator(LONG, Store(tmp_path), ["aggregator"], clock, clock, alone=True)
+    swarm.work, swarm.answer = swarm.head.run(), None
+    with pytest.raises(ProcessEnded, match="starts from commit 7: another coordinator is in charge"):
+        swarm.advance(lambda: False)
+
+
+def test_coordinator_without_members_notices_that_it_is_outdated(tmp_path):
+    swarm = Swarm(tmp_path).begin()
+    ledger, newest = swarm.head._ledger, swarm.newest
+    record = replace(newest, version=1, epoch=2, parent=ledger.digest(newest))
+    assert ledger.append(record) == "created"
+    with pytest.raises(ProcessEnded, match="commit 1 exists: another coordinator is in charge"):
+        swarm.advance(lambda: False)
 
 
 def test_only_requests_can_be_called(tmp_path):

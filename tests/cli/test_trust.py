@@ -28,7 +28,7 @@ def own_run(typed, tmp_path):
     return Path("own"), Path(file)
 
 
-def change_target(run: Path, target: str, **options: str) -> None:
+def change_target(run: Path, target: str, /, **options: str) -> None:
     config = read_config(run)
     config["recipe"] |= {"target": target, "options": options}
     (run / "config.toml").write_text(tomli_w.dumps(config))
@@ -39,6 +39,7 @@ STRANGE = {
     "subprocess:getoutput": {"cmd": "touch executed"},
     "own/evil.py:run": {},
     "tpuswarm.recipes.evil.py:run": {},
+    "tpuswarm.recipes.stylegan2.distances:user_features": {"target": "own/evil.py:run"},
     "tpuswarm.train.user_code:_import_file": {"path": "own/evil.py"},
 }
 EVIL = "from pathlib import Path\nPath('executed').touch()\ndef run(): ...\n"
@@ -49,8 +50,8 @@ def test_code_of_a_strangers_run_is_not_executed(own_run, typed, target):
     for file in ("own/evil.py", "tpuswarm.recipes.evil.py"):
         Path(file).write_text(EVIL)
     change_target(own_run[0], target, **STRANGE[target])
-    for words in (["sample"], ["evaluate"], ["export", "out"], ["project", str(OWN)]):
-        code, _, err = typed(words[0], "own", *words[1:])
+    for words in ("sample own", "evaluate own", "export own out", f"project own {OWN}", "train --run own"):
+        code, _, err = typed(*words.split())
         assert code == 2 and f"own executes code that is not part of tpuswarm: {target}" in err
         assert "add --trust" in err and not Path("executed").exists()
 

@@ -247,7 +247,7 @@ def build_recipe(
     Raises InputError for a wrong target or option.
     """
     maker = find_maker(target)
-    if not (named_by_user or _is_marked(maker, target)):
+    if not (named_by_user or is_marked(maker, target)):
         raise InputError(
             f"{target} is neither a recipe class, nor a function of the recipe's own file, nor one that is declared "
             "`-> tpuswarm.Recipe`, so it is not called"
@@ -281,7 +281,7 @@ def build_recipe(
     return recipe
 
 
-def _is_marked(maker: Any, target: str) -> bool:
+def is_marked(maker: Any, target: str) -> bool:
     """Return whether a class or function says that it makes recipes; `os:system` for example does not."""
     if inspect.isclass(maker):
         return issubclass(maker, Recipe)

@@ -10,7 +10,7 @@ from tpuswarm.train.process.computer import state_folder
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import CONFIG, read_config
 from tpuswarm.train.storage.folders import shown
-from tpuswarm.train.user_code import build_recipe, check_recipe_file, file_digest
+from tpuswarm.train.user_code import build_recipe, check_recipe_file, file_digest, find_maker, is_marked
 
 SHIPPED = "tpuswarm.recipes."
 TRUSTED = "trusted-recipes"
@@ -53,7 +53,8 @@ def require_trust(folder: Path, trust: bool = False) -> None:
 
 def is_trusted(target: str) -> bool:
     is_file = target.rpartition(":")[0].endswith(".py")
-    return (target.startswith(SHIPPED) and not is_file) or is_remembered(target)
+    is_shipped = target.startswith(SHIPPED) and not is_file and is_marked(find_maker(target), target)
+    return is_shipped or is_remembered(target)
 
 
 def is_remembered(target: str) -> bool:

@@ -48,6 +48,13 @@ def test_help_fits_80_columns_and_shows_its_examples(typed, words, monkeypatch):
     assert typed(*words.split(), "--help") == (0, out, "")
 
 
+@pytest.mark.parametrize("words", ["", *COMMANDS])
+def test_help_fits_40_columns_but_for_what_can_be_copied(typed, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = typed(*words.split(), "--help")
+    assert not [line for line in out.splitlines() if len(line) > 40 and line.strip() not in EXAMPLES.get(words, ())]
+
+
 def test_list_of_commands_fits_a_screen_with_a_prompt(typed):
     code, out, _ = typed()
     assert code == 0 and len(out.splitlines()) < 24 and max(map(len, out.splitlines())) <= 80

@@ -53,3 +53,6 @@ def test_paths_are_not_cut_and_labels_are_coloured(tmp_path):
     with terminal([sys.executable, "-c", PRINTS], tmp_path, SMALL, {"NO_COLOR": "1"}) as opened:
         opened.finish()
     assert b"\x1b[3" not in opened.written and b"error:" in opened.written
+    with terminal([sys.executable, "-c", PRINTS], tmp_path, SMALL, {"TERM": "dumb"}) as opened:
+        opened.finish()
+    assert b"\x1b" not in opened.written and b"error:" in opened.written

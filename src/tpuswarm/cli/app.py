@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -18,6 +19,8 @@ from tpuswarm.config.validation_errors import rephrase_message
 from tpuswarm.errors import TpuswarmError, message_of
 from tpuswarm.train.process.terminal import echo
 
+MAX_COLUMNS = 80
+"""Of `--help`."""
 UsageError: Any = typer.BadParameter.__base__
 COMMANDS: dict[str, dict[str, str]] = {
     "Learn": {
@@ -34,6 +37,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "init": "fleet.init:init", "up": "fleet.up:up", "list": "fleet.view:list_", "down": "fleet.up:down",
         "describe": "fleet.view:describe", "pause": "fleet.up:pause", "resume": "fleet.up:resume",
         "keep": "fleet.up:keep", "cost": "fleet.view:cost", "rehearsal": "fleet.rehearsal:app",
+        "router": "router:app",
     },
     "Machines": {
         "ssh": "machine.ssh:ssh", "exec": "machine.exec:exec_", "jobs": "machine.jobs:jobs",
@@ -41,10 +45,9 @@ COMMANDS: dict[str, dict[str, str]] = {
         "flags": "machine.flags:app", "forward": "machine.ssh:forward", "ssh-config": "machine.ssh:ssh_config",
     },
     "Look": {
-        "doctor": "look.doctor:doctor", "top": "look.top:top", "page": "look.page:page",
-        "notebook": "look.notebook:notebook", "tensorboard": "look.tensorboard:tensorboard",
+        "page": "look.page:page", "doctor": "look.doctor:doctor", "notebook": "look.notebook:notebook",
+        "top": "look.top:top", "tensorboard": "look.tensorboard:tensorboard",
     },
-    "Network": {"router": "router:app"},
 }  # fmt: skip
 """All commands by group, in the order of `--help`, each with its module in this package and its name there."""
 SUMMARIES = {
@@ -54,14 +57,14 @@ SUMMARIES = {
     "status": "Show a run, or all runs in ./runs",
     "logs": "Show what happened in a run",
     "stop": "Stop a run as Ctrl-C does, or a job on all its machines",
-    "sample": "Generate text, or a grid of pictures, with a trained model",
     "init": "Prepare a project for a fleet",
     "up": "Create the machines of swarm.toml, or one TPU",
     "list": "List a fleet's machines in all zones",
     "down": "Delete a fleet, or one of its machines",
     "ssh": "Log in to a machine with your own OpenSSH",
+    "page": "Show a run and its fleet on a live web page of this computer",
     "doctor": "Find what is wrong with machines or a run",
-    "router": "Forward ports of this machine to many others, with nftables",
+    "notebook": "Open Jupyter on a machine",
 }
 """For `tpuswarm --help`, which imports no command."""
 
@@ -122,7 +125,10 @@ def make_app() -> typer.Typer:
     app = typer.Typer(
         help="Train one model on all the Cloud TPUs you can get.",
         cls=_Top,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "terminal_width": min(shutil.get_terminal_size().columns or MAX_COLUMNS, MAX_COLUMNS) - 2,
+        },
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
@@ -154,6 +160,8 @@ def run() -> int:
     """Run the command that was typed and return its exit code."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    if len(sys.argv) > 2 and sys.argv[1] in ("--install-completion", "--show-completion"):
+        os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # typer then takes the shell that is named
     try:
         try:
             code = make_app()(prog_name="tpuswarm", standalone_mode=False)

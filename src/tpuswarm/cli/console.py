@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.cli.completion import Complete, complete_runs
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.terminal import echo
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tpuswarm.fleet.apply.preflight import Check
 
 RUN_HELP = "A run's directory, its name in ./runs, gs://BUCKET/FOLDER, or `last`."
-Run = Annotated[str, typer.Argument(help=RUN_HELP)]
+Run = Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=complete_runs)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Best = Annotated[bool, typer.Option("--best", help="The checkpoint that --keep-best kept, not the newest.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="The fleet, by name or file. Default: ./swarm.toml.")]
@@ -26,10 +27,13 @@ PIPE_WIDTH_CHARS = 240
 ANSWERS = {"y": True, "yes": True, "n": False, "no": False}
 
 
-def option(text: str, panel: str | None = None, flag: str | None = None) -> Any:
-    """Return a typer option whose help shows no default. A flag without a value needs its name."""
+def option(text: str, panel: str | None = None, flag: str | None = None, values: Complete | None = None) -> Any:
+    """Return a typer option whose help shows no default. A flag without a value needs its name.
+
+    values: completes the value in a shell.
+    """
     names = [flag] if flag else []
-    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
+    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel, autocompletion=values)
 
 
 def make_console() -> "Console":

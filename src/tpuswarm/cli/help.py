@@ -2,11 +2,14 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from typer.core import TyperCommand, TyperGroup
 
+from tpuswarm.cli.completion import recipe_option_names
 from tpuswarm.cli.examples import EXAMPLES
+from tpuswarm.config.formatting import wrap_text
 from tpuswarm.errors import InputError, TpuswarmError
 
 TYPED_WORDS = "tpuswarm.typed_words"
@@ -36,6 +39,19 @@ class Command(TyperCommand):
             use_rehearsed_buckets()
         return super().invoke(ctx)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete the named recipe's options too."""
+        found: list[Any] = super().shell_complete(ctx, incomplete)
+        if ctx.ignore_unknown_options and incomplete.startswith("-"):
+            own = {item.value for item in found}
+            names = recipe_option_names(ctx.params.get("recipe") or "")
+            found += [
+                SimpleNamespace(value=name, type="plain", help=None)
+                for name in names
+                if name.startswith(incomplete) and name not in own
+            ]
+        return found
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Write RECIPE instead of {recipe}, [FILE] instead of [[FILE]]."""
         pieces = [piece.removesuffix("...") for piece in super().collect_usage_pieces(ctx)]
@@ -57,7 +73,7 @@ class Command(TyperCommand):
         for name, records in panels.items():
             if records:
                 with formatter.section(name):
-                    formatter.write_dl(records)
+                    _write_table(records, formatter)
         if ctx.ignore_unknown_options:
             _write_recipe(ctx.meta[TYPED_WORDS], {parameter.name for parameter in self.params}, formatter)
 
@@ -76,21 +92,24 @@ class CommandGroup(TyperGroup):
             panels.setdefault(command.rich_help_panel or "Commands", []).append((name, sentence))
         for name, rows in panels.items():
             with formatter.section(name):
-                formatter.write_dl(rows)
+                _write_table(rows, formatter)
 
 
 def format_top_help(
     program: str, text: str, groups: Mapping[str, Iterable[str]], summaries: Mapping[str, str], formatter: Any
 ) -> None:
     """Write all commands on a screen of 24 rows: those with a summary first, the others by name."""
-    formatter.write(f"Usage: {program} [OPTIONS] COMMAND [ARGS]...\n{text}\n\n")
+    columns = formatter.width + 2
+    for line in (f"Usage: {program} [OPTIONS] COMMAND [ARGS]...", f"{text}\n"):
+        formatter.write(wrap_text(line, columns) + "\n")
     for panel, names in groups.items():
         rows = [f"{name:<9}{summaries[name]}" for name in names if name in summaries]
         if rest := [name for name in names if name not in summaries]:
             rows.append(f"also:    {', '.join(rest)}")
         for number, row in enumerate(rows):
-            formatter.write(f"{'' if number else panel:<10}{row}\n")
-    formatter.write("COMMAND --help: its options. Here: --version, --debug, --install-completion.\n")
+            formatter.write(wrap_text(f"{'' if number else panel:<10}{row}", columns, 19) + "\n")
+    last = "COMMAND --help: its options. Here: --version, --debug, --install-completion."
+    formatter.write(wrap_text(last, columns) + "\n")
 
 
 def _write_recipe(words: Sequence[str], command_options: set[str | None], formatter: Any) -> None:
@@ -100,7 +119,7 @@ def _write_recipe(words: Sequence[str], command_options: set[str | None], format
 
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None:
-        _write_lines("Recipes (RECIPE --help lists the options of one)", (*recipes.BUILT_IN, "file.py:NAME"), formatter)
+        _write_lines("Recipes; RECIPE --help: its options", (*recipes.BUILT_IN, "file.py:NAME"), formatter)
         return
     heading = f"Options of {name}"
     try:
@@ -118,7 +137,7 @@ def _write_recipe(words: Sequence[str], command_options: set[str | None], format
             formatter.write_text(" ".join(item.split()))
     if rows:
         with formatter.section(heading):
-            formatter.write_dl(rows)
+            _write_table(rows, formatter)
 
 
 def _type_name(annotation: Any) -> str:
@@ -133,6 +152,10 @@ def _default_text(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "Required."
     return "" if value is None else f"Default: {value}."
+
+
+def _write_table(rows: Sequence[tuple[str, str]], formatter: Any) -> None:
+    formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
 
 
 def _write_lines(heading: str, lines: Iterable[str], formatter: Any) -> None:

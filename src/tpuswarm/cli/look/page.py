@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tpuswarm.cli.completion import complete_runs
 from tpuswarm.cli.fleet.view import find_fleet_training, open_fleet
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
@@ -23,7 +24,10 @@ DEFAULT_PORT = 8787
 
 def page(
     subject: Annotated[
-        str | None, typer.Argument(metavar="[RUN|FILE]", help="A run, or swarm.toml: its fleet and its run.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN|FILE]", help="A run, or swarm.toml: its fleet and its run.", autocompletion=complete_runs
+        ),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="On loopback.")] = DEFAULT_PORT,
 ) -> None:

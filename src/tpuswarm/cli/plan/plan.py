@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tpuswarm import catalog, recipes
+from tpuswarm.cli.completion import complete_choices, complete_recipes
 from tpuswarm.cli.console import make_console, option
 from tpuswarm.cli.plan.pools import Machines, read_grants, read_pools
 from tpuswarm.cli.train.train_options import make_recipe, recipe_options
@@ -37,7 +38,11 @@ CHECKPOINT_INTERVAL_S = 300.0
 def plan(
     context: typer.Context,
     recipe: Annotated[
-        str, typer.Argument(help="A built-in recipe (gpt2-tiny, gpt2-124m, …), file.py:Recipe, or swarm.toml.")
+        str,
+        typer.Argument(
+            help="A built-in recipe (gpt2-tiny, gpt2-124m, …), file.py:Recipe, or swarm.toml.",
+            autocompletion=complete_recipes,
+        ),
     ],
     on: Annotated[
         list[str] | None, option("A TPU or GPU, by any name; repeatable. Default: the 8 of each TPU.")
@@ -45,8 +50,12 @@ def plan(
     batch: Annotated[
         str, option("Rows of one step over all devices, or auto: the largest micro-batch. Default: auto.")
     ] = "auto",
-    precision: Annotated[str | None, option("bf16, f32 or highest. Default: bf16.")] = None,
-    shard: Annotated[str | None, option("auto, replicate or fsdp. Default: auto.")] = None,
+    precision: Annotated[
+        str | None, option("bf16, f32 or highest. Default: bf16.", values=complete_choices("precision"))
+    ] = None,
+    shard: Annotated[
+        str | None, option("auto, replicate or fsdp. Default: auto.", values=complete_choices("shard"))
+    ] = None,
     accumulate: Annotated[str | None, option("Micro-batches per step. Default: as few as fit.")] = None,
     freeze: Annotated[str | None, option("Freeze parameters whose path matches this regex.")] = None,
     ema: Annotated[float | None, option("Keep a moving average of the parameters, e.g. 0.999.")] = None,

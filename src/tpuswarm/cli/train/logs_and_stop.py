@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tpuswarm.cli.completion import complete_runs
 from tpuswarm.cli.console import FleetOption
 from tpuswarm.cli.machine.job_logs import show_job_logs, show_machine_logs
 from tpuswarm.cli.machine.jobs import find_job, stop_job
@@ -41,7 +42,9 @@ def logs(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|NAME|JOB", help="A run's directory or gs:// URL, its name, `last`; a job; a machine: its jobs."
+            metavar="RUN|NAME|JOB",
+            help="A run's directory or gs:// URL, its name, `last`; a job; a machine: its jobs.",
+            autocompletion=complete_runs,
         ),
     ],
     name: Annotated[str | None, typer.Argument(help="Only this process: coordinator, aggregator-0, m0, …")] = None,
@@ -166,7 +169,12 @@ def _find_folder(name: str, fleet: str | None) -> Path:
 
 def stop(
     run: Annotated[
-        str, typer.Argument(metavar="RUN|JOB", help="A run's directory or gs:// URL, its name, `last`; or a job.")
+        str,
+        typer.Argument(
+            metavar="RUN|JOB",
+            help="A run's directory or gs:// URL, its name, `last`; or a job.",
+            autocompletion=complete_runs,
+        ),
     ],
     fleet: FleetOption = None,
 ) -> None:

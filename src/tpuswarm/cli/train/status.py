@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tpuswarm.cli.completion import complete_runs
 from tpuswarm.cli.console import RUN_HELP, Json, make_console
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
@@ -25,7 +26,7 @@ REDRAW_INTERVAL_S = 1.0
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help=RUN_HELP)] = None,
+    run: Annotated[str | None, typer.Argument(help=RUN_HELP, autocompletion=complete_runs)] = None,
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Redraw every second until the run ends.")] = False,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpuswarm.cli.completion import complete_choices, complete_recipes, complete_runs
 from tpuswarm.cli.console import option
 from tpuswarm.cli.train.detach import start_detached
 from tpuswarm.cli.train.train_options import TRAINER_OPTIONS, TrainOptions, read_options
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
     from tpuswarm.train.loop.result import Result
 
 LENGTH, HOW, KEPT = "Data and length", "How it trains", "The run"
-HOSTS, SWARM = "Several machines as one program", "A swarm"
+HOSTS, SWARM, FLEET = "Several machines as one program", "A swarm", "With a fleet"
 
 
 def train(
     context: typer.Context,
     recipe: Annotated[
         str | None,
-        typer.Argument(help="gpt2-tiny, gpt2-124m, …, file.py:Recipe, or a file.toml. Default: that of --run."),
+        typer.Argument(
+            help="gpt2-tiny, gpt2-124m, …, file.py:Recipe, or a file.toml. Default: that of --run.",
+            autocompletion=complete_recipes,
+        ),
     ] = None,
     data: Annotated[str | None, option("Text: a file, folder or URL, or `fake`.", LENGTH)] = None,
     steps: Annotated[str | None, option("Length of the whole run, in steps.", LENGTH)] = None,
@@ -42,13 +46,19 @@ def train(
     epochs: Annotated[float | None, option("Length of the run, in passes over the data.", LENGTH)] = None,
     batch: Annotated[str | None, option("Rows per step of all devices; auto: as many as fit.", LENGTH)] = None,
     init_from: Annotated[
-        str | None, option("Start from these parameters: RUN, gpt2, hf:ORG/NAME or hf:DIR.", LENGTH)
+        str | None,
+        option("Start from these parameters: RUN, gpt2, hf:ORG/NAME or hf:DIR.", LENGTH, values=complete_runs),
     ] = None,
     init_only: Annotated[str | None, option("Take only parameters whose path matches this regex.", LENGTH)] = None,
     seed: Annotated[int | None, option("Random seed: parameters, data order, dropout. Default: 0.", LENGTH)] = None,
     devices: Annotated[str | None, option("all, a number (8) or indices ([5]). Default: all.", HOW)] = None,
-    precision: Annotated[str | None, option("bf16, f32 or highest. Default: bf16, f32 on CPU.", HOW)] = None,
-    shard: Annotated[str | None, option("auto, replicate or fsdp. Default: auto.", HOW)] = None,
+    precision: Annotated[
+        str | None,
+        option("bf16, f32 or highest. Default: bf16, f32 on CPU.", HOW, values=complete_choices("precision")),
+    ] = None,
+    shard: Annotated[
+        str | None, option("auto, replicate or fsdp. Default: auto.", HOW, values=complete_choices("shard"))
+    ] = None,
     accumulate: Annotated[str | None, option("Micro-batches per step.", HOW)] = None,
     clip: Annotated[float | None, option("Clip the gradient to this norm.", HOW)] = None,
     freeze: Annotated[str | None, option("Freeze parameters whose path matches this regex.", HOW)] = None,
@@ -57,7 +67,7 @@ def train(
     ] = None,
     ema: Annotated[float | None, option("Keep a moving average of the parameters, e.g. 0.999.", HOW)] = None,
     deterministic: Annotated[bool | None, option("Use deterministic GPU kernels.", HOW, flag="--deterministic")] = None,
-    run: Annotated[str | None, option("Run directory; an existing one is resumed.", KEPT)] = None,
+    run: Annotated[str | None, option("Run directory; an existing one is resumed.", KEPT, values=complete_runs)] = None,
     eval_every: Annotated[str | None, option("Steps (500) or time (5m) between evaluations.", KEPT)] = None,
     eval_batch: Annotated[str | None, option("Rows of a batch in evaluations. Default: as in a step.", KEPT)] = None,
     save_every: Annotated[str | None, option("Steps (500) or time between checkpoints. Default: 5m.", KEPT)] = None,
@@ -99,12 +109,19 @@ def train(
         option("Devices of each member; without a TPU or GPU, virtual ones. Default: an equal share.", SWARM),
     ] = None,
     cycle: Annotated[int | None, option("Steps of a member between two pushes. Default: 50.", SWARM)] = None,
-    outer: Annotated[str | None, option("Outer rule: average or nesterov (DiLoCo).", SWARM)] = None,
+    outer: Annotated[
+        str | None, option("Outer rule: average or nesterov (DiLoCo).", SWARM, values=complete_choices("outer"))
+    ] = None,
     outer_lr: Annotated[
         float | None, option("Learning rate of nesterov. Default: by the number of members.", SWARM)
     ] = None,
-    quantize: Annotated[str | None, option("int8 or int4: send fewer bytes, in both directions.", SWARM)] = None,
-    overlap: Annotated[str | None, option("auto, or 0: wait while a push is in flight.", SWARM)] = None,
+    quantize: Annotated[
+        str | None,
+        option("int8 or int4: send fewer bytes, in both directions.", SWARM, values=complete_choices("quantize")),
+    ] = None,
+    overlap: Annotated[
+        str | None, option("auto, or 0: wait while a push is in flight.", SWARM, values=complete_choices("overlap"))
+    ] = None,
     ray_address: Annotated[str | None, option("Use this existing Ray cluster.", SWARM)] = None,
     dashboard: Annotated[
         bool | None, option("Serve Ray's own dashboard, to this machine alone.", SWARM, flag="--dashboard")
@@ -118,8 +135,8 @@ def train(
     ports: Annotated[
         str | None, option("TCP ports on which Ray listens, such as 20000-20999. Default: any.", SWARM)
     ] = None,
-    paid: Annotated[bool, option("With a fleet: pay for TPUs that no grant covers.", SWARM, flag="--paid")] = False,
-    yes: Annotated[bool, option("With a fleet: rent its machines without asking.", SWARM, flag="--yes")] = False,
+    paid: Annotated[bool, option("Pay for TPUs that no grant covers.", FLEET, flag="--paid")] = False,
+    yes: Annotated[bool, option("Rent the machines of the fleet without asking.", FLEET, flag="--yes")] = False,
     accept_code: Annotated[
         bool, option("Resume although the code (in a swarm, also settings) changed.", KEPT, flag="--accept-code")
     ] = False,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CLEAR_LINE = "\r\x1b[2K"
+
 REDELIVERY_DELAY_S = 0.02
 SWALLOWED_CHECK_S = 1.0
 """A future, for example, may hold back an Interrupted; one that has not arrived by then was swallowed."""
@@ -46,6 +47,11 @@ class _State:
     """Only the newest gets signals."""
     end_now: Callable[[], NoReturn] | None = None
     """Ends a process of the command; None in a program or notebook of the user."""
+
+
+def clears_lines(stream: Any) -> bool:
+    """Return whether CLEAR_LINE works on a stream."""
+    return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
 
 
 def _install(handler: Handler) -> dict[Signals, Any]:
@@ -145,7 +151,7 @@ def _end_interrupted() -> NoReturn:
 
 def _print(text: str) -> None:
     """Print a line in place of an unfinished progress line."""
-    sys.stderr.write(f"{CLEAR_LINE * sys.stderr.isatty()}{text}\n")
+    sys.stderr.write(f"{CLEAR_LINE * clears_lines(sys.stderr)}{text}\n")
 
 
 def _end_at_once(code: int) -> NoReturn:

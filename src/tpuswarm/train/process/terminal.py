@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from tpuswarm.config.formatting import wrap_text
-from tpuswarm.train.process.stop import CLEAR_LINE, defer_interrupts
+from tpuswarm.train.process.stop import CLEAR_LINE, clears_lines, defer_interrupts
 
 RED, YELLOW, PLAIN = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
 LABEL_COLOURS = {"error": RED, "problem": RED, "warning": YELLOW, "not now": YELLOW, "note": YELLOW, "fix": YELLOW}
@@ -47,7 +47,7 @@ def wrap_standard_streams() -> None:
 def print_temporary_line(text: str) -> None:
     """On a terminal, print a text that the next output replaces."""
     raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
-    if isinstance(raw, _Terminal):
+    if isinstance(raw, _Terminal) and clears_lines(raw):
         with defer_interrupts():  # the stream would write an interrupted text again
             sys.stderr.write(f"{text} …")
             sys.stderr.flush()

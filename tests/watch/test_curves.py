@@ -49,13 +49,14 @@ def watched(rows: list[dict[str, Any]], opened: float, swarm: bool, commits: Cal
             for event in commits(end):
                 append_event(folder, "commit", **event)
             append_rows(folder / METRICS, rows[begin:end])
-            if history is None:
+            updates = history and history.read_new()
+            if updates is None:  # the page opens, or has to be sent everything again
                 history = History(folder, swarm)
                 shown = {"losses": list(history.losses), "speeds": list(history.speeds)}
-            elif updates := history.read_new():
-                for curve in shown:
-                    if tail := getattr(updates, curve):
-                        shown[curve][tail.start :] = tail.points
+                continue
+            for curve in shown:
+                if tail := getattr(updates, curve):
+                    shown[curve][tail.start :] = tail.points
         assert shown == {"losses": history.losses, "speeds": history.speeds}
         late = History(folder, swarm)
         assert [point[1:] for point in late.losses] == [point[1:] for point in history.losses]

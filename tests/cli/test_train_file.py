@@ -76,3 +76,22 @@ def test_run_resumes_without_naming_its_recipe_again(train, typed, words):
     assert train(FILE)[0] == 0
     code, out, err = typed(*words)
     assert code == 0 and "runs/a finished at step 4 of 4" in out, err
+
+
+def test_recipe_file_is_executed_once_unless_it_changes(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = f"{Path(my_recipe.__file__).read_text()}\nprint('executed')\n"
+    Path("mine.py").write_text(text)
+    for found in (text, f"{text}\n"):
+        Path("mine.py").write_text(found)
+        code, out, err = typed("train", "mine.py:line", "--steps", "2", "--batch", "8")
+        assert code == 0 and out.count("executed") == 1, err
+
+
+def test_file_that_trains_when_it_is_imported_is_refused(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = "\nfrom tpuswarm import Trainer\nTrainer().fit(line(), steps=2, run='own')\n"
+    Path("mine.py").write_text(Path(my_recipe.__file__).read_text() + train)
+    code, _, err = typed("train", "mine.py:line", "--steps", "2")
+    assert code == 2 and "mine.py trains when it is imported: run `python mine.py`, or put" in err
+    assert not Path("own").exists()

@@ -35,7 +35,7 @@ from tpuswarm.train.run.parent import find_parent
 from tpuswarm.train.settings import CHANGEABLE_SETTINGS, FIXED_SETTINGS
 from tpuswarm.train.storage.copy import download_run, refreshed_folder
 from tpuswarm.train.storage.folders import is_url, shown
-from tpuswarm.train.user_code import blame
+from tpuswarm.train.user_code import blame, refuse_while_importing
 
 
 @entry_point
@@ -261,6 +261,7 @@ class Trainer:
         Closing the loop early (`contextlib.closing`, or leaving the function that holds it) saves and ends the run like
         Ctrl-C; a loop left open at the end of a script resumes from its last checkpoint. Errors are those of `fit`.
         """
+        refuse_while_importing()
         check_recipe(recipe)
         asked = self.settings(steps, batch, init_from, init_only)
         for name in ("save_every", "eval_every"):

@@ -206,8 +206,18 @@ def _import_module(name: str) -> Any:
         raise InputError(f"there is no module {error.name}, needed for the recipe in {name}") from error
 
 
+_imported: dict[str, tuple[str, Any]] = {}
+"""Digest and module of each recipe file, by path: a file may print, load data, or count calls."""
+_importing: list[Path] = []
+
+
 def _import_file(path: Path) -> Any:
+    """Import a recipe file once, and again only after it has changed."""
+    place, digest = str(path.resolve()), hashlib.sha256(path.read_bytes()).hexdigest()
     name = f"{FILE_MODULE}{path.stem}"  # a file may have the name of a library
+    if place in _imported and _imported[place][0] == digest:
+        sys.modules[name] = _imported[place][1]
+        return _imported[place][1]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -215,8 +225,22 @@ def _import_file(path: Path) -> Any:
     folder = str(path.parent.resolve())
     if folder not in sys.path:
         sys.path.append(folder)  # the file may import its neighbours
-    spec.loader.exec_module(module)
+    _importing.append(path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _importing.pop()
+    _imported[place] = digest, module
     return module
+
+
+def refuse_while_importing() -> None:
+    """Raise InputError if a recipe file trains while it is imported."""
+    if _importing:
+        raise InputError(
+            f"{_importing[-1]} trains when it is imported: run `python {_importing[-1]}`, or put that call under "
+            '`if __name__ == "__main__":`'
+        )
 
 
 interruptible_imports.add(_import_file.__code__)

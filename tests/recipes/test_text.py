@@ -97,6 +97,21 @@ def test_named_path_is_read_whatever_folders_lead_to_it(tmp_path, monkeypatch, p
     assert "".join(open_text(path).pieces()).endswith("play.txt")
 
 
+def test_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "a.txt").write_text("one ", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n', encoding="utf-8-sig")
+    assert "".join(open_text(str(tmp_path), "text").pieces()).split() == ["one", "two"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf_16_is_named_with_the_command_that_converts_it(tmp_path, encoding):
+    file = tmp_path / "a.txt"
+    file.write_text("To be, or not", encoding=encoding)
+    name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+    with pytest.raises(InputError, match=f"is {name}, not UTF-8 text: convert it with `iconv -f {name} -t UTF-8 a.txt"):
+        list(open_text(str(file)).pieces())
+
+
 def test_url_is_read(play):
     with serve_folder(play.parent) as url:
         tokens = prepare_tokens(f"{url}/play.txt", "bytes")

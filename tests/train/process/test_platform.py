@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
+from tpuswarm.train.process import platform
 from tpuswarm.train.process.platform import count_tpu_chips
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc and /proc")
@@ -84,3 +86,20 @@ def test_chips_are_counted_by_their_device_files(tmp_path, files, groups, count)
     for group, address in groups.items():
         (tmp_path / f"sys/kernel/iommu_groups/{group}/devices/{address}").mkdir(parents=True)
     assert count_tpu_chips(tmp_path) == count
+
+
+def test_cache_moves_to_a_private_temporary_folder_if_home_cannot_be_written(tmp_path, monkeypatch, capfd):
+    home = tmp_path / "home"
+    home.touch()  # root may write into every folder, but not into a file
+    for name in ("TPUSWARM_CACHE", "XDG_CACHE_HOME", "MPLCONFIGDIR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = platform.cache_folder("tokens")
+    assert folder.is_relative_to(tmp_path) and folder.parent.stat().st_mode & 0o777 == 0o700
+    assert platform.cache_folder("tokens") == folder
+    err = " ".join(capfd.readouterr().err.split())
+    assert err.count("cannot be written, so the cache is") == 1 and "TPUSWARM_CACHE names another" in err
+    monkeypatch.setenv("TPUSWARM_CACHE", "")
+    folder.parent.chmod(0o777)
+    assert platform.cache_folder("tokens").parent != folder.parent, "somebody else may write there"

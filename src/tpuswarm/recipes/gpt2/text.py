@@ -24,6 +24,7 @@ from tpuswarm.train.data.contents import file_identity
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.storage.stored_files import StoredFiles
 
+SEARCHED_BYTES = 1000
 PIECE_BYTES = 2**22
 """Bytes read at a time."""
 NO_FIELD = "none"
@@ -104,17 +105,21 @@ class Text:
         return self.field is not None and JSON_LINES.search(path) is not None
 
     def _read_plain(self, path: str, advance: Advance | None) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")()
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()  # without a byte-order mark
         with self.open(path, advance) as file:
             while True:
                 raw = file.read(PIECE_BYTES)
+                if encoding := _find_utf16(raw):
+                    convert = f"iconv -f {encoding} -t UTF-8 {Path(path).name}"
+                    raise InputError(f"{path} is {encoding}, not UTF-8 text: convert it with `{convert} > NEW`")
                 if b"\0" in raw:
                     raise InputError(f"{path} is binary, not text; use --tokenizer bytes or other --data")
                 try:
                     piece = decoder.decode(raw, final=not raw)
                 except UnicodeDecodeError as error:
                     raise InputError(
-                        f"{path} is not UTF-8 text ({error.reason}); use --tokenizer bytes or other --data"
+                        f"{path} is not UTF-8 text ({error.reason}); convert it with `iconv -f ENCODING -t UTF-8`, or "
+                        "use --tokenizer bytes or other --data"
                     ) from error
                 if piece:
                     yield piece
@@ -127,6 +132,8 @@ class Text:
         documents, size, is_first = list[str](), 0, True
         with self.open(path, advance) as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 document = _document(line, self.field, f"{path}:{number}") if line.strip() else ""
                 if document:
                     documents.append(document if is_first else separator + document)
@@ -136,6 +143,17 @@ class Text:
                     documents, size = [], 0
         if documents:
             yield "".join(documents)
+
+
+def _find_utf16(raw: bytes) -> str:
+    """Return the encoding if bytes begin with the mark of UTF-16, or every second one is zero; else an empty text."""
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    start = raw[:SEARCHED_BYTES]
+    for name, zeros in (("UTF-16LE", start[1::2]), ("UTF-16BE", start[::2])):
+        if zeros.count(0) > len(start) // 4:
+            return name if start.count(0) == zeros.count(0) else ""
+    return ""
 
 
 def _document(line: bytes, field: str, where: str) -> str:

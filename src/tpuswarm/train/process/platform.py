@@ -7,7 +7,9 @@ import ctypes
 import importlib.util
 import os
 import re
+import stat
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.process import nvidia
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
 if TYPE_CHECKING:
@@ -34,9 +37,30 @@ _default_platforms = ""
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder in `$TPUSWARM_CACHE` or `~/.cache/tpuswarm`."""
-    base = os.environ.get("TPUSWARM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tpuswarm"
-    return Path(base).expanduser() / name
+    """Return a folder in `$TPUSWARM_CACHE` or `~/.cache/tpuswarm`; if that cannot be written, in a temporary folder."""
+    usual = os.environ.get("TPUSWARM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tpuswarm"
+    base = Path(usual).expanduser()
+    if not _may_create(base):
+        base = _temporary_cache()
+        echo(f"note: {usual} cannot be written, so the cache is {base}; TPUSWARM_CACHE names another", err=True)
+        os.environ["TPUSWARM_CACHE"] = str(base)  # for this process and those that it starts
+        os.environ.setdefault("MPLCONFIGDIR", str(base / "matplotlib"))
+    return base / name
+
+
+def _may_create(folder: Path) -> bool:
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def _temporary_cache() -> Path:
+    """Return the same private folder each time, or a new one if somebody else has taken its name."""
+    folder = Path(tempfile.gettempdir()) / f"tpuswarm-cache-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return folder if is_ours else Path(tempfile.mkdtemp(prefix="tpuswarm-cache-"))
 
 
 def tpu_device_files(root: Path = Path("/")) -> list[Path]:

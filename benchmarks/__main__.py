@@ -35,6 +35,7 @@ NAMES = (
     "plan",
     "calibration",
     "gpu_all",
+    "sentences",
 )
 READ_DATA = ("shakespeare", "quality")
 DEFAULT_DATA, DEFAULT_PEERS = Path("../shared/data/tinyshakespeare.txt"), Settings.peers

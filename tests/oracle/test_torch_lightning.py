@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax._src import xla_bridge
 from tests.oracle.zoo import nn, torch
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, RMSprop, lr_scheduler
@@ -143,6 +144,13 @@ def test_logged_values_and_validation_step_reach_the_metrics(tmp_path):
     evaluation = next(row for row in rows if "eval_loss" in row)
     assert evaluation["eval_loss"] == evaluation["eval_val_loss"] > 1.2 * rows[4]["loss"]
     assert 0 <= evaluation["eval_right"] <= 1
+
+
+def test_recipe_does_not_start_jax_before_several_hosts_have_joined(monkeypatch):
+    monkeypatch.setattr(xla_bridge, "get_backend", None)
+    module = Classifier(CONVERTED["adamw-groups"])
+    module.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
+    assert recipe(module, data=DATA).exported.arrays["buffers"]["scale"].dtype == np.float32
 
 
 def test_exported_lightning_module_trains_from_its_file(tmp_path):

@@ -23,7 +23,6 @@ from tpuswarm.torch.lightning import LightningSteps
 from tpuswarm.torch.masks import simplify_attention_masks
 from tpuswarm.torch.merge_traces import TRACED_ROWS, merge_traces
 from tpuswarm.torch.trace import Location, TracedStep, copy_module, trace, traceback_line
-from tpuswarm.train.data.arrays import to_numpy
 from tpuswarm.train.process.terminal import echo
 
 MIN_TORCH = (2, 13)
@@ -294,7 +293,8 @@ def to_array(name: str, tensor: Any) -> np.ndarray:
     if tensor.device.type == "meta":
         dtype = str(tensor.dtype).removeprefix("torch.")
         return zeros_without_memory(tensor.shape, ARRAY_DTYPES.get(dtype, dtype))
-    array: np.ndarray = to_numpy(tensor.detach())
+    is_16_bit = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    array: np.ndarray = (tensor.float() if is_16_bit else tensor).numpy(force=True)  # JAX must not start yet
     if array.dtype == np.int64 and array.size and max(-int(array.min()), int(array.max())) > MAX_INTEGER:
         raise InputError(f"{name} holds {int(np.abs(array).max())}; JAX supports integers of 32 bits")
     return array.astype(ARRAY_DTYPES.get(str(array.dtype), array.dtype))

@@ -237,6 +237,18 @@ def test_hosts_that_do_not_come_together_are_named(address, count, index, words)
         rendezvous.initialize(address, count, index, b"", 0.1)
 
 
+def test_host_without_the_secret_is_told_to_share_the_run_directory():
+    address = ("127.0.0.1", free_port())
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(rendezvous.initialize, f"127.0.0.1:{address[1]}", 2, 0, SECRET, 5.0)
+        while not zero.done():
+            with suppress(ConnectionRefusedError):
+                socket.create_connection(address).close()
+                break
+        with pytest.raises(InputError, match=r"host 1 did not connect .* without the secret, .*disk, such as NFS"):
+            zero.result(60)
+
+
 def test_one_host_needs_no_others():
     with rendezvous.initialize("127.0.0.1:1", 1, 0, b"") as alone:
         alone.require_equal({"data": "any"})

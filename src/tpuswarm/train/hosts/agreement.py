@@ -207,7 +207,7 @@ def _read_secret(place: _SecretPlace, group: HostGroup) -> bytes:
         if time.monotonic() > deadline:
             raise InputError(
                 f"host 0 answers at {group.address}, but host {group.index} cannot see its run directory "
-                f"{place.name}: use the same --run on all hosts, in a bucket or on a shared disk"
+                f"{place.name}: use the same --run on all hosts, in a bucket or on a shared disk, such as NFS"
             )
         time.sleep(0.1)
     return secret

@@ -275,7 +275,8 @@ def _accept_all(
                 ask_at = time.monotonic() + POLL_INTERVAL_S
             if time.monotonic() > deadline:
                 missing = [str(index) for index in range(1, count) if index not in channels]
-                more = f" ({strangers} connected without the secret)" if strangers else ""
+                place = "which host 0 left in the run's directory: put it in a bucket or on a shared disk, such as NFS"
+                more = f" ({strangers} connected without the secret, {place})" if strangers else ""
                 refusal = (
                     f"host{'s' * (len(missing) > 1)} {', '.join(missing)} did not connect to {name}:{port} within "
                     f"{timeout_s:.0f} s{more}; start all {count} with the same address and secret"

@@ -53,6 +53,7 @@ class Power(nn.Module):
 SAME = {
     "power": Net(lambda m, x: m.last(m.power(m.first(x))), power=Power()),
     "plain": Net(two_layers),
+    "unused parameter": Net(two_layers, unused=nn.Linear(3, 3)),
     "dropout": Net(lambda m, x: m.last(m.drop(m.first(x))), drop=nn.Dropout(0.5)),
     "dropout as a function": Net(lambda m, x: m.last(functional.dropout(m.first(x), 0.5, m.training))),
     "batch norm": Net(lambda m, x: m.last(m.norm(m.first(x))), norm=nn.BatchNorm1d(8)),

@@ -168,9 +168,5 @@ def _step_in_jax(exported: ExportedModule, batch: Mapping[str, np.ndarray]) -> S
     with jax.default_device(device), jax.default_matmul_precision("highest"):
         args = dict(params), dict(state), narrow_rows(batch)
         outputs = jax.device_get(jax.jit(step).lower(*args).compile(QUICK_COMPILE)(*args))
-    gradients = {
-        name: outputs.gradients.get(name, np.zeros_like(param))
-        for name, param in params.items()
-        if name not in exported.frozen
-    }
+    gradients = {name: outputs.gradients.get(name, np.zeros_like(param)) for name, param in params.items()}
     return StepResult(float(outputs.loss), gradients, outputs.buffers)

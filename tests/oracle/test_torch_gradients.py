@@ -46,6 +46,12 @@ def switched_off(module, x):
     return module.last(hidden)
 
 
+def in_inference(module, x):
+    with torch.inference_mode():
+        gate = torch.sigmoid(module.first(x))
+    return module.last(x * gate.clone())  # torch saves no tensor of inference
+
+
 @torch.no_grad()
 def decorated(module, x):
     return module.first(x)
@@ -60,11 +66,26 @@ def distilled(outputs, batch):
     return functional.kl_div(functional.logsigmoid(outputs), functional.logsigmoid(target), log_target=True)
 
 
+def follows_itself(outputs, batch):
+    with torch.set_grad_enabled(False):
+        target = outputs * 2
+    return (outputs - target).square().mean()
+
+
+def online_and_target(module, x):
+    """BYOL: the target network is frozen."""
+    with torch.no_grad():
+        target = module.target(x)
+    return functional.cosine_similarity(module.first(x), target).mean() + module.last(x)
+
+
 STOPS = {
     "detach": Net(lambda m, x: m.last(m.first(x) * m.first(x).detach())),
     "no_grad": Net(without_gradient),
     "no_grad as a decorator": Net(lambda m, x: m.last(decorated(m, x) + m.first(x))),
     "set_grad_enabled": Net(switched_off),
+    "inference_mode": Net(in_inference),
+    "target network": Net(online_and_target, target=nn.Linear(8, 8).requires_grad_(False)),
     "straight through": Net(lambda m, x: m.last(StraightThrough.apply(m.first(x)))),
     "gradient reversal": Net(lambda m, x: m.last(Reversed.apply(m.first(x)))),
     "checkpoint": Net(checkpointed),
@@ -84,8 +105,9 @@ def test_gradients_stop_where_torch_stops_them(case):
     assert_trains_as_in_torch(STOPS[case])
 
 
-def test_detached_target_of_a_loss():
-    assert_trains_as_in_torch(Net(lambda m, x: m.last(m.first(x))), distilled)
+@pytest.mark.parametrize("loss", [distilled, follows_itself])
+def test_target_that_the_loss_detaches(loss):
+    assert_trains_as_in_torch(Net(lambda m, x: m.last(m.first(x))), loss)
 
 
 ROW_NUMBERS = {

@@ -6,7 +6,7 @@ import pytest
 from tests.oracle.compare_modules import Net, assert_trains_as_in_torch
 from tests.oracle.zoo import functional, nn, torch
 
-INF, NAN = math.inf, math.nan
+INF, NAN, Normal = math.inf, math.nan, torch.distributions.Normal
 
 
 def attention_with(mask):
@@ -132,7 +132,14 @@ MODULES = {
     "rms norm": Net(lambda m, x: m.last(m.norm(m.first(x))), norm=nn.RMSNorm(8)),
     "layer norm without bias": Net(lambda m, x: m.last(m.norm(m.first(x))), norm=nn.LayerNorm(8, bias=False)),
     "unused parameter": Net(lambda m, x: m.last(m.first(x)), unused=nn.Linear(3, 3)),
-    "complex buffer": Net(lambda m, x: m.last(m.first(x)), turns=torch.ones(3, dtype=torch.complex64)),
+    "unused complex buffer": Net(lambda m, x: m.last(m.first(x)), turns=torch.ones(3, dtype=torch.complex64)),
+    "complex buffer": Net(
+        lambda m, x: m.last(torch.view_as_real(torch.view_as_complex(m.first(x).view(-1, 4, 2)) * m.turns).flatten(1)),
+        turns=torch.polar(torch.ones(4), torch.arange(4.0)),
+    ),
+    "large integers": Net(lambda m, x: m.last(m.first(x)[:, : 2**63 - 1]) * 2**40 / 2**40),
+    "dropout of everything": Net(lambda m, x: m.last(functional.dropout(m.first(x), 1.0, m.training))),
+    "batch norm of no rows": Net(lambda m, x: m.last(x) + m.norm(m.first(x)[:0]).sum(), norm=nn.BatchNorm1d(8)),
     "tied": Net(lambda m, x: m.last(m.other(torch.tanh(m.first(x))))),
     "lstm": Net(
         lambda m, x: m.last(m.cells(x[:, None].expand(-1, 3, -1))[0][:, -1]), cells=nn.LSTM(8, 8, 2, batch_first=True)
@@ -177,6 +184,12 @@ MODULES = {
     ),
     "weighted embedding bag": Net(
         lambda m, x: m.last(m.bag((x > 0).long(), per_sample_weights=m.first(x))), bag=nn.EmbeddingBag(5, 8, mode="sum")
+    ),
+    "gaussian divergence": Net(
+        lambda m, x: (
+            m.last(x)
+            + torch.distributions.kl_divergence(Normal(m.first(x), torch.exp(m.last(x))), Normal(0.0, 1.0)).mean()
+        )
     ),
     "gaussian likelihood": Net(
         lambda m, x: m.last(m.first(x)) + functional.gaussian_nll_loss(m.first(x), x, m.first(x).relu())
@@ -291,7 +304,15 @@ MODULES = {
             torch.cdist(m.first(x).view(-1, 2, 4), m.first.weight.view(1, 16, 4)[:, :4], p=3.0).flatten(1)
         )
     ),
-    "pdist": Net(lambda m, x: m.last(torch.cdist(m.first(x), m.first.weight, p=1.0))),
+    "cdist 1": Net(lambda m, x: m.last(torch.cdist(m.first(x), m.first.weight, p=1.0))),
+    **{f"pdist {p}": Net(lambda m, x, p=p: m.last(x) + functional.pdist(m.first(x), p).sum()) for p in (1.0, 2.0, INF)},
+    "correlations": Net(lambda m, x: m.last(x) + torch.corrcoef(m.first(x).T).square().sum()),
+    "covariances": Net(lambda m, x: m.last(x) + m.first(x).T.cov(correction=0).square().sum()),
+    "median without NaN": Net(
+        lambda m, x: m.last(m.first(x).masked_fill(x > 0, NAN).nanmedian(1, keepdim=True)[0].nan_to_num(1) * x)
+    ),
+    "most frequent": Net(lambda m, x: m.last(x * m.first(x).round().mode(1, keepdim=True)[0] * m.first(x))),
+    "incomplete gamma": Net(lambda m, x: m.last(torch.special.gammainc(x.abs() + 0.5, m.first(x).abs() + 0.5))),
     "prelu": Net(lambda m, x: m.last(m.slope(m.first(x))), slope=nn.PReLU(8)),
     "glu": Net(lambda m, x: m.last(functional.glu(torch.cat([m.first(x), x], 1)))),
     "fold": Net(lambda m, x: m.last(functional.unfold(m.first(x).view(-1, 1, 2, 4), (1, 1)).flatten(1))),
@@ -302,6 +323,10 @@ MODULES = {
     "masked_scatter": Net(lambda m, x: m.last(m.first(x).masked_scatter(x > 0, x * 2))),
     "diagonal_scatter": Net(lambda m, x: m.last(m.first(x) @ m.first.weight.diagonal_scatter(torch.ones(8)))),
     "repeat_interleave": Net(lambda m, x: m.last(m.first(x)[:, :4].repeat_interleave(2, 1))),
+    "repeat_interleave by a tensor": Net(
+        lambda m, x: m.last(m.first(x)[:, :4].repeat_interleave(m.counts, 1, output_size=8)),
+        counts=torch.tensor([1, 0, 5, 2]),
+    ),
     "searchsorted": Net(
         look_up(lambda m, t: torch.searchsorted(m.bounds, t.float())[:, None]), bounds=torch.arange(4.0)
     ),

@@ -46,6 +46,14 @@ CASES = {
         Module(lambda x, w: torch.special.bessel_j0(x).sum() * w.sum()), outputs,
         HERE + "special_bessel_j0.*is not implemented in JAX",
     ),
+    "large integer": (
+        Module(lambda x, w: (x.long() + 2**40).sum() * w.sum()), outputs,
+        HERE + "add takes the number 1099511627776; JAX supports integers of 32 bits",
+    ),
+    "length": (
+        Module(lambda x, w: x.repeat_interleave((w > 0).long(), 1)), outputs,
+        HERE + "repeat_interleave by a tensor depends on the data; give it an output_size",
+    ),
     "scalar": (nn.Linear(8, 2), outputs, r"the loss is \[rows, 2\]; return a scalar tensor"),
     "argument": (nn.Bilinear(8, 8, 2), mean_square, "forward needs input1, but the data has x"),
     "complex parameter": (nn.Linear(8, 2, dtype=torch.complex64), mean_square, "weight is complex"),

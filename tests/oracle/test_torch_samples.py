@@ -25,26 +25,24 @@ GROUP_SIZE = 10
 """Operators that are traced and compiled together, which is faster."""
 
 REFUSED = (
-    "_batch_norm_with_update", "_segment_reduce.lengths", "_segment_reduce.offsets", "allclose", "argwhere",
-    "chalf", "combinations", "corrcoef", "cov", "equal", "frexp", "geqrf", "hash_tensor",
-    "histogram", "histogramdd", "igamma", "igammac", "linalg.eig", "linalg.eigvals", "linalg.ldl_factor",
-    "linalg.ldl_factor_ex", "linalg.ldl_solve", "linalg.lstsq", "linalg.lstsq.grad_oriented", "masked.median",
-    "masked_select", "mode", "nanmedian", "nextafter", "nn.functional.embedding_bag",
-    "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "nn.functional.pdist",
-    "nonzero", "nonzero_static", "ormqr", "resize_as_", "special.airy_ai", "special.bessel_j0",
-    "special.bessel_j1", "special.bessel_y0", "special.bessel_y1", "special.chebyshev_polynomial_t",
+    "_batch_norm_with_update", "_segment_reduce.lengths", "_segment_reduce.offsets", "allclose",
+    "argwhere", "chalf", "combinations", "equal", "geqrf", "hash_tensor", "histogram", "histogramdd",
+    "linalg.eig", "linalg.eigvals", "linalg.ldl_factor", "linalg.ldl_factor_ex", "linalg.ldl_solve",
+    "linalg.lstsq", "linalg.lstsq.grad_oriented", "masked_select", "nn.functional.embedding_bag",
+    "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "nonzero",
+    "nonzero_static", "ormqr", "resize_as_", "special.airy_ai", "special.bessel_j0", "special.bessel_j1",
+    "special.bessel_y0", "special.bessel_y1", "special.chebyshev_polynomial_t",
     "special.chebyshev_polynomial_u", "special.chebyshev_polynomial_v", "special.chebyshev_polynomial_w",
     "special.erfcx", "special.hermite_polynomial_h", "special.hermite_polynomial_he",
-    "special.laguerre_polynomial_l", "special.legendre_polynomial_p", "special.modified_bessel_i0",
-    "special.modified_bessel_i1", "special.modified_bessel_k0", "special.modified_bessel_k1",
-    "special.scaled_modified_bessel_k0", "special.scaled_modified_bessel_k1",
-    "special.shifted_chebyshev_polynomial_t", "special.shifted_chebyshev_polynomial_u",
-    "special.shifted_chebyshev_polynomial_v", "special.shifted_chebyshev_polynomial_w",
-    "special.spherical_bessel_j0", "special.zeta", "unique", "unique_consecutive",
+    "special.laguerre_polynomial_l", "special.legendre_polynomial_p", "special.modified_bessel_k0",
+    "special.modified_bessel_k1", "special.scaled_modified_bessel_k0",
+    "special.scaled_modified_bessel_k1", "special.shifted_chebyshev_polynomial_t",
+    "special.shifted_chebyshev_polynomial_u", "special.shifted_chebyshev_polynomial_v",
+    "special.shifted_chebyshev_polynomial_w", "unique", "unique_consecutive",
 )  # fmt: skip
 """Operators without an implementation, or with a shape that depends on the data. The list may only shrink."""
 PARTLY: dict[str, tuple[int, ...]] = {
-    "narrow": (2,), "nn.functional.embedding": (2,),
+    "cov": (1, 2), "narrow": (2,), "nn.functional.embedding": (2,),
     "nn.functional.linear_cross_entropy.chunked": (0,), "nn.functional.linear_cross_entropy.chunked_none": (0,),
     "repeat_interleave": (2,), "take": (1,), "put": (1,), "tensor_split": (0,),
 }  # fmt: skip

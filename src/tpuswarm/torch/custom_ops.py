@@ -46,17 +46,11 @@ def replacements() -> dict[Any, Callable[..., Any]]:
         functional.gaussian_nll_loss: _gaussian_nll_loss,
         functional.ctc_loss: functools.partial(_ctc_loss, losses),
         torch.cdist: _cdist,
-        torch.bincount: _bincount,
-        torch.Tensor.bincount: _bincount,
     }
-    for function in (
-        torch.linalg.det,
-        torch.linalg.slogdet,
-        torch.linalg.solve,
-        torch.det,
-        torch.slogdet,
-        torch.logdet,
-    ):
+    methods = {"bincount": _bincount, "corrcoef": _corrcoef, "cov": _cov, "repeat_interleave": _repeat_interleave}
+    for name, function in methods.items():
+        replaced |= {getattr(torch, name): function, getattr(torch.Tensor, name): function}
+    for function in torch.linalg.det, torch.linalg.slogdet, torch.linalg.solve, torch.det, torch.slogdet, torch.logdet:
         replaced[function] = functools.partial(_column_major, function)
     for name, states in RECURRENT.items():
         results = ", ".join(["Tensor"] * (1 + states))
@@ -82,9 +76,37 @@ def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) ->
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     """Count numbers below `minlength`; torch's own result is longer if there are larger ones."""
     if not minlength:
-        return torch.bincount(input, weights)
+        raise InputError("the length of a bincount depends on the data; give it a minlength above all numbers")
     counted = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
     return counted.new_zeros(minlength).scatter_add(0, input.long(), counted)
+
+
+def _repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, *, output_size: Any = None) -> Any:
+    if not isinstance(repeats, torch.Tensor):
+        args = (input,) if repeats is None else (input, repeats, dim)
+        return torch.repeat_interleave(*args, output_size=output_size)
+    if output_size is None:
+        raise InputError("the length of repeat_interleave by a tensor depends on the data; give it an output_size")
+    x, dim = (input.flatten(), 0) if dim is None else (input, dim)
+    ends = repeats.expand(x.shape[dim]).cumsum(0)
+    return x.index_select(dim, torch.searchsorted(ends, torch.arange(output_size), right=True))
+
+
+def _cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Return the covariances of rows without torch's checks of values. Weights are left to torch."""
+    if fweights is not None or aweights is not None:
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    x = input.view(1, -1) if input.dim() < 2 else input
+    x = x - x.mean(1, keepdim=True)
+    return (x @ x.mH / max(x.shape[1] - correction, 0)).squeeze()
+
+
+def _corrcoef(input: Any) -> Any:
+    cov = _cov(input)
+    if not cov.dim():
+        return cov / cov
+    std = cov.diag().sqrt()
+    return (cov / std[:, None] / std).clip(-1, 1)
 
 
 def _embedding_bag(

@@ -183,8 +183,6 @@ def trace_batch(
     try:
         with _capture_output(show_output):
             return trace(module, loss, inputs, batch, train)
-    except InputError:
-        raise
     except Exception as error:  # torch raises many types
         raise InputError(_explain(error)) from error
 
@@ -206,7 +204,9 @@ def _capture_output(show: bool) -> Iterator[None]:
 
 def _explain(error: Exception) -> str:
     text, kind = str(error), type(error).__name__
-    if kind == "DynamicOutputShapeException":
+    if isinstance(error, InputError):
+        reason = text
+    elif kind == "DynamicOutputShapeException":
         reason = "the shape depends on the data, as of a mask used as an index; use torch.where or a weighted sum"
     elif kind.startswith("DataDependent") or "data-dependent" in text or "unbacked" in text:
         reason = "the control flow depends on values of the data; use torch.where"

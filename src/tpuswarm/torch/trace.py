@@ -134,12 +134,15 @@ def _off_meta(tensor: Any, fake_mode: Any) -> Any:
 
 @contextlib.contextmanager
 def _export_flags() -> Iterator[None]:
-    """Set the flags of torch.export that modules ask for, and turn off fused attention layers."""
+    """Set the flags of torch.export that modules ask for; turn off fused attention layers and checks of values."""
     flags = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(enable_python_dispatcher())
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
+        distribution = torch.distributions.Distribution
+        stack.callback(distribution.set_default_validate_args, distribution._validate_args)
+        distribution.set_default_validate_args(False)
         for name in flags:
             stack.callback(setattr, torch.compiler, name, getattr(torch.compiler, name))
             setattr(torch.compiler, name, True)

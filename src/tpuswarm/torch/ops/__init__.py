@@ -37,7 +37,7 @@ DIFFERENTIABLE: dict[str, Callable[..., Any]] = {**products.DIFFERENTIABLE, **re
 BF16_OPS = {*products.OPS} - {"embedding"}
 """Operators that compute in bfloat16 if the precision is bf16, as under torch.autocast, except for outer products."""
 FLOAT32_OPS = {
-    "sum", "mean", "var", "std", "var_mean", "prod", "cumsum", "cumprod", "logsumexp", "linalg_vector_norm", "_softmax",
+    "sum", "mean", "var", "var_mean", "prod", "cumsum", "cumprod", "logsumexp", "linalg_vector_norm", "_softmax",
     "_log_softmax", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "rsqrt", "reciprocal",
 }  # fmt: skip
 """Operators that compute in float32 if the precision is bf16: the traced casts to float32 had no effect."""

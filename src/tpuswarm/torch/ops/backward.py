@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tpuswarm.torch.ops.random_numbers import keep_scaled
@@ -68,6 +69,14 @@ def _pairwise_distances_backward(gradient: Any, a: Any, b: Any, p: float, distan
     return _vjp(lambda a: jnp.broadcast_to(a, total.shape), total, a)[0]  # sum over the batches that a is repeated for
 
 
+def _distances_of_pairs_backward(gradient: Any, x: Any, p: float, distances: Any) -> Any:
+    def square(values: Any) -> Any:
+        upper = jnp.zeros((len(x), len(x)), values.dtype).at[np.triu_indices(len(x), 1)].set(values)
+        return upper + upper.T
+
+    return _pairwise_distances_backward(square(gradient), x, x, p, square(distances))
+
+
 def _rrelu_backward(
     gradient: Any, x: Any, slopes: Any, lower: float, upper: float, train: bool, self_is_result: bool
 ) -> Any:  # fmt: skip
@@ -82,6 +91,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "native_dropout_backward": _dropout_backward, "nll_loss_backward": _nll_backward,
     "nll_loss2d_backward": _nll_backward, "embedding_dense_backward": _embedding_backward,
     "_weight_norm_interface_backward": _weight_norm_backward,
-    "_cdist_backward": _pairwise_distances_backward, "rrelu_with_noise_backward": _rrelu_backward,
+    "_cdist_backward": _pairwise_distances_backward, "_pdist_backward": _distances_of_pairs_backward,
+    "rrelu_with_noise_backward": _rrelu_backward,
     **{f"replication_pad{n}d_backward": _replication_pad_backward for n in (1, 2, 3)},
 }  # fmt: skip

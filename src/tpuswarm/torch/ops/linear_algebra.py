@@ -148,5 +148,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "polar": lambda radius, angle: lax.complex(radius * jnp.cos(angle), radius * jnp.sin(angle)),
     "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
     "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
-    "_conj": jnp.conj, "conj_physical": jnp.conj, "_conj_physical": jnp.conj, "angle": _angle, "sgn": sign,
+    "_conj": jnp.conj, "_conj_physical": jnp.conj, "angle": _angle, "sgn": sign,
 }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tpuswarm.torch.graph import Dtype
@@ -54,10 +55,6 @@ def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False)
     return jnp.var(x, axis=axes(dim, x.ndim), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 
-def _std(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-    return jnp.sqrt(_var(x, dim, correction=correction, keepdim=keepdim))
-
-
 def _var_mean(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
     mean = jnp.mean(x, axis=axes(dim, x.ndim), keepdims=keepdim)
     return _var(x, dim, correction=correction, keepdim=keepdim), mean
@@ -77,6 +74,11 @@ def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
 
 def _pairwise_distances(a: Any, b: Any, p: float, mode: int | None = None) -> Any:
     return _vector_norm(a[..., :, None, :] - b[..., None, :, :], p, [-1])
+
+
+def _distances_of_pairs(x: Any, p: float = 2.0) -> Any:
+    one, other = np.triu_indices(len(x), 1)
+    return _vector_norm(x[one] - x[other], p, [-1])
 
 
 def _softmax(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,19 +119,35 @@ def _running_extreme(largest: bool) -> Callable[..., Any]:
     return apply
 
 
-def _median(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Return the lower median of all elements, or along an axis with its index."""
-    if dim is None and not x.size and is_inexact(x):
-        return jnp.full((), jnp.nan, x.dtype)
-    if dim is None:
-        return _median(x.ravel(), 0)[0]
+def _median(ignores_nan: bool) -> Callable[..., Any]:
+    def apply(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        """Return the lower median of all elements, or along an axis with its index."""
+        if dim is None and not x.size and is_inexact(x):
+            return jnp.full((), jnp.nan, x.dtype)
+        if dim is None:
+            return apply(x.ravel(), 0)[0]
+        if not x.ndim:
+            return _with_zero_index(x)
+        is_nan = x != x
+        middle = jnp.maximum((~is_nan).sum(dim, keepdims=True) - 1, 0) // 2  # NaN are last in the order
+        index = jnp.take_along_axis(jnp.argsort(x, axis=dim, stable=True), middle, axis=dim)
+        if not ignores_nan:
+            index = jnp.where(is_nan.any(dim, keepdims=True), jnp.argmax(is_nan, axis=dim, keepdims=True), index)
+        return _take_along(x, index, dim, keepdim)
+
+    return apply
+
+
+def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """Return the smallest of the most frequent elements, and the index of the last one equal to it."""
     if not x.ndim:
         return _with_zero_index(x)
-    order = jnp.argsort(x, axis=dim, stable=True)
-    index = lax.index_in_dim(order, (x.shape[dim] - 1) // 2, dim % x.ndim)
-    is_nan = x != x
-    index = jnp.where(is_nan.any(dim, keepdims=True), jnp.argmax(is_nan, axis=dim, keepdims=True), index)
-    return _take_along(x, index, dim, keepdim)
+    axis = dim % x.ndim
+    order = jnp.argsort(x, axis=axis, stable=True)
+    values, places = jnp.take_along_axis(x, order, axis=axis), lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    first_of_equal = lax.cummax(jnp.where(values == jnp.roll(values, 1, axis), 0, places), axis)
+    longest = jnp.argmax(places - first_of_equal, axis=axis, keepdims=True)
+    return _take_along(x, jnp.take_along_axis(order, longest, axis=axis), axis, keepdim)
 
 
 def _kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
@@ -152,12 +170,14 @@ OPS: dict[str, Callable[..., Any]] = {
     "any": _reduction(jnp.any), "all": _reduction(jnp.all), "amax": _reduction(jnp.max), "amin": _reduction(jnp.min),
     "max": _extreme(jnp.max, jnp.argmax), "min": _extreme(jnp.min, jnp.argmin),
     "argmax": _arg_extreme(jnp.argmax), "argmin": _arg_extreme(jnp.argmin),
-    "var": _var, "std": _std, "var_mean": _var_mean, "linalg_vector_norm": _vector_norm,
+    "var": _var, "var_mean": _var_mean, "linalg_vector_norm": _vector_norm,
     "dist": lambda a, b, p=2: _vector_norm(a - b, p), "_cdist_forward": _pairwise_distances,
+    "_pdist_forward": _distances_of_pairs,
     "_softmax": _softmax(jax.nn.softmax), "_log_softmax": _softmax(jax.nn.log_softmax),
     "logsumexp": lambda x, dim, keepdim=False: jax.nn.logsumexp(x, axis=axes(dim, x.ndim), keepdims=keepdim),
     "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim) if x.ndim else x,
     "cumsum": _cumulative(jnp.cumsum), "cumprod": _cumulative(jnp.cumprod),
     "cummax": _running_extreme(True), "cummin": _running_extreme(False),
-    "sort": _sort, "topk": _topk, "kthvalue": _kthvalue, "median": _median,
+    "sort": _sort, "topk": _topk, "kthvalue": _kthvalue, "median": _median(False), "nanmedian": _median(True),
+    "mode": _mode,
 }  # fmt: skip

@@ -141,12 +141,6 @@ def _bucketize(values: Any, bounds: Any, *, out_int32: bool = False, right: bool
     return _searchsorted(bounds, values, right=right)
 
 
-def _bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    if not minlength:
-        raise ValueError("the length of the result depends on the data; give bincount a minlength")
-    return jnp.bincount(x, weights, length=minlength)
-
-
 def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     if not x.size:
         return jnp.zeros(bins, x.dtype)
@@ -169,5 +163,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "scatter_reduce": _scatter_reduce, "masked_scatter": _masked_scatter,
     "masked_scatter_backward": _masked_scatter_backward, "diagonal_scatter": _diagonal_scatter,
     "as_strided": _as_strided, "as_strided_scatter": _as_strided_scatter, "searchsorted": _searchsorted,
-    "bucketize": _bucketize, "bincount": _bincount, "histc": _histc,
+    "bucketize": _bucketize, "histc": _histc,
 }  # fmt: skip

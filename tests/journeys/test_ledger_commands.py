@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,39 @@ def show(call, options=""):
     code, out, err = call(f"ledger show runs/a {options}")
     assert (code, err) == (0, "")
     return out
+
+
+ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b2Jtitle\x7f\r"
+
+
+def test_control_characters_of_a_run_do_not_reach_the_terminal(call, plain, chain, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    for folder in (Path("runs/a"), Path("runs/plain")):
+        config = tomllib.loads((folder / "config.toml").read_text())
+        config["recipe"]["name"] = ATTACK
+        (folder / "config.toml").write_text(tomli_w.dumps(config))
+        append_event(folder, "note", message=ATTACK)
+        append_event(folder, "failed", message=ATTACK)
+        (folder / "logs").mkdir()
+        (folder / "logs" / "m\x1b[2J.log").write_text(f"{ATTACK}\n")
+    commands = ["status", "status runs/a", "status runs/plain", "logs runs/a", "logs runs/plain", "ledger show runs/a"]
+    shown = [call(command) for command in commands]
+    text = "".join(out + err for _, out, err in shown)
+    colours = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "title" in text and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", colours)
+
+
+def test_logs_do_not_follow_links_out_of_the_run(call, plain):
+    Path("secret").write_text("secret\n")
+    for name in ("m0.log", "logs"):
+        link = Path("runs/plain") / name
+        link.symlink_to(Path("secret").resolve() if name == "m0.log" else Path("outside").resolve())
+        Path("outside").mkdir(exist_ok=True)
+        Path("outside/m1.log").write_text("secret\n")
+        code, out, err = call("logs runs/plain")
+        assert code == 2 and "secret" not in out and "is a link to a file outside the run" in err
+        link.unlink()
 
 
 def test_ledger_shows_the_last_commits(call, chain):

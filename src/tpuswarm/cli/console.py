@@ -38,10 +38,10 @@ def option(text: str, panel: str | None = None, flag: str | None = None, values:
 
 def make_console() -> "Console":
     """Return a console on stdout that folds no line in a file or a pipe."""
-    from rich.console import Console
+    from tpuswarm.train.process.console import SafeConsole
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH_CHARS)
+    console = SafeConsole(highlight=False)
+    return console if console.is_terminal else SafeConsole(highlight=False, width=PIPE_WIDTH_CHARS)
 
 
 def confirm(yes: bool) -> None:

@@ -12,6 +12,10 @@ WORD = re.compile(r"\s*((?:`[^`]*`|[^\s`]+|`)+)")
 """A word, or a command in backticks: a line never breaks inside, so that it can be pasted."""
 
 
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Escape sequences, and single control characters but \\t and \\n."""
+
+
 def format_figure(value: float | None) -> str:
     """Format with four significant digits: `2.103`, `0.01234`, `1.200e-05`; None is a dash."""
     if value is None:
@@ -61,6 +65,11 @@ def format_share(part: float) -> str:
 def token_unit(tokens_per_row: int) -> str:
     """Return `tokens`, or `rows` if a row is one token."""
     return "tokens" if tokens_per_row > 1 else "rows"
+
+
+def printable(text: str) -> str:
+    """Remove what would control a terminal; line ends and tabs stay. Runs may hold the text of strangers."""
+    return CONTROL.sub("", text)
 
 
 def wrap_text(text: str, width: int, hang: int = 0) -> str:

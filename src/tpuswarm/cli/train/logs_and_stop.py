@@ -15,6 +15,7 @@ from tpuswarm.cli.machine.job_logs import show_job_logs, show_machine_logs
 from tpuswarm.cli.machine.jobs import find_job, stop_job
 from tpuswarm.cli.train.train_fleet import end_train_jobs, find_open_jobs
 from tpuswarm.cloud.errors import CloudError
+from tpuswarm.config.formatting import printable
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.jobs import Job
 from tpuswarm.fleet.hosts.routes import open_routes
@@ -79,7 +80,7 @@ def _show_run_logs(folder: Path, name: str | None, follow: bool) -> None:
                 if has_dates and line.day != day:
                     day = line.day
                     print(day)
-                print(line.within_a_day if has_dates else line)
+                print(printable(line.within_a_day if has_dates else str(line)))
             sys.stdout.flush()
             if not has_more:
                 return

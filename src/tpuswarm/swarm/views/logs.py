@@ -80,6 +80,8 @@ class Logs:
     def _lines(self, path: Path) -> list[bytes]:
         if not path.exists():
             return []
+        if not path.resolve().is_relative_to(self._folder.resolve()):
+            raise InputError(f"{path} is a link to a file outside the run, which is not shown; remove the link")
         with reading(path), path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             data = file.read()

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from tpuswarm.config.formatting import wrap_text
+from tpuswarm.config.formatting import printable, wrap_text
 from tpuswarm.train.process.stop import CLEAR_LINE, clears_lines, defer_interrupts
 
 RED, YELLOW, PLAIN = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
@@ -63,7 +63,7 @@ def clear_temporary_line() -> None:
 
 def echo(text: str, err: bool = False, hang: int = 0) -> None:
     """Print sentences for a person and flush; wrap them on a terminal (see `wrap_text` for `hang`)."""
-    stream = sys.stderr if err else sys.stdout
+    stream, text = sys.stderr if err else sys.stdout, printable(text)
     if stream is None:  # the process has no such stream
         return
     if stream.isatty():
@@ -75,6 +75,7 @@ def echo(text: str, err: bool = False, hang: int = 0) -> None:
 
 def echo_on_console(console: Any, text: str, hang: int = 0) -> None:
     """Print sentences on a rich console, above its live region."""
+    text = printable(text)
     shown = wrap_text(text, console.width, hang) if console.is_terminal else text
     console.print(shown, soft_wrap=True, markup=False, highlight=False)
 

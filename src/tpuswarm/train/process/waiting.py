@@ -19,9 +19,9 @@ DISPLAY_DELAY_S = 1.0
 @cache
 def stderr_console() -> "Console":
     """Return the console that all live regions share, so that they appear below each other."""
-    from rich.console import Console
+    from tpuswarm.train.process.console import SafeConsole
 
-    return Console(stderr=True, highlight=False)
+    return SafeConsole(stderr=True, highlight=False)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
         "page": "look.page:page", "doctor": "look.doctor:doctor", "notebook": "look.notebook:notebook",
         "top": "look.top:top", "tensorboard": "look.tensorboard:tensorboard",
+        "measure": "look.measure:measure",
     },
 }  # fmt: skip
 """All commands by group, in the order of `--help`, each with its module in this package and its name there."""

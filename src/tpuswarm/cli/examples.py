@@ -80,6 +80,7 @@ EXAMPLES = {
     "router tune": ("tpuswarm router tune --dry-run",),
     "router status": ("tpuswarm router status",),
     "router remove": ("tpuswarm router remove",),
+    "measure": ("tpuswarm measure v2-usc1f-0 head", "tpuswarm measure slice-0/0 slice-0/1 --json"),
     "rehearsal start": ("tpuswarm rehearsal start", "tpuswarm rehearsal start --speed 20"),
     "rehearsal status": ("tpuswarm rehearsal status",),
     "rehearsal preempt": ("tpuswarm rehearsal preempt v2-usc1f-0",),

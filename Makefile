@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint bench bench-router
+.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint wheel bench bench-router
 
 setup: .venv/installed
 
@@ -81,6 +81,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The demo from a wheel, in an environment that has the packages of .venv but not this folder.
+wheel: setup
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip wheel --quiet --no-deps --wheel-dir .venv-wheel/dist .
+	.venv-wheel/bin/pip install --quiet --no-deps .venv-wheel/dist/*.whl
+	site=$$(.venv-wheel/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "$${site/.venv-wheel/.venv}" > "$$site/packages_of_venv.pth"
+	cd .venv-wheel && bin/python -c 'import tpuswarm; assert ".venv-wheel" in tpuswarm.__file__' && bin/tpuswarm demo
 
 bench: setup
 	$(BIN)/python -m benchmarks

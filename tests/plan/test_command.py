@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from tpuswarm import catalog
+from tpuswarm.cli.plan.plan import _View
 from tpuswarm.plan.compile.pool import CompilePool
-from tpuswarm.plan.compile.request import CompileResult, Program
+from tpuswarm.plan.compile.request import CompileRequest, CompileResult, PlanOptions, Program, describe_target
 from tpuswarm.plan.format import format_number
 from tpuswarm.plan.row import Row
 from tpuswarm.plan.swarm import estimate_swarm, swarm_tables
@@ -237,6 +238,15 @@ def test_table_shows_finished_and_running_rows():
     row = Row(catalog.find("v3-8"), CompileResult(None, problem="the compiler was stopped after 6 s"))
     text = render(200, plan_table("a recipe", [("v3-8", row, ""), ("v5e-8", None, "8 rows per device fit")]))
     assert "v3-8: unknown: the compiler was stopped after 6 s" in text and "v5e-8: 8 rows per device fit" in text
+
+
+def test_running_compilation_shows_what_it_tries_and_for_how_long():
+    request = CompileRequest(PlanOptions("any:recipe"), describe_target(catalog.find("v2-8")))
+    view = _View("a recipe", [request])
+    assert "v2-8: waiting" in render(80, view.draw())
+    view.is_live = True
+    view.show_state(request, "trying 24 rows per device (16 fit)")
+    assert re.search(r"v2-8: . trying 24 rows per device \(16 fit\) … 0:00:0\d", render(80, view.draw()))
 
 
 def test_terminal_of_80_columns_holds_the_name_of_every_gpu():

@@ -15,6 +15,7 @@ from tpuswarm.cli.completion import complete_choices, complete_recipes
 from tpuswarm.cli.console import make_console, option
 from tpuswarm.cli.plan.pools import Machines, read_grants, read_pools
 from tpuswarm.cli.train.train_options import make_recipe, recipe_options
+from tpuswarm.config.formatting import format_duration
 from tpuswarm.config.limits import check_settings
 from tpuswarm.config.train_table import Train
 from tpuswarm.config.units import check_number, parse_count
@@ -33,6 +34,7 @@ from tpuswarm.train.process.terminal import echo
 DEFAULT_TPUS = ("v2-8", "v3-8", "v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8")
 """The slice called 8 of each generation, which is one host."""
 CHECKPOINT_INTERVAL_S = 300.0
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 def plan(
@@ -214,11 +216,13 @@ class _View:
     def __init__(self, title: str, requests: list[CompileRequest]):
         self._title = title
         self._states: dict[str, str] = {request.target.name: "waiting" for request in requests}
+        self._started_at: dict[str, float] = {}
         self.rows: dict[str, Row] = {}
         self.is_live = False
 
     def show_state(self, request: CompileRequest, state: str) -> None:
         self._states[request.target.name] = state
+        self._started_at.setdefault(request.target.name, time.monotonic())
         if not self.is_live:
             echo(f"{request.target.name}: {state}", err=True)
 
@@ -228,7 +232,14 @@ class _View:
             echo(f"{row.accelerator.name}: {row.sentence}", err=True)
 
     def draw(self) -> Any:
-        return plan_table(self._title, [(name, self.rows.get(name), state) for name, state in self._states.items()])
+        return plan_table(self._title, [(name, self.rows.get(name), self._progress(name)) for name in self._states])
+
+    def _progress(self, name: str) -> str:
+        """Return the state of a compilation, with its elapsed time and a mark that turns."""
+        if name not in self._started_at:
+            return self._states[name]
+        elapsed_s = time.monotonic() - self._started_at[name]
+        return f"{SPINNER[int(2 * elapsed_s) % len(SPINNER)]} {self._states[name]} … {format_duration(elapsed_s)}"
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 import errno
 import re
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, RunFailed
@@ -26,8 +25,7 @@ RELEASED = {
     "1558m": "openai-community/gpt2-xl",
 }
 """OpenAI's released models by name; it labels those of 124 and 355 million parameters 117M and 345M."""
-UNUSED_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Reserved for documentation (RFC 5737, RFC 3849): only a default route leads there."""
+CONNECT_TIMEOUT_S = 5.0
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -95,9 +93,9 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
 
     disable_propagation()  # the library prints its warnings itself; other handlers would repeat them
     where = f"{repository} at {constants.ENDPOINT}"
-    is_cut_off = _is_cut_off(constants.ENDPOINT)
+    connection_error = "" if constants.is_offline_mode() else _connection_error(constants.ENDPOINT)
     try:
-        return Path(hf_hub_download(repository, file, revision=revision, local_files_only=is_cut_off))
+        return Path(hf_hub_download(repository, file, revision=revision, local_files_only=bool(connection_error)))
     except errors.RemoteEntryNotFoundError:
         return None
     except errors.LocalEntryNotFoundError as error:
@@ -108,7 +106,7 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
                 f"{file} of {where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set; unset it "
                 "once, or put the model's files into a folder and use hf:DIR"
             ) from error
-        reason = ConnectionError("this machine has no network") if is_cut_off else error.__cause__ or error
+        reason = ConnectionError(connection_error) if connection_error else error.__cause__ or error
         raise RunFailed(_not_fetched(file, where, reason)) from error
     except errors.GatedRepoError as error:
         raise InputError(f"{where} is gated: request access there, then set HF_TOKEN") from error
@@ -124,19 +122,22 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
         raise RunFailed(_not_fetched(file, where, error)) from error
 
 
-def _is_cut_off(endpoint: str) -> bool:
-    """Whether this machine has no route to others, so that retries are in vain. Sends nothing but a DNS request."""
-    if getproxies().keys() & {"http", "https", "all"}:
-        return False
-    for family, address in UNUSED_ADDRESSES:
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as datagrams:
-            datagrams.connect((address, 9))
-            return False
+def _connection_error(endpoint: str) -> str:
+    """Return why the hub, or the proxy to it, takes no connection; empty if it does.
+
+    huggingface_hub would retry for 25 s, also for files in its cache.
+    """
+    target = urlsplit(endpoint)
+    proxies = {} if proxy_bypass(target.hostname or "") else getproxies()
+    proxy = proxies.get(target.scheme) or proxies.get("all")
+    if proxy:
+        target = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = target.port or (443 if target.scheme == "https" else 80)
     try:
-        socket.getaddrinfo(urlsplit(endpoint).hostname, None)
-    except socket.gaierror:
-        return True
-    return False  # a hub on this machine or its own network
+        socket.create_connection((target.hostname or "", port), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return f"no connection to {target.hostname}: {error.strerror or error}"
+    return ""
 
 
 def _not_fetched(file: str, where: str, error: BaseException) -> str:

@@ -64,6 +64,21 @@ class BatchSearch:
         self._recipe, self._request, self._devices, self._memory, self._log = recipe, request, devices, memory, log
         self._micro_batches = request.accumulate or 1
         self.compilations = 0
+        self._fits: int | None = None
+        """Most rows per device that are known to fit."""
+        self._too_many: int | None = None
+
+    def _log_attempt(self, rows: int) -> None:
+        known = [f"{self._fits} fit"] if self._fits else []
+        known += [f"{self._too_many} are too many"] if self._too_many else []
+        self._log(f"trying {rows} rows per device" + f" ({', '.join(known)})" * bool(known))
+
+    def _log_result(self, rows: int, fits: bool) -> None:
+        if fits:
+            self._fits = rows
+        else:
+            self._too_many = rows
+        self._log(f"{rows} rows per device {'fit' if fits else 'are too many'}")
 
     def compile_requested(self) -> CompiledBatch:
         """Compile the request's batch, in as many micro-batches as it needs. Raises DoesNotFit and CompilerRefused."""
@@ -83,6 +98,7 @@ class BatchSearch:
         def measure(rows: int) -> int | None:
             nonlocal best
             self.compilations += 1
+            self._log_attempt(rows)
             batch = self._with_rows(rows).batch
             try:
                 traced = trace(self._recipe, usual.options, usual.choice, batch, usual.mesh)
@@ -91,9 +107,9 @@ class BatchSearch:
                 self._log(f"{rows} rows per device: {error}")
                 return None
             if not isinstance(tried, Compiled):
-                self._log(f"{rows} rows per device are too many")
+                self._log_result(rows, fits=False)
                 return None
-            self._log(f"{rows} rows per device fit")
+            self._log_result(rows, fits=True)
             best = CompiledBatch(rows, batch, tried)
             return tried.memory.total
 
@@ -105,15 +121,16 @@ class BatchSearch:
         rows = max(1, self._request.batch // self._micro_batches // len(self._devices))
         while True:
             request = self._with_rows(rows)
+            self._log_attempt(rows)
             try:
                 compiled = self._compile(request)
             except DoesNotFit:
                 if rows == 1:
                     raise
-                self._log(f"{rows} rows per device are too many")
+                self._log_result(rows, fits=False)
                 rows //= 2
             else:
-                self._log(f"{rows} rows per device fit")
+                self._log_result(rows, fits=True)
                 return CompiledBatch(rows, request.batch, compiled)
 
     def _compile(self, request: Request) -> Compiled:

@@ -1,13 +1,18 @@
 """Commands as a user types them: their output, files and exit codes."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from tests.cli import my_recipe
+from tests.processes import PROGRAM
 from tpuswarm.cli import main
 from tpuswarm.cli.train.train import print_swarm_result
 from tpuswarm.errors import InputError
@@ -101,6 +106,33 @@ def test_internal_error_is_one_sentence(call, monkeypatch):
     code, out, err = call("logs last")
     assert (code, out) == (1, "")
     assert err == "error: internal error: KeyError: 'last'. Traceback: `tpuswarm --debug logs last`\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "no memory left; use a smaller --batch"),
+        (
+            ModuleNotFoundError("No module named 'rich'"),
+            "not whole (No module named 'rich'); run `pip install --force-",
+        ),
+        (RuntimeError("can't start new thread"), "starts no more threads; end other programs, or raise `ulimit -u`"),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\n…"), "devices failed (RESOURCE_EXHAUSTED: 9 GiB); use a smaller"),
+        (JaxRuntimeError("INTERNAL: a core halted"), "the devices failed (INTERNAL: a core halted); run it again"),
+    ],
+)
+def test_error_from_outside_is_no_internal_one(call, monkeypatch, error, words):
+    failed = Future()
+    failed.set_exception(error)
+    monkeypatch.setattr("tpuswarm.cli.train.logs_and_stop.find_run", failed.result)  # no code of a user
+    code, out, err = call("logs last")
+    assert (code, out) == (1, "") and words in err and "internal" not in err
+
+
+def test_terminal_that_is_not_utf8_gets_question_marks():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([PROGRAM, "catalog"], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and "Prices from public lists" in done.stdout
 
 
 def test_file_called_runs_is_reported(call):

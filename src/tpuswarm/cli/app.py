@@ -1,6 +1,7 @@
 """Find the command that was typed, run it, and print its error."""
 
 import importlib
+import io
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ from typer.main import get_group
 from tpuswarm.cli.help import Command, CommandGroup, format_top_help
 from tpuswarm.config.nearest import nearest_name
 from tpuswarm.config.validation_errors import rephrase_message
-from tpuswarm.errors import TpuswarmError, message_of
+from tpuswarm.errors import TpuswarmError, first_line, message_of
 from tpuswarm.train.process.terminal import echo
 
 MAX_COLUMNS = 80
@@ -163,6 +164,8 @@ def run() -> int:
         sys.argv.append("--help")
     if len(sys.argv) > 2 and sys.argv[1] in ("--install-completion", "--show-completion"):
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # typer then takes the shell that is named
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that is not UTF-8
     try:
         try:
             code = make_app()(prog_name="tpuswarm", standalone_mode=False)
@@ -180,12 +183,30 @@ def run() -> int:
     except typer.Abort as abort:  # typer's own, for Ctrl-C at a prompt, leaves the cursor on the prompt's line
         echo("nothing was done" if abort.args else "\nnothing was done", err=True)
         return 1
-    except Exception as error:  # noqa: BLE001  # a bug: one sentence, and how to see more
+    except Exception as error:  # noqa: BLE001  # one sentence, and for a bug how to see more
+        if reason := _outside_cause(error):
+            return _print_error(error, 1, reason)
         text = " ".join(message_of(error).split())[:300]
         command = shlex.join(sys.argv[1:])
         hint = f"Traceback: `tpuswarm --debug {command}`"
         return _print_error(error, 1, f"internal error: {type(error).__name__}: {text}. {hint}")
     return code if isinstance(code, int) else 0
+
+
+def _outside_cause(error: Exception) -> str:
+    """Return a sentence about an error that is no bug: of memory, of an installation, of devices; empty for others."""
+    text = first_line(error)
+    if isinstance(error, MemoryError):
+        return "this computer has no memory left; use a smaller --batch, or a computer with more"
+    if isinstance(error, ImportError):
+        return f"the installation is not whole ({text}); run `pip install --force-reinstall tpuswarm`"
+    if isinstance(error, RuntimeError) and text == "can't start new thread":
+        return "this computer starts no more threads; end other programs, or raise `ulimit -u`"
+    jax_errors = sys.modules.get("jax.errors")
+    if jax_errors and isinstance(error, jax_errors.JaxRuntimeError):
+        advice = "use a smaller --batch or more devices" if "RESOURCE_EXHAUSTED" in text else "run it again"
+        return f"the devices failed ({text}); {advice}"
+    return ""
 
 
 def _usage_error(error: Any) -> str:

@@ -3,12 +3,20 @@
 import re
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.cli import my_recipe
 from tests.processes import finish, start
 
 TRAIN = "train gpt2-tiny --data fake --layers 1 --heads 1 --width 8 --context 4 --steps 2 --batch 8 --run new"
+DIES_IN_MEMBERS = """
+import os, sys
+if "default_worker" in sys.argv[0]:
+    os.write(2, b"F1130 03:14:53.264124    2436 tpu.cc:234] no such core\\n")
+    os._exit(1)
+"""
 NO_CLUSTER = "nothing answers at 127.0.0.1:9 (Connection refused); is that Ray cluster still"
 NO_TOKEN = "needs a token; give it in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 
@@ -18,6 +26,7 @@ NO_TOKEN = "needs a token; give it in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     [
         ("JAX_PLATFORMS", "cuda", "JAX finds no devices (JAX_PLATFORMS=cuda): that platform is not installed here"),
         ("JAX_NUM_CPU_DEVICES", "abc", 'Invalid value "abc" for JAX flag jax_num_cpu_devices; correct or unset it'),
+        ("XLA_FLAGS", "--xla_bogus=1", "Unknown flag in XLA_FLAGS: --xla_bogus=1; correct or unset it"),
     ],
 )
 @pytest.mark.parametrize("members", [[], ["--members", "2"]], ids=["alone", "swarm"])
@@ -28,12 +37,12 @@ def test_variables_of_jax(tmp_path, name, value, words, members):
 
 
 def test_members_that_cannot_start_end_the_run_with_their_own_error(tmp_path):
-    program = ["env", "XLA_FLAGS=--xla_bogus=1", sys.executable, "-m", "tpuswarm"]
-    _, err = finish(start([*TRAIN.split(), "--members", "2"], tmp_path, program), 1)
-    assert re.search(
-        r"error: m[01] failed 2 times .*: Unknown flag in XLA_FLAGS: --xla_bogus=1 \(logs/m[01].log\)", err
-    )
-    assert len(re.findall("m0 lost .Unknown flag in XLA_FLAGS", err)) == 2 and "Traceback" not in err
+    recipe = Path(my_recipe.__file__).read_text() + DIES_IN_MEMBERS
+    (tmp_path / "my_recipe.py").write_text(recipe)
+    line = "train my_recipe.py:line --steps 4 --batch 8 --run new --members 2"
+    _, err = finish(start(line.split(), tmp_path, [sys.executable, "-m", "tpuswarm"]), 1)
+    assert re.search(r"error: m[01] failed 2 times .*: no such core \(logs/m[01].log\)", err)
+    assert len(re.findall("m0 lost .no such core", err)) == 2 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(("listens", "token"), [(False, ""), (False, "secret"), (True, "")])

@@ -8,10 +8,11 @@ import importlib.util
 import os
 import re
 import stat
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,9 +119,27 @@ def require_gpus(names: Sequence[str]) -> list[nvidia.Card]:
 
 
 def load_jax() -> None:
-    """Import JAX; InputError if it rejects an environment variable."""
+    """Import JAX; InputError if it or XLA rejects an environment variable."""
     if "jax" in sys.modules:
         return
+    with _checked_xla_flags():
+        _import_jax()
+
+
+@contextmanager
+def _checked_xla_flags() -> Iterator[None]:
+    """Raise InputError for flags on which XLA would end this process; another one tries them meanwhile."""
+    if not os.environ.get("XLA_FLAGS"):
+        yield
+        return
+    words = [sys.executable, "-c", "import jaxlib.xla_client as client; client.make_cpu_client()"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as trial:
+        yield
+        if rejected := re.search(r"\] (.*XLA_FLAGS.*)", trial.communicate()[1]):
+            raise InputError(f"XLA does not take an environment variable: {rejected[1]}; correct or unset it")
+
+
+def _import_jax() -> None:
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not (has_tpu() or has_gpu()):
         keep_freed_memory()  # before a second thread starts
     try:

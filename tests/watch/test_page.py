@@ -189,6 +189,23 @@ def test_run_that_vanishes_is_reported_and_shown_again(browser, page_of, tmp_pat
     shutil.rmtree(tmp_path / "run")
 
 
+def test_page_turns_to_the_newest_run_and_lists_the_others(browser, page_of, tmp_path):
+    make_plain_run(tmp_path / "runs/one", 20)
+    page = page_of(tmp_path)
+    ready(browser, page, "runs/one", "20,000 of 20,000 tokens")
+    assert "Runs" not in browser.text()
+    make_plain_run(tmp_path / "runs/two", 30)
+    browser.wait(lambda tab: "30,000 of 30,000 tokens" in tab.text(), "the page stays with the older run")
+    rows = "return [...document.querySelectorAll('#runs-table tr')].map((row) => row.innerText.split(/\\s+/)[0])"
+    browser.wait(lambda tab: tab.js(rows) == ["run", "two", "one"])
+    browser.js("document.querySelector('#runs-table tr:nth-child(3) a').click()")
+    browser.wait(lambda tab: "20,000 of 20,000 tokens" in tab.text() and "live" in tab.text())
+    browser.js("document.getElementById('newest').click()")
+    browser.wait(lambda tab: "30,000 of 30,000 tokens" in tab.text() and "live" in tab.text())
+    assert page.get("/events?before=1&run=..%2Fother")[0] == 404
+    assert not browser.complaints() and not browser.hosts()
+
+
 def test_only_the_token_and_this_origin_give_access(page_of, tmp_path):
     run = FakeRun(tmp_path / "run", 3, 10)
     run.grow(2)

@@ -14,10 +14,12 @@ from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines, read_swarm
 from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.run.directory import RUNS
 from tpuswarm.train.run.listing import find_run, list_runs
 from tpuswarm.train.storage.folders import is_url
 from tpuswarm.watch.page.guard import LOOPBACK, page_token
 from tpuswarm.watch.page.live import LivePage, Subject
+from tpuswarm.watch.page.pages import Pages
 
 DEFAULT_PORT = 8787
 
@@ -33,8 +35,8 @@ def page(
 ) -> None:
     """Show a run and its fleet on a live web page of this computer, and to Prometheus at /metrics. Ctrl-C ends it.
 
-    Without an argument: ./swarm.toml and its run, else the run in ./runs that was used last. A fleet without a run of
-    its own comes with that one too.
+    Without an argument: ./swarm.toml and its run, else the run in ./runs that was used last, also if it starts later. A
+    fleet without a run of its own comes with that one too.
     """
     from tpuswarm.watch.page.server import open_listener, serve
 
@@ -47,7 +49,7 @@ def page(
         with waiting(f"reading {found.run or subject or 'the fleet'}"):
             await asyncio.to_thread(live.open)
         url = f"http://{LOOPBACK}:{port}/?token={token}"
-        await serve(live, socket, token, lambda: echo(f"{url}\nkeep this URL secret; Ctrl-C stops the page"))
+        await serve(Pages(live), socket, token, lambda: echo(f"{url}\nkeep this URL secret; Ctrl-C stops the page"))
 
     try:
         asyncio.run(run())
@@ -63,12 +65,15 @@ def _find_subject(name: str | None) -> Subject:
         use_rehearsed_buckets(path)
         training = find_fleet_training(None, path)
         fleet, read = open_fleet(str(path))
-        local_run = next(iter(list_runs(path.parent / "runs")), None) if read_swarm(path).train is None else None
-        return Subject(training.url if training else str(local_run or ""), read, open_routes(fleet))
+        runs = path.parent / RUNS
+        if training or read_swarm(path).train is not None:
+            return Subject(training.url if training else "", read=read, routes=open_routes(fleet))
+        newest = next(iter(list_runs(runs)), None)
+        return Subject(str(newest or ""), runs, is_newest=True, read=read, routes=open_routes(fleet))
     run = name or "last"
     if not is_url(run):
-        return Subject(str(find_run(run)))
+        return Subject(str(find_run(run)), RUNS, is_newest=run == "last")
     if training := find_fleet_training(run):
         fleet, _ = open_fleet(None)
-        return Subject(run, training.read_fleet, open_routes(fleet))
+        return Subject(run, read=training.read_fleet, routes=open_routes(fleet))
     return Subject(run)

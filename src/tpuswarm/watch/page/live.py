@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from tpuswarm.fleet.hosts.routes import Routes
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.look.pictures import FOLDER, GENERATED_PATTERN
 from tpuswarm.train.run.directory import CONFIG, read_config
-from tpuswarm.train.run.listing import Status, read_status
+from tpuswarm.train.run.listing import Status, list_runs, read_status
 from tpuswarm.train.storage.copy import download_run
 from tpuswarm.train.storage.folders import copy_folder, is_url
 from tpuswarm.watch.page.history import History
@@ -27,6 +28,8 @@ MAX_QUEUED_UPDATES = 32
 """For a page that does not read them; then it gets the whole view."""
 HEARTBEAT_INTERVAL_S = 10.0
 """Sent to pages without updates."""
+MAX_RUNS = 30
+"""Newest runs in the list."""
 MAX_PICTURES = 500
 """The newest samples of the model."""
 
@@ -39,6 +42,10 @@ class Subject(NamedTuple):
 
     run: str
     """A folder, or gs://BUCKET/FOLDER; empty: no run."""
+    runs: Path | None = None
+    """A folder whose runs are listed."""
+    is_newest: bool = False
+    """Whether to show the run in `runs` that was used last, whichever it is then."""
     read: Callable[[], Any] | None = None
     """Reads document, listing and events of the fleet."""
     routes: Routes | None = None
@@ -48,11 +55,14 @@ class LivePage:
     """A page and its watchers, in one event loop; only `open` may run before it."""
 
     def __init__(self, subject: Subject):
-        self._subject = subject
+        self.subject = subject
         self.hosts = FollowedHosts(subject.routes)
         self._history: History | None = None
         self._config_identity: tuple[int, int] | None = None
         self._run: RunView | Status | None = None
+        self._runs: list[list[Any]] = []
+        """Name, state, loss, step and steps of each run in the list."""
+        self._listed_at = -math.inf
         self._machines: Machines | None = None
         self._problems: dict[str, str] = {}
         """Current errors by source."""
@@ -67,27 +77,28 @@ class LivePage:
     @property
     def folder(self) -> Path | None:
         """The run's folder on this disk."""
-        if not self._subject.run:
+        if not self.subject.run:
             return None
-        return copy_folder(self._subject.run) if is_url(self._subject.run) else Path(self._subject.run)
+        return copy_folder(self.subject.run) if is_url(self.subject.run) else Path(self.subject.run)
 
     def open(self) -> None:
         """Read everything for the first time; raise InputError if a run without a fleet is missing."""
-        if self._subject.read is not None:
-            self._machines = Machines(*self._subject.read())
-        if self._subject.run:
+        if self.subject.read is not None:
+            self._machines = Machines(*self.subject.read())
+        self._list_runs()
+        if self.subject.run:
             try:
                 self._fetch_run()
                 self._read_run()
             except InputError:
-                if self._subject.read is None:
+                if self.subject.read is None:
                     raise
         self._shown = self._sections()
         self._view = self.view()
 
     def state(self) -> State:
         """Return the last state."""
-        return State(self._subject.run, self._run, self._machines, self._read_at or time.time())
+        return State(self.subject.run, self._run, self._machines, self._read_at or time.time())
 
     def view(self) -> dict[str, Any]:
         """Return the whole view."""
@@ -149,7 +160,7 @@ class LivePage:
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     async def _watch_fleet(self) -> None:
-        while self._subject.read is not None:
+        while self.subject.read is not None:
             if not self._has_viewers.is_set():
                 self.hosts.pause()
                 await self._has_viewers.wait()
@@ -158,16 +169,16 @@ class LivePage:
             await asyncio.sleep(REMOTE_REFRESH_INTERVAL_S)
 
     async def _read_machines(self) -> None:
-        assert self._subject.read is not None
+        assert self.subject.read is not None
         try:
-            self._machines = Machines(*await asyncio.to_thread(self._subject.read))
+            self._machines = Machines(*await asyncio.to_thread(self.subject.read))
             self._problems.pop("fleet", None)
         except (TpuswarmError, OSError) as error:
             self._problems["fleet"] = str(error)
 
     async def _fetch(self) -> None:
         """Fetch the run from its bucket, if it is time."""
-        if not is_url(self._subject.run) or time.monotonic() - self._fetched_at < REMOTE_REFRESH_INTERVAL_S:
+        if not is_url(self.subject.run) or time.monotonic() - self._fetched_at < REMOTE_REFRESH_INTERVAL_S:
             return
         self._fetched_at = time.monotonic()
         try:
@@ -177,12 +188,12 @@ class LivePage:
             self._problems.pop("bucket", None)
         except Exception as error:  # noqa: BLE001 - a temporary error of a cloud's library must not end the page
             reason = str(error).strip().partition("\n")[0]
-            self._problems["bucket"] = f"{self._subject.run} cannot be read now: {reason or type(error).__name__}"
+            self._problems["bucket"] = f"{self.subject.run} cannot be read now: {reason or type(error).__name__}"
 
     async def _update(self, fresh: bool = False) -> None:
         if fresh and not self._has_viewers.is_set():  # `watch` reads nothing then
             await self._fetch()
-            if self._subject.read is not None:
+            if self.subject.read is not None:
                 await self._read_machines()
         async with self._lock:
             changes = await asyncio.to_thread(self._read_changes)
@@ -197,10 +208,11 @@ class LivePage:
 
     def _read_changes(self) -> dict[str, Any] | None:
         """Read the changes in the run's files; None if they were replaced."""
-        if not self._subject.run:
-            self._read_at = time.time()
-            return {}
         try:
+            self._list_runs()
+            if not self.subject.run:
+                self._read_at = time.time()
+                return {}
             was_replaced = self._read_run()
             history = self._history
             if history is None:
@@ -216,26 +228,39 @@ class LivePage:
         changes = {name: value for name, value in updates._asdict().items() if value}
         return changes | ({"names": history.names} if updates.columns else {})
 
+    def _list_runs(self) -> None:
+        """List the runs, and turn to the one used last, if it is time."""
+        if self.subject.runs is None or time.monotonic() - self._listed_at < REMOTE_REFRESH_INTERVAL_S:
+            return
+        self._listed_at = time.monotonic()
+        folders = list_runs(self.subject.runs)[:MAX_RUNS]
+        self._runs = [_describe_run(folder) for folder in folders]
+        if folders and self.subject.is_newest:
+            self.subject = self.subject._replace(run=str(folders[0]))
+
     def _fetch_run(self) -> None:
-        if is_url(self._subject.run):
-            download_run(self._subject.run)
+        if is_url(self.subject.run):
+            download_run(self.subject.run)
 
     def _read_run(self) -> bool:
         """Read the run; return whether it was replaced by another one."""
         folder = self.folder
         assert folder is not None
         self._read_at = time.time()
-        swarm = "swarm" in read_config(folder)
-        self._run = read_run(folder) if swarm else read_status(folder)
+        self._run = _read_view(folder)
         status_of_config = (folder / CONFIG).stat()
         before, self._config_identity = self._config_identity, (status_of_config.st_ino, status_of_config.st_mtime_ns)
         if self._history is None:
-            self._history = History(folder, swarm)
+            self._history = History(folder, isinstance(self._run, RunView))
         return before is not None and before != self._config_identity
 
     def _sections(self) -> Sections:
         sections = make_sections(self.state(), self.hosts.rows(self.state()))
-        return sections | {"problems": sorted(self._problems.values()), "pictures": self._pictures()}
+        return sections | {
+            "problems": sorted(self._problems.values()),
+            "pictures": self._pictures(),
+            "runs": self._runs,
+        }
 
     def _pictures(self) -> list[int]:
         folder = self.folder
@@ -252,6 +277,18 @@ class LivePage:
                 queue.put_nowait(("view", _to_json(self._view)))
             else:
                 queue.put_nowait(message)
+
+
+def _read_view(folder: Path) -> RunView | Status:
+    return read_run(folder) if "swarm" in read_config(folder) else read_status(folder)
+
+
+def _describe_run(folder: Path) -> list[Any]:
+    try:
+        run = _read_view(folder)
+    except InputError:
+        return [folder.name, "damaged", None, None, None]
+    return [folder.name, run.state, run.loss, run.step, run.steps]
 
 
 def _to_json(data: Any) -> str:

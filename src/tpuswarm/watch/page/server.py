@@ -23,6 +23,7 @@ from tpuswarm.train.look.pictures import FOLDER
 from tpuswarm.watch.page.guard import LOOPBACK, refuse_request
 from tpuswarm.watch.page.live import LivePage
 from tpuswarm.watch.page.metrics import CONTENT_TYPE, metrics_text
+from tpuswarm.watch.page.pages import Pages
 
 LOG_TAIL_BYTES = 1 << 16
 
@@ -43,11 +44,11 @@ def open_listener(port: int) -> socket.socket:
     return listener
 
 
-async def serve(live: LivePage, listener: socket.socket, token: str, ready: Callable[[], None]) -> None:
+async def serve(pages: Pages, listener: socket.socket, token: str, ready: Callable[[], None]) -> None:
     """Serve until a signal ends it."""
     import uvicorn
 
-    app = make_app(live, token, listener.getsockname()[1])
+    app = make_app(pages, token, listener.getsockname()[1])
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, lifespan="on", proxy_headers=False, timeout_graceful_shutdown=1
     )
@@ -59,12 +60,12 @@ async def serve(live: LivePage, listener: socket.socket, token: str, ready: Call
     await serving
 
 
-def make_app(live: LivePage, token: str, port: int) -> ASGIApp:
+def make_app(pages: Pages, token: str, port: int) -> ASGIApp:
     """Make the web application."""
 
     @asynccontextmanager
     async def watching(_: Any) -> AsyncIterator[None]:
-        task = asyncio.create_task(live.watch())
+        task = asyncio.create_task(pages.watch())
         try:
             yield
         finally:
@@ -77,6 +78,8 @@ def make_app(live: LivePage, token: str, port: int) -> ASGIApp:
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     async def stream(request: Request) -> Response:
+        live = await _page_of(pages, request)
+
         async def lines() -> AsyncIterator[str]:
             async for kind, data in live.messages():
                 yield f"event: {kind}\ndata: {data}\n\n"
@@ -87,29 +90,33 @@ def make_app(live: LivePage, token: str, port: int) -> ASGIApp:
         before = request.query_params.get("before", "")
         if not before.isdecimal():
             return PlainTextResponse("before: a number is missing", 400)
-        return JSONResponse(await live.older(int(before)))
+        return JSONResponse(await (await _page_of(pages, request)).older(int(before)))
 
     async def log(request: Request) -> Response:
         name = request.query_params.get("of", "")
-        try:
-            return PlainTextResponse(await _read_log(live, name))
-        except InputError as error:
-            return PlainTextResponse(str(error), 404)
+        return PlainTextResponse(await _read_log(await _page_of(pages, request), name))
 
     async def picture(request: Request) -> Response:
-        step, folder = request.query_params.get("step", ""), live.folder
+        step, folder = request.query_params.get("step", ""), (await _page_of(pages, request)).folder
         path = folder / FOLDER / f"{int(step):08d}.png" if folder and step.isdecimal() else None
         if path is None or not path.is_file():
             return PlainTextResponse(f"there is no picture of {step or 'no step'}", 404)
         return Response(await asyncio.to_thread(path.read_bytes), media_type="image/png")
 
     async def metrics(request: Request) -> Response:
-        state = await live.fresh()
-        return Response(metrics_text(state, live.hosts.rows(state)), media_type=CONTENT_TYPE)
+        state = await pages.first.fresh()
+        return Response(metrics_text(state, pages.first.hosts.rows(state)), media_type=CONTENT_TYPE)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return PlainTextResponse(str(error), 404)
 
     handlers = {"/": page, "/stream": stream, "/events": events, "/log": log, "/picture": picture, "/metrics": metrics}
     routes = [Route(path, answer) for path, answer in handlers.items()]
-    return _guard(Starlette(routes=routes, lifespan=watching), token, port)
+    return _guard(Starlette(routes=routes, lifespan=watching, exception_handlers={InputError: refuse}), token, port)
+
+
+async def _page_of(pages: Pages, request: Request) -> LivePage:
+    return await pages.find(request.query_params.get("run", ""))
 
 
 async def _read_log(live: LivePage, name: str) -> str:

@@ -1,8 +1,8 @@
 // Show a stream of server-sent events: first the whole view, then changes. A reload loses nothing.
 
 const $ = (id) => document.getElementById(id);
-const token = new URLSearchParams(location.search).get("token") ?? "";
-const url = (path, about = {}) => `${path}?${new URLSearchParams({ ...about, token })}`;
+const { token = "", run: chosenRun } = Object.fromEntries(new URLSearchParams(location.search));
+const url = (path, about = {}) => `${path}?${new URLSearchParams({ ...(chosenRun && { run: chosenRun }), ...about, token })}`;
 const padTwo = (value) => `${value}`.padStart(2, "0");
 function formatTime(seconds) {
   const at = new Date(seconds * 1000);
@@ -23,7 +23,7 @@ const lossPlot = new Curves($("loss"), figure4), speedPlot = new Curves($("speed
 speedPlot.fromZero = true;
 
 let seen = null;
-const EMPTY = { losses: [], speeds: [], evaluations: [], names: [], columns: [], events: [], pictures: [], members: {}, machines: {}, alarms: [], problems: [], facts: {} };
+const EMPTY = { losses: [], speeds: [], evaluations: [], names: [], columns: [], events: [], pictures: [], runs: [], members: {}, machines: {}, alarms: [], problems: [], facts: {} };
 
 function view(all) {
   seen = { ...EMPTY, ...all };
@@ -75,6 +75,7 @@ function draw(changed) {
   if (has("members", "facts")) members();
   if (has("machines")) machines();
   if (has("pictures")) pictures();
+  if (has("runs")) runs();
   $("events-of").hidden = !$("events").children.length;
 }
 
@@ -159,6 +160,14 @@ function machines() {
     return cells(document.createElement("tr"), [state === "missing" ? "–" : logButton(name), pool, type || "–", zone || "–", element("span", state, KINDS[shade]), both, gib, age, lost ? `${lost}` : "", hourly === 0 ? "free" : hourly === null ? "–" : hourly.toFixed(2), cost === null ? "–" : cost.toFixed(2), what], kinds);
   });
   table($("machines-table"), heads, rows);
+}
+
+function runs() {
+  const kinds = ["", "", "n", "n"], link = (target, query, text) => Object.assign(target, { href: `?${new URLSearchParams(query)}`, textContent: text });
+  $("runs-of").hidden = seen.runs.length < 2 && !chosenRun;
+  link($("newest"), { token }, $("newest").textContent).hidden = !chosenRun;
+  table($("runs-table"), ["run", "state", "loss", "step"].map((name, n) => [name, kinds[n]]), seen.runs.map(([name, state, loss, step, steps]) =>
+    cells(document.createElement("tr"), [state === "damaged" ? name : link(document.createElement("a"), { token, run: name }, name), element("span", state, COLORS[state]), figure4(loss), step === null ? "–" : `${number(step)} of ${number(steps)}`], kinds)));
 }
 
 function addEvents(events) {

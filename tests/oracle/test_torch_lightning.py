@@ -146,6 +146,15 @@ def test_logged_values_and_validation_step_reach_the_metrics(tmp_path):
     assert 0 <= evaluation["eval_right"] <= 1
 
 
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [(Classifier(), r"recipe\(module, data=…\)"), (nn.Linear(2, 2), r"recipe\(module, loss, data, ")],
+)
+def test_trainer_names_the_recipe_of_a_module(module, call):
+    with pytest.raises(InputError, match=f"make a recipe of it with tpuswarm.torch.{call}"):
+        Trainer(devices=1).fit(module)
+
+
 def test_recipe_does_not_start_jax_before_several_hosts_have_joined(monkeypatch):
     monkeypatch.setattr(xla_bridge, "get_backend", None)
     module = Classifier(CONVERTED["adamw-groups"])

@@ -155,6 +155,22 @@ def test_trainer_names_the_recipe_of_a_module(module, call):
         Trainer(devices=1).fit(module)
 
 
+def test_module_and_its_parts_stay_as_they_were():
+    class Nested(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.part = Classifier()
+
+        def training_step(self, batch, batch_idx):
+            return self.part.training_step(batch, batch_idx)
+
+    module = Nested()
+    before = [set(vars(part)) for part in module.modules()]
+    nested = recipe(module, data=DATA)
+    assert [set(vars(part)) for part in module.modules()] == before
+    assert nested.exported.train.metrics.keys() == {"train_loss"}
+
+
 def test_recipe_does_not_start_jax_before_several_hosts_have_joined(monkeypatch):
     monkeypatch.setattr(xla_bridge, "get_backend", None)
     module = Classifier(CONVERTED["adamw-groups"])

@@ -123,7 +123,8 @@ def _overrides(module: Any, method: str) -> bool:
 
 def optimizer_of(module: Any) -> ConvertedOptimizer:
     """Return what `configure_optimizers` makes, for optax. Raise InputError for what has no exact form there."""
-    attached = copy.copy(module)
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    attached = copy.deepcopy(module, tensors)  # with the same parameters
     _attach(attached, "configure_optimizers", {})
     with blame("configure_optimizers fails"):
         result = attached.configure_optimizers()

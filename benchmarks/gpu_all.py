@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ TINY_STYLEGAN2: dict[str, Any] = {
     "group": 2,
 }
 COLUMNS = ("", "a second: median (95% interval)", "ms a step", "MFU", "memory, GiB", "ready, s", "speed over")
-SOURCES = {"nanoGPT": "karpathy/nanoGPT", "llm.c": "karpathy/llm.c", "stylegan3": "NVlabs/stylegan3"}
+PEERS = {"nanogpt": "karpathy/nanoGPT", "llmc": "karpathy/llm.c", "stylegan3": "NVlabs/stylegan3"}
 
 
 class Part(NamedTuple):
@@ -117,44 +118,42 @@ def _results(part: Part, peers: Path, limit_s: float) -> Iterator[dict[str, Any]
             env=os.environ | environment | {"JAX_COMPILATION_CACHE_DIR": empty_cache},
         )  # fmt: skip
         assert child.stdout is not None
-        timer = threading.Timer(limit_s, os.killpg, (child.pid, signal.SIGKILL))
+        start, timer = time.monotonic(), threading.Timer(limit_s, os.killpg, (child.pid, signal.SIGKILL))
         timer.start()
         try:
             yield from map(json.loads, child.stdout)
             status = child.wait()
         finally:
-            if timer.is_alive():
-                timer.cancel()
-                if child.poll() is None:  # interrupted
-                    os.killpg(child.pid, signal.SIGKILL)
+            timer.cancel()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # after an interruption, and what it has left running
             child.wait()
         if status:
             errors.seek(0)
             lines = [line for line in errors.read().splitlines() if line.strip()]
-            late = f"it was killed after {limit_s:.0f} s; " if status == -signal.SIGKILL else ""
+            late = f"it was killed after {limit_s:.0f} s; " if time.monotonic() - start > limit_s else ""
             raise Skipped(late + (lines[-1] if lines else f"exit status {status}"))
 
 
 def _command(part: Part, peers: Path) -> list[str]:
     options = json.dumps(part.options)
-    peer = {"nanogpt": "nanoGPT", "llmc": "llm.c", "stylegan3": "stylegan3"}.get(part.kind)
-    if peer is None:
+    if part.kind not in PEERS:
         return [sys.executable, "-m", "benchmarks.gpu_step", part.kind, options]
-    if not (peers / peer).is_dir():
-        raise Skipped(f"there is no {peers / peer}: git clone https://github.com/{SOURCES[peer]} {peers / peer}")
+    clone = peers.absolute() / PEERS[part.kind].rpartition("/")[2]
+    if not clone.is_dir():
+        raise Skipped(f"there is no {clone}: git clone https://github.com/{PEERS[part.kind]} {clone}")
     device = "cuda" if has_gpu() else "cpu"
     script = Path(__file__).with_name("gpu_peers.py")
-    return [str(torch_python(device)), str(script), part.kind, str((peers / peer).absolute()), device, options]
+    return [str(torch_python(device)), str(script), part.kind, str(clone), device, options]
 
 
 def _speed(part: Part, result: dict[str, Any], beside: dict[str, Any] | None) -> dict[str, Any]:
     """Return the table of a part's speed, and of the part's beside which it is read."""
     speed = median([result["items"] / seconds for seconds in result["seconds"]])
     step_s = median(result["seconds"]).middle
-    about = {**(beside or {}), **result}
-    peak = peak_flops(about["device"], "bf16") if "device" in about else None
-    flops_per_item = about["flops"] / (beside or result)["items"] if about.get("flops") else None
-    mfu = f"{speed.middle * flops_per_item / peak:.1%}" if peak and flops_per_item else "–"
+    ours = result if "flops" in result else beside  # a peer does not count its FLOPs
+    peak = peak_flops(ours["device"], "bf16") if ours else None
+    mfu = f"{speed.middle * ours['flops'] / ours['items'] / peak:.1%}" if ours and peak else "–"
     over = "–"
     if beside:
         over = f"{speed.middle / median([beside['items'] / seconds for seconds in beside['seconds']]).middle:.3f}"

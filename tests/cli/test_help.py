@@ -71,6 +71,14 @@ def test_summary_in_the_list_of_commands_begins_the_commands_own_help(name):
 def test_help_lists_a_recipes_options(typed, command):
     _, out, _ = typed(command, "gpt2-tiny", "--help")
     assert all(f"--{name} NUMBER" in out for name in ("lr-end", "beta2", "weight-decay"))
+    for recipe, defaults in (
+        ("gpt2-tiny", {"lr NUMBER": "0.001", "lr-end NUMBER": "0.0001", "layers NUMBER": "4", "beta2 NUMBER": "0.99"}),
+        ("gpt2-xl", {"lr NUMBER": "0.0002", "layers NUMBER": "48", "vocab NUMBER": "50257", "tokenizer TEXT": "gpt2"}),
+        ("stylegan2-32", {"lr NUMBER": "0.004", "r1 NUMBER": "1"}),
+    ):
+        _, out, _ = typed(command, recipe, "--help")
+        for name, value in defaults.items():
+            assert re.search(rf"--{name} +Default: {re.escape(value)}\.\n", out), (name, out)
     assert "gpt2-tiny" in typed(command, "--help")[1]
     assert "did you mean gpt2-tiny?" in typed(command, "gpt2-tini", "--help")[1]
 

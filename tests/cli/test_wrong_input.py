@@ -48,6 +48,7 @@ AT_ONCE = [
     ),
     ("train gpt2-tiny --accelerator tpu", "has an option --accelerator; `tpuswarm train gpt2-tiny --help` lists them"),
     ("sample new --max_new_tokens 5", "there is no option --max_new_tokens; did you mean --tokens?"),
+    ("up v5litepod-8", "v5litepod-8 is a type of TPU, not a file: `tpuswarm up --type v5e-8`"),
     ("up --accelerator-type v5e-8", "there is no option --accelerator-type; did you mean --type?"),
     ("train gpt2-tiny --bogus 1", "has an option --bogus; `tpuswarm train gpt2-tiny --help` lists them"),
     ("train gpt2-tiny --width", "--width needs a value"),

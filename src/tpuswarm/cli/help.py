@@ -115,7 +115,7 @@ def format_top_help(
 def _write_recipe(words: Sequence[str], command_options: set[str | None], formatter: Any) -> None:
     """Write the description and options of the recipe among these words, or the names of all recipes."""
     from tpuswarm import recipes
-    from tpuswarm.train.user_code import find_maker
+    from tpuswarm.train.user_code import build_recipe, find_maker
 
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None:
@@ -123,12 +123,19 @@ def _write_recipe(words: Sequence[str], command_options: set[str | None], format
         return
     heading = f"Options of {name}"
     try:
-        maker = find_maker(recipes.find(name)[0])
+        target, preset = recipes.find(name)
+        maker = find_maker(target)
+        given: Mapping[str, Any] = {}
+        if ":" not in name:  # a file's function may read its data
+            given = {**preset, **build_recipe(target, preset).option_defaults}
     except TpuswarmError as error:
         _write_lines(heading, (str(error),), formatter)
         return
     rows = [
-        (f"--{option.name.replace('_', '-')} {_type_name(option.annotation)}".rstrip(), _default_text(option.default))
+        (
+            f"--{option.name.replace('_', '-')} {_type_name(option.annotation)}".rstrip(),
+            _default_text(given.get(option.name, option.default)),
+        )
         for option in inspect.signature(maker, eval_str=True).parameters.values()
         if option.name not in command_options
     ]

@@ -235,6 +235,8 @@ class Recipe(ABC):
     """Arguments of the call of `target`, with its plain defaults."""
     defaults: Mapping[str, Any] = MappingProxyType({})
     """Run settings to use when the user sets none: `batch`, `steps`, `clip`, `decay`, …"""
+    option_defaults: Mapping[str, Any] = MappingProxyType({})
+    """Values of options that are None, for --help."""
     forms: tuple[str, ...] = ()
     """Ways to save memory that its programs support: `remat`, `accumulate`."""
     compiling: Mapping[str, Mapping[str, Any]] = MappingProxyType({})

@@ -78,6 +78,8 @@ def up(
     file, command = _split_words(context, file, words or [])
     if command and type_ is None:
         raise InputError("-- CMD needs --type. To start a job on a fleet: `tpuswarm exec POOL --detach -- CMD`")
+    if file is not None and not file.exists():
+        _refuse_type(file)
     if type_ is None:
         if zone or name or spot or down_when or project or network or runtime or metadata:
             raise InputError(
@@ -162,6 +164,15 @@ def _split_words(context: typer.Context, file: Path | None, words: list[str]) ->
     if len(before) > 1:
         raise InputError(f"unexpected argument {before[1]!r}. Give one FILE, and a command after --.")
     return Path(before[0]) if before else None, command
+
+
+def _refuse_type(file: Path) -> None:
+    """Raise InputError if the word in the file's place is a type of TPU."""
+    try:
+        type_ = find(str(file)).name
+    except InputError:
+        return
+    raise InputError(f"{file} is a type of TPU, not a file: `tpuswarm up --type {type_}`")
 
 
 def down(

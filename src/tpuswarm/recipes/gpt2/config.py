@@ -40,6 +40,8 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
 """Size → layers, heads, width, context."""
 
 GPT2_VOCAB_SIZE = 50257
+DEFAULT_HELD_OUT_SHARE = 0.1
+"""Share of the tokens that is held out, as in nanoGPT."""
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 MOMENTS = ("f32", "bf16")
 """Dtypes of the first moment. The second stays float32: in fewer bits its updates round to nothing."""

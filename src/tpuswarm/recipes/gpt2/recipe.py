@@ -16,7 +16,15 @@ from tpuswarm.config.limits import NUMBER_LIMITS
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
-from tpuswarm.recipes.gpt2.config import GPT2_VOCAB_SIZE, MOMENTS, OPTIMIZERS, SIZES, Config, Kind
+from tpuswarm.recipes.gpt2.config import (
+    DEFAULT_HELD_OUT_SHARE,
+    GPT2_VOCAB_SIZE,
+    MOMENTS,
+    OPTIMIZERS,
+    SIZES,
+    Config,
+    Kind,
+)
 from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_published
 from tpuswarm.train.recipe import Options, Recipe, Source
 
@@ -117,6 +125,10 @@ class GPT2(Recipe):
         self._beta2 = (0.99 if is_tiny else 0.95) if beta2 is None else beta2
         self._weight_decay = weight_decay
         self._check()
+        self.option_defaults = {
+            **self._shape, "tokenizer": tokenizer, "lr": self._lr, "lr_end": self._lr_end, "warmup": self._warmup,
+            "beta2": self._beta2, "held_out": DEFAULT_HELD_OUT_SHARE, **({} if is_tiny else {"vocab": self._vocab}),
+        }  # fmt: skip
         self.defaults = {
             "batch": 12 if is_tiny else 64,
             "steps": 2_000 if is_tiny else 20_000,
@@ -283,7 +295,7 @@ class GPT2(Recipe):
 
     def data(self, split: str) -> Source:
         """Return the rows of a split; the end of the text is held out."""
-        from tpuswarm.recipes.gpt2.tokens import DEFAULT_HELD_OUT_SHARE, FakeTokens, TokenSource, split_tokens
+        from tpuswarm.recipes.gpt2.tokens import FakeTokens, TokenSource, split_tokens
 
         context = self._shape["context"]
         if split not in ("train", "validation", "all"):

@@ -45,8 +45,6 @@ from tpuswarm.train.process.atomic import write_atomically
 TOKENS_FILE = "tokens.bin"
 CACHE = "tokens"
 """Name of the folder in the user's cache."""
-DEFAULT_HELD_OUT_SHARE = 0.1
-"""Share of the tokens that is held out, as in nanoGPT."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def memory_sentence(compiled: Compiled) -> str:
     statistic_count = sum(row.count for row in rows if row.statistic)
     count = sum(row.count for row in rows if not row.statistic)
     statistics = f" and {statistic_count:,} running statistics" if statistic_count else ""
-    rest = "optimizer, average and statistics" if statistic_count else "optimizer and average"
+    parts = ["optimizer", *["average"] * (compiled.options.ema is not None), *["statistics"] * (statistic_count > 0)]
+    rest = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     decayed = sum(row.count for row in rows if row.decayed)
     decay = f", {decayed:,} of them in the decay mask" if decayed else ""
     mib = 2**20

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -232,15 +232,15 @@ def pause(name: MachineName, fleet: FleetOption = None, yes: Yes = False) -> Non
 
 
 def resume(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="A machine: its name, its number, or a unique prefix; or a run.")],
     fleet: FleetOption = None,
     yes: Yes = False,
 ) -> None:
     """Start a paused machine, or train an interrupted run on."""
     if "://" in name or is_run(Path(name)):
-        from tpuswarm.cli.app import make_app
-
-        raise typer.Exit(make_app()(["train", "--run", name], prog_name="tpuswarm", standalone_mode=False) or 0)
+        program: Any = context.find_root().command
+        raise typer.Exit(program(["train", "--run", name], prog_name="tpuswarm", standalone_mode=False) or 0)
     _change_paused(name, fleet, yes, pausing=False)
 
 

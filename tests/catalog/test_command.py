@@ -19,9 +19,14 @@ def run(typed):
     return run_catalog
 
 
-def test_list_has_every_type_and_generation(run):
+def test_list_has_every_generation_and_its_usual_types(run):
     rows = {words[0]: words for line in run().splitlines() if (words := line.split())}
-    assert {found.name for found in (*catalog.generations(), *catalog.accelerators())} <= set(rows)
+    types = catalog.accelerators()
+    usual = {tpu.name for tpu in types if tpu.chips <= 64}
+    assert {generation.name for generation in catalog.generations()} | usual <= set(rows)
+    larger = {tpu.name for tpu in types} - usual
+    assert not larger & set(rows) and f"{len(larger)} larger types: `tpuswarm catalog GENERATION`" in run()
+    assert {tpu.name for tpu in types} <= set(run("--max-chips 100000").split())
     assert rows["v5e-8"][1:] == ["2x4", "8", "8", "1", "128", "1,576", "9.60", "1.96", "us-central1"]
     assert rows["tpu7x-8"][-2:] == ["unknown", "unknown"]
     assert rows["v4"][-1] == "us-central2-b" and "tpu-ubuntu2204-base" in rows["v4"]

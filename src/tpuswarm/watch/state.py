@@ -107,7 +107,9 @@ class State(NamedTuple):
         lines.append(Text(costs_line(document, listing, self.at, left, carried)))
         if run is None:
             return Group(Text(f"{self.url} has not begun"), *activities_table(found, "tokens", width, height), *lines)
-        if run.state != "running":
+        if run.state == "killed":
+            lines.append(Text("its head is gone: a keeper starts another one"))
+        elif run.state != "running":
             lines.append(Text(f"{run.state}{': ' if run.message else ''}{run.message}"))
         about = About(run.recipe, run.run, run.tokens_per_step, run.unit, ended=run.state != "running")
         room = None if height is None else height - count_lines(lines, width)

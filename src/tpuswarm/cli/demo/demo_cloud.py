@@ -80,8 +80,10 @@ def demo_cloud() -> None:
         demo.wait_until(f"{victim} is back, as the same member", lambda state: victim in training(state))
         before = demo.read_state()
         demo.delete("demo-head")
-        demo.wait_until("another head leads", lambda state: epoch_of(state) > epoch_of(before))
-        demo.wait_until("it commits a contribution", lambda state: version_of(state) > version_of(before))
+        led = demo.wait_until(
+            "another head leads", lambda state: epoch_of(state) > epoch_of(before) and version_of(state) > 0
+        )
+        demo.wait_until("the new head commits a contribution", lambda state: version_of(state) > version_of(led))
         demo.run("stop", demo.url)
         demo.run("ledger", "verify", demo.url)
     finally:

@@ -19,6 +19,7 @@ from tpuswarm.train.process.terminal import echo
 if TYPE_CHECKING:
     from rich.table import Table
 
+USUAL_CHIPS = 64
 RESTRICTIONS: dict[Access, str] = {"single tenant": "single tenant only", "sold": "only on a price list"}
 """Offers that are not open to everyone."""
 
@@ -29,7 +30,9 @@ def catalog(
         typer.Argument(help="A TPU type by any of its names (v3-8, v5litepod-8, v5e:2x4), or a generation (v5e)."),
     ] = None,
     zone: Annotated[str | None, typer.Option(help="Only types offered in this zone or region.")] = None,
-    max_chips: Annotated[int | None, typer.Option(min=1, help="Only slices of at most this many chips.")] = None,
+    max_chips: Annotated[
+        int | None, typer.Option(min=1, help="Only slices of at most this many chips. Default of the whole list: 64.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List TPU generations and types: names, chips, memory, speed, zones, prices; or all that is known of one type."""
@@ -50,9 +53,13 @@ def catalog(
         print(json.dumps({"generations": [_generation_object(generation) for generation in listed], "types": types}))
         return
     console = make_console()
+    is_whole = not (named or zone or max_chips)
+    shown = [tpu for tpu in chosen if not is_whole or tpu.chips <= USUAL_CHIPS]
     console.print(_generations_table(listed))
     console.print()
-    console.print(_types_table(chosen, zone, console.width))
+    console.print(_types_table(shown, zone, console.width))
+    if larger := len(chosen) - len(shown):
+        echo(f"{larger} larger types: `tpuswarm catalog GENERATION`, or --max-chips.")
     if dates := {price.source.read for tpu in chosen for price in tpu.prices()}:
         echo(f"Prices from public lists as of {max(dates)}; they change. Traffic is billed separately.")
     if dates and (old := describe_old_prices(date.today())):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.terminal import terminal
+from tpuswarm.recipes import GPT2
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,8 @@ def test_looking_at_a_fleet_loads_no_numpy(command):
 @pytest.mark.parametrize("words", ["train gpt2-tiny --devices 99", "sample runs/a"])
 def test_screen_shows_something_before_jax_is_loaded(tmp_path, words):
     Path(tmp_path, "runs/a").mkdir(parents=True)
-    config = "[recipe]\nname = 'a'\ntarget = ''\n[recipe.options]\n[train]\nsteps = 1\nbatch = 1\nseed = 0\n"
+    recipe = f"[recipe]\nname = 'a'\ntarget = '{GPT2}'\n[recipe.options]\n"
+    config = f"{recipe}[train]\nsteps = 1\nbatch = 1\nseed = 0\n"
     Path(tmp_path, "runs/a/config.toml").write_text(config)
     with terminal([sys.executable, "-c", ANNOUNCES_JAX, *words.split()], tmp_path) as opened:
         seen = opened.wait("[jax is imported]")

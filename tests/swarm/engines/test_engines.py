@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.web import serve_web
-from tpuswarm.errors import RunFailed
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines import ray as engine
 from tpuswarm.swarm.engines import variables
 from tpuswarm.swarm.engines.inproc import Inproc
@@ -128,6 +128,12 @@ def test_process_that_is_second_uses_the_token_of_the_first(tmp_path, monkeypatc
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")
     variables.use_token(path)
     assert path.read_text() == "first"
+
+
+def test_empty_token_is_named_before_ray_starts(tmp_path):
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(InputError, match="token is empty; .*delete it: the run draws a new one"):
+        variables.use_token(tmp_path / "token")
 
 
 def test_sigterm_is_a_notice():

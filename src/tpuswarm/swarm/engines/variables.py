@@ -5,7 +5,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from tpuswarm.errors import RunFailed
+from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import create_atomically
 
 ENVIRONMENT = {
@@ -42,10 +42,15 @@ def store_bytes(largest: int) -> int:
 
 
 def use_token(path: Path) -> None:
-    """Have Ray sign its calls with the secret in a file, which is created if missing."""
+    """Have Ray sign its calls with the secret in a file, which is created if missing.
+
+    Raise InputError for an empty file.
+    """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         create_atomically(path, secrets.token_hex(32))  # another process may be first
+    if not path.read_bytes().strip():
+        raise InputError(f"{path} is empty; restore the run's file `token`, or delete it: the run draws a new one")
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path.resolve())
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence
 

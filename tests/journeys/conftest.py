@@ -42,7 +42,9 @@ def watched_swarm(text_file, finished_run) -> WatchedSwarm:
 
 def _watch_a_swarm(folder: Path, text_file: Path) -> tuple[str, str, str]:
     shutil.copyfile(text_file, folder / "text.txt")
-    words = f"train gpt2-tiny --data text.txt {SHAPE} --init-from hf:{GOLDEN} --steps 400 --members 2 --cycle 10"
+    words = (
+        f"train gpt2-tiny --data text.txt {SHAPE} --init-from hf:{GOLDEN} --steps 400 --members 2 --cycle 10 --expect 1"
+    )
     with terminal([*words.split(), "--outer", "average", "--run", "runs/swarm"], folder, SMALL) as opened:
         small = opened.wait(lambda shown: "commit 2" in shown.screen and is_whole(shown.screen))
         opened.resize(LARGE)

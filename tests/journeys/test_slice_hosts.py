@@ -24,7 +24,7 @@ TWO_DEVICES = {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=2", os.env
 @pytest.fixture
 def swarm(tmp_path, text_file):
     arguments = ["gpt2-tiny", "--data", str(text_file), *SMALL, "--cycle", "8", "--steps", "10M"]
-    swarm = Swarm(tmp_path / "run", [*arguments, "--members", "1", "--outer", "average"])
+    swarm = Swarm(tmp_path / "run", [*arguments, "--members", "1", "--expect", "1", "--outer", "average"])
     yield swarm
     swarm.end()
 

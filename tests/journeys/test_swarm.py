@@ -25,7 +25,8 @@ ENDLESS = "10M"
 
 @pytest.fixture
 def swarm(tmp_path):
-    arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--members", "2", "--cycle", "8", "--outer", "average"]
+    arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--members", "2", "--cycle", "8", "--expect", "2"]
+    arguments += ["--outer", "average"]
     swarm = Swarm(tmp_path / "run", [*arguments, "--steps", ENDLESS])
     yield swarm
     swarm.end()

@@ -25,9 +25,9 @@ RUN = Path("a")
 
 
 class Cluster:
-    is_external, address, dashboard = True, "", None
+    join_address, dashboard = "", None
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, is_open):
         pass
 
     def __enter__(self):

@@ -132,7 +132,7 @@ def test_process_that_is_second_uses_the_token_of_the_first(tmp_path, monkeypatc
 
 def test_empty_token_is_named_before_ray_starts(tmp_path):
     (tmp_path / "token").write_text("\n")
-    with pytest.raises(InputError, match="token is empty; .*delete it: the run draws a new one"):
+    with pytest.raises(InputError, match=r"token is empty; .*delete it: the run draws a new one"):
         variables.use_token(tmp_path / "token")
 
 
@@ -214,6 +214,31 @@ def test_death_of_rays_own_processes_is_noticed(tmp_path, server):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("a process of Ray died (pid ") and "start the same command again" in done.stdout
+
+
+LISTENING = """
+import sys
+from pathlib import Path
+import psutil
+from tpuswarm.swarm.engines.ray import Cluster
+
+with Cluster("run", Path("token"), None, is_open=sys.argv[1] == "open") as cluster:
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        for socket in process.net_connections("inet"):
+            if socket.status == "LISTEN":
+                print(socket.laddr.ip)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["open", "alone"])
+def test_ray_listens_to_other_machines_only_if_some_may_join(tmp_path, who):
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING, who], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    addresses = done.stdout.split()
+    assert done.returncode == 0 and len(addresses) >= 4, done.stderr
+    assert all(address.endswith("127.0.0.1") for address in addresses) == (who == "alone")
 
 
 def test_slow_start_is_repeated_once_in_a_clean_session(open_ray):

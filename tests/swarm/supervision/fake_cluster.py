@@ -67,7 +67,7 @@ class FakeProcess:
 class FakeCluster:
     """Ray, as a supervisor sees it; `nodes` are the machines that joined."""
 
-    is_external, address, state_bytes = False, "here:1", 0
+    is_external, join_address, state_bytes = False, "here:1", 0
 
     def __init__(self):
         self.nodes: dict[str, str] = {}

@@ -130,7 +130,8 @@ def train(
         Path | None, option("File with the secret of all who join. Default: made for the run.", SWARM)
     ] = None,
     expect: Annotated[
-        int | None, option("Members that will join: what serves them is sized for them. Default: 0.", SWARM)
+        int | None,
+        option("Members that will join, from any machine. Default: 0, and Ray listens to this one only.", SWARM),
     ] = None,
     ports: Annotated[
         str | None, option("TCP ports on which Ray listens, such as 20000-20999. Default: any.", SWARM)

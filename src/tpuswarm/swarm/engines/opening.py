@@ -25,14 +25,16 @@ NAMESPACE = "tpuswarm"
 LOOPBACK = "127.0.0.1"
 
 
-def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboard: bool) -> Any:
+def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboard: bool, is_open: bool = False) -> Any:
     """Return Ray's context for the cluster at an address, or for a new one. Raise RunFailed if it does not start.
 
-    dashboard: serve Ray's dashboard to this machine. If interrupted, everything that Ray has started is ended.
+    dashboard: serve Ray's dashboard to this machine; is_open: a new cluster listens for other machines, not only on
+    the loopback address. If interrupted, everything that Ray has started is ended.
     A new cluster that does not start in time is started once more: Ray's raylet aborts if its agents need more than
     15 s, as on a busy machine (Ray 2.60).
     """
     os.environ |= ENVIRONMENT  # for Ray's processes
+    _listen(is_open or address is not None)
     own: dict[str, Any] = {}
     if address is None:
         sessions = _sessions()
@@ -68,6 +70,16 @@ def _start_ray(address: str, ports: Ports | None, options: dict[str, Any]) -> An
         )  # fmt: skip
         _silence()
     return context
+
+
+def _listen(everywhere: bool) -> None:
+    """Choose where a Ray that starts from now on listens: everywhere, or on the loopback address alone.
+
+    This is Ray's own switch for desktops, whose firewalls would ask; it reads it when it is imported (Ray 2.60).
+    """
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    os.environ[constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "1" if everywhere else "0"
+    constants.ENABLE_RAY_CLUSTER = everywhere
 
 
 def require_dashboard() -> None:

@@ -136,11 +136,14 @@ class Cluster:
         state: int = 0,
         ports: Ports | None = None,
         dashboard: bool = False,
+        is_open: bool = False,
     ):
         """token: file with the secret for joining, created if missing; devices: of a member placed anywhere; largest:
         bytes of the largest message; state: bytes of the shared parameters; ports: for a Ray that is started here, None
-        for any; dashboard: serve Ray's dashboard to this machine.
+        for any; dashboard: serve Ray's dashboard to this machine; is_open: other machines may join.
         """
+        self.is_open = is_open
+        """Whether a Ray that is started here listens for other machines."""
         self._ports, self._dashboard = ports, dashboard
         self.state_bytes = state
         """Size of the shared parameters."""
@@ -158,7 +161,7 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         if not self.is_external:
             use_token(self.token)
-        context = open_ray(self._address, self._store_bytes, self._ports, self._dashboard)
+        context = open_ray(self._address, self._store_bytes, self._ports, self._dashboard, self.is_open)
         self.address = context.address_info["address"]
         self.dashboard = None if self.is_external else context.dashboard_url or None
         self._session = Path(context.address_info["session_dir"])
@@ -172,6 +175,11 @@ class Cluster:
             ray.shutdown()
             if not self.is_external:
                 shutil.rmtree(self._session, ignore_errors=True)
+
+    @property
+    def join_address(self) -> str:
+        """Where other machines join; empty if they cannot."""
+        return self.address if self.is_open and not self.is_external else ""
 
     def require_alive(self) -> None:
         """Raise RunFailed if Ray's node on this machine has died: its calls then never return."""

@@ -220,6 +220,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         sizes.exchanged,
         options.ports,
         bool(options.dashboard),
+        is_open=bool(swarm.expected or options.ports or options.token) or not swarm.members,
     )
     return _PreparedRun(plan, environment, cluster, notes, sizes.state, options.wandb)
 
@@ -340,8 +341,8 @@ def _supervise(
                     logger.write(row)
 
             cluster = ends.enter_context(prepared.cluster)
-            if not cluster.is_external and not (run.config() or {}).get("swarm", {}).get("demo"):
-                screen.note(f"to add a machine: `tpuswarm join {cluster.address} --token-file {cluster.token}`")
+            if cluster.join_address:
+                screen.note(f"to add a machine: `tpuswarm join {cluster.join_address} --token-file {cluster.token}`")
             if cluster.dashboard:
                 screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
             supervisor = Supervisor(run, plan, cluster, screen, prepared.environment, watch, log_row)

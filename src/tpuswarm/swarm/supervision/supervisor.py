@@ -76,7 +76,7 @@ class Supervisor:
         self._cluster, self._environment, self._watch = cluster, environment, watch
         state_bytes = self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize)
         self._ledger = LedgerFollower(run.folder, state_bytes)
-        self.reporter = RunReporter(run, plan, screen, "" if cluster.is_external else cluster.address, on_row)
+        self.reporter = RunReporter(run, plan, screen, cluster.join_address, on_row)
         self._summary: Summary | None = None
         commits = (row["version"] for row in read_rows_back(run.folder / EVENTS) if row["event"] == "commit")
         self._last_announced = next(commits, 0)

@@ -101,6 +101,19 @@ def test_demo_replaces_an_earlier_demo_once_it_is_loaded_and_leaves_a_users_run_
     assert code == 130 and "stopped before the first commit" in out + err
 
 
+def test_damaged_option_of_a_run_is_named_with_its_file(call):
+    call(f"{LINE} --width 5 --run runs/a")
+    path = Path("runs/a/config.toml")
+    whole = path.read_text()
+    path.write_text(whole.replace("width = 5", "wjdth = 5"))
+    for line in (f"{LINE} --run runs/a", "evaluate runs/a"):
+        code, _, err = call(line)
+        assert code == 2 and "runs/a/config.toml: " in err and "has no option wjdth; did you mean width?" in err
+    path.write_text(whole.replace("width = 5", "width = []"))
+    code, _, err = call("evaluate runs/a")
+    assert code == 2 and "error: runs/a/config.toml: " in err
+
+
 def test_internal_error_is_one_sentence(call, monkeypatch):
     monkeypatch.setattr("tpuswarm.cli.train.logs_and_stop.find_run", {}.__getitem__)  # no code of a user
     code, out, err = call("logs last")

@@ -14,10 +14,11 @@ from jax.errors import JaxRuntimeError
 from tests.cli import my_recipe
 from tests.processes import PROGRAM
 from tpuswarm.cli import main
-from tpuswarm.cli.train.train import print_swarm_result
+from tpuswarm.cli.train.train import print_result, print_swarm_result
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.supervision.start import SwarmResult
 from tpuswarm.swarm.supervision.supervisor import RunEnd
+from tpuswarm.train.loop.result import Result
 
 LINE = "train my_recipe.py:line --steps 4 --batch 8"
 
@@ -43,6 +44,11 @@ def test_commands_over_the_life_of_a_run(call, capsys):
     assert "rows/s" in err and "tokens/s" not in err  # a row of this recipe counts for one
     print_swarm_result(SwarmResult(Path("runs/a"), RunEnd("finished", "", None), {}, 4, 7_680), as_json=False)
     assert capsys.readouterr().out == "runs/a finished at commit 4: 7,680 rows; runs/a/report.html\n"
+    result = Result(Path("runs/worker-1"), None, 4, 4, {}, "finished", "", None)
+    Path("runs/worker-1").mkdir()  # host 0 alone writes the report
+    print_result(result, as_json=False)
+    assert "finished at step 4 of 4" in (out := capsys.readouterr().out) and "report.html" not in out
+    Path("runs/worker-1").rmdir()
     assert "width = 5\nlr = 0.1" in Path("runs/a/config.toml").read_text()
     code, out, err = call(f"{LINE} --run runs/a --json")
     assert code == 0 and "nothing left to do" in err  # the width is remembered

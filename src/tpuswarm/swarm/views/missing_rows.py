@@ -36,7 +36,7 @@ def missing_rows(folder: Path) -> str:
         with reading(path), path.open("rb") as file:
             for line in file:
                 if row := WHOLE_ROW.fullmatch(line):
-                    step, member = int(row[1]), row[3].decode()
+                    step, member = int(row[1]), row[3].decode(errors="replace")
                     tokens += int(row[2]) // max(step, 1)
                     if (first := last[member] + 1) < step:
                         gaps[member].append(f"{first:,}" if first == step - 1 else f"{first:,} to {step - 1:,}")

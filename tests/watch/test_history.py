@@ -115,6 +115,14 @@ def test_long_run_keeps_its_shape_in_limited_space(run, monkeypatch):
     )
 
 
+def test_speeds_of_a_run_with_many_versions_stay_evenly_spaced(run):
+    run.grow(1100)
+    history = History(run.folder, swarm=True)
+    before = len(history.speeds)
+    run.grow(50)
+    assert history.read_new() and 24 <= len(history.speeds) - before <= 26
+
+
 def test_too_many_updates_reload_the_page(run):
     history = History(run.folder, swarm=True)
     run.grow(MAX_NEW_EVENTS + 1)

@@ -173,7 +173,7 @@ class History:
             commits = ([row for row in _rows(lines) if _is_commit(row)] for lines in samples)
             self._add_columns([rows[0] for rows in commits if rows])
             if len(self._versions) > 1:
-                self._speeds.group_size = max(1, (self._versions[-1] - self._versions[0]) // (len(self._versions) - 1))
+                self._speeds.group_size *= (self._versions[-1] - self._versions[0]) // (len(self._versions) - 1)
         else:
             self._events.read_new()
         lines, at = self._events.read_before(None)
@@ -192,7 +192,8 @@ class History:
         else:
             lines = [line for group in groups for line in group]
             line_bytes = fmean(len(line.text) for line in lines)
-            self._losses.group_size = max(1, round((lines[-1].at - lines[0].at) / (len(groups) - 1) / line_bytes))
+            group_bytes = (lines[-1].at - lines[0].at) / max(1, len(groups) - 1)
+            self._losses.group_size = max(1, round(group_bytes / line_bytes))
             if not self._swarm:
                 self._speeds.group_size = self._losses.group_size
             for group in groups:

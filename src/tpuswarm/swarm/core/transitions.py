@@ -188,6 +188,13 @@ def header_stored(state: CoordinatorState, header: Header, now: float) -> Coordi
     )
 
 
+def accept_stored(state: CoordinatorState, headers: Iterable[Header], now: float) -> CoordinatorState:
+    """Accept undecided contributions that were found in the storage: another coordinator had accepted them."""
+    for header in headers:
+        state = header_stored(state, header, now)
+    return replace(state, taken=rows_taken(state))
+
+
 def leave(state: CoordinatorState, key: Incarnation) -> CoordinatorState:
     """End a member's lease; rows that it has not pushed can be leased again."""
     return _fence(state, [key] if key in state.leases else [])

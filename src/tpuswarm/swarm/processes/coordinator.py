@@ -140,8 +140,7 @@ class Coordinator:
     def _all_decided(self) -> Process:
         """Whether each stored header has a verdict; accept those of another coordinator that have none."""
         headers = yield from self._stored_headers(self.state.view)
-        for header in headers:
-            self.state = core.header_stored(self.state, header, self.clock())
+        self.state = core.accept_stored(self.state, headers, self.clock())
         return self.state.ended
 
     def _commit(self, merge: Merge) -> Process:

@@ -140,6 +140,22 @@ def test_run_without_its_essential_files_is_refused(call, lost):
     assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"} == before
 
 
+@pytest.mark.parametrize("folder", ["commits", "headers", "objects"])
+def test_folder_that_cannot_be_written_is_named_before_anything_starts(call, monkeypatch, folder):
+    call("--steps 4")
+    touch = Path.touch
+
+    def touch_or_fail(path, *rest, **named):
+        if path.parent.name == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        touch(path, *rest, **named)
+
+    monkeypatch.setattr(Path, "touch", touch_or_fail)
+    monkeypatch.setattr(start, "Cluster", None)
+    code, out, err = call("--steps 1000 --accept-code")
+    assert (code, out) == (1, "") and f"error: {folder}/" in err and "could not be written: [Errno 13]" in err
+
+
 def test_damaged_founding_is_named_before_anything_starts(call, monkeypatch):
     call("--steps 4")
     (RUN / FOUNDING).write_text('{"fragments": [')

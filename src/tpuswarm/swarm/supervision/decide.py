@@ -133,7 +133,10 @@ def _has_first_version(folder: Path) -> bool:
 
 
 def _require_ledger(folder: Path, store: Store, versions: Sequence[int]) -> None:
-    """Raise InputError if an announced commit, or the header of a recent push, is lost."""
+    """Raise InputError if an announced commit or the header of a recent push is lost, RunFailed for a read-only run."""
+    for name in (commit_name(versions[-1] + 1), "headers/next.json", "objects/next.safetensors"):
+        with store.temporary(name):
+            pass
     ledger, lost = Ledger(store), ""
     if (announced := announced_version(store)) > versions[-1]:
         lost = f"{commit_name(announced)}, which {EVENTS} announces: its newest commit is {versions[-1]}"

@@ -1,5 +1,6 @@
 """`tpuswarm train FILE`: its table [train], and options on the command line."""
 
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -95,3 +96,12 @@ def test_file_that_trains_when_it_is_imported_is_refused(typed, tmp_path, monkey
     code, _, err = typed("train", "mine.py:line", "--steps", "2")
     assert code == 2 and "mine.py trains when it is imported: run `python mine.py`, or put" in err
     assert not Path("own").exists()
+
+
+def test_finished_run_prints_a_sample_of_its_text_and_the_next_command(typed, tmp_path, monkeypatch, text_file):
+    monkeypatch.chdir(tmp_path)
+    words = ["--layers", "1", "--width", "16", "--heads", "1", "--context", "8", "--steps", "2", "--run", "own"]
+    code, out, err = typed("train", "gpt2-tiny", "--data", str(text_file), *words)
+    assert code == 0, err
+    _, after = out.split("a sample of its text:\n")
+    assert re.fullmatch(r"(  .*\n){1,10}next: `tpuswarm sample own`\n", after)

@@ -18,7 +18,7 @@ from tpuswarm.config.train_table import LENGTH_KEYS
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.run.directory import has_begun, read_config, require_not_in_use
+from tpuswarm.train.run.directory import EVENTS, SAMPLE_EVENT, has_begun, read_config, read_rows, require_not_in_use
 from tpuswarm.train.run.life import stopped_sentence
 from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.storage.folders import shown
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tpuswarm.swarm.supervision.start import SwarmResult
     from tpuswarm.train.loop.result import Result
 
+SAMPLE_LINES = 5
 LENGTH, HOW, KEPT = "Data and length", "How it trains", "The run"
 HOSTS, SWARM, FLEET = "Several machines as one program", "A swarm", "With a fleet"
 
@@ -240,6 +241,8 @@ def print_result(result: "Result", as_json: bool) -> None:
         end = f"{shown(result.run)} finished at step {result.step} of {result.steps}"
         report = result.run / "report.html"  # host 0 alone writes it
         echo(f"{end}: {', '.join(losses)}{f'; {report}' if report.exists() else ''}")
+        if report.exists():
+            _print_sample(result.run)
 
 
 def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
@@ -252,6 +255,17 @@ def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
         tokens = f"{result.tokens:,} {token_unit(read_config(result.run)['chosen']['tokens_per_row'])}"
         facts_text = ", ".join([tokens, *_losses(result.metrics, "training loss")])
         echo(f"{shown(result.run)} finished at commit {result.version}: {facts_text}; {result.run / 'report.html'}")
+        _print_sample(result.run)
+
+
+def _print_sample(run: Path) -> None:
+    """Print the beginning of a run's newest sample, and the command for more; nothing if the model writes no text."""
+    samples = [event["text"] for event in read_rows(run / EVENTS) if event["event"] == SAMPLE_EVENT]
+    if samples and (lines := samples[-1].strip("\n").splitlines()[:SAMPLE_LINES]):
+        echo("a sample of its text:")
+        for line in lines:
+            echo(f"  {''.join(letter if letter.isprintable() else '?' for letter in line)}")
+        echo(f"next: `tpuswarm sample {shown(run)}`")
 
 
 def _losses(metrics: Mapping[str, Any], loss_name: str) -> list[str]:

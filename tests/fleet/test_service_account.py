@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from tpuswarm.cloud.errors import Denied
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.accounts import Accounts, Grantee, account_address
@@ -63,13 +64,17 @@ def test_missing_permission_of_the_head_stops_up_and_names_the_command(bare, typ
     access.rest("PUT", url, {}, json=policy)
     grantee = Grantee(OWN, "bare-1", "bare-1-swarm")
     Accounts(access).wait_for_roles(grantee, ["project", "account"])
-    while not Accounts(access).missing(grantee, ["bucket"]):
-        pass
+    until(lambda: Accounts(access).missing(grantee, ["bucket"]), 60)
     code, out, err = typed("up", "--yes")
     words = " ".join(out.split())
     assert code == 2 and "nothing was created" in err
     assert f"{OWN}, which lacks storage.objects.create, storage.objects.delete" in words
     assert "gs://bare-1-swarm --member=serviceAccount:" in words and "--role=roles/storage.objectAdmin" in words
+
+
+def test_account_of_another_project_is_refused(init):
+    code, _, err = init("--yes --service-account x@other-1.iam.gserviceaccount.com", "lone-1")
+    assert code == 1 and "project lone-1 has no service account x@other-1.iam.gserviceaccount.com" in err
 
 
 def test_account_of_somebody_else_is_used_and_given_roles(init, access):

@@ -78,8 +78,12 @@ class Grantee(NamedTuple):
 def account_address(fleet: str, project: str) -> str:
     """Return the address of a fleet's own service account."""
     name = f"tpuswarm-{fleet}"[:MAX_ID_LETTERS].rstrip("-")
+    return f"{name}@{_account_domain(project)}"
+
+
+def _account_domain(project: str) -> str:
     domain, _, short = project.rpartition(":")
-    return f"{name}@{short}{'.' * bool(domain)}{domain}.iam.gserviceaccount.com"
+    return f"{short}{'.' * bool(domain)}{domain}.iam.gserviceaccount.com"
 
 
 def create_command(account: str, project: str) -> str:
@@ -100,7 +104,12 @@ class Accounts:
         return True
 
     def make(self, account: str) -> None:
-        """Make a service account unless it exists."""
+        """Make a service account unless it exists. Raises NotFound for an address of another project."""
+        project = self._access.project
+        if account.partition("@")[2] != _account_domain(project):
+            raise NotFound(
+                f"project {project} has no service account {account}; name one of its own, or none for a new one"
+            )
         url = self._access.url(IAM_HOST, f"v1/projects/{self._access.project}/serviceAccounts")
         body = {"accountId": account.partition("@")[0], "serviceAccount": {"displayName": "machines of tpuswarm"}}
         try:
@@ -117,8 +126,8 @@ class Accounts:
             def is_granted(resource: str = resource, new: list[Binding] = new) -> bool:
                 try:
                     self._add(grantee, resource, new)
-                except Invalid as error:
-                    if "does not exist" not in str(error):
+                except (Invalid, NotFound) as error:
+                    if isinstance(error, Invalid) and "does not exist" not in str(error):
                         raise
                     return False
                 return True
@@ -165,7 +174,7 @@ class Accounts:
         def have_applied() -> bool:
             try:
                 return not self.missing(grantee, resources)
-            except Denied:  # the user's own role does not count yet
+            except (Denied, NotFound):  # the user's own role does not count yet, or the account is new
                 return False
 
         wait_until(f"waiting for the roles of {grantee.account}", have_applied)

@@ -84,7 +84,12 @@ class Accounts:
             bucket = self._find_bucket(call.path["bucket"])
             return [f"buckets/{bucket['name']}", f"projects/{bucket['project']}"]
         project = [f"projects/{call.path['project']}"]
-        return [f"accounts/{call.path['account']}", *project] if "account" in call.path else project
+        if "account" not in call.path:
+            return project
+        email = call.path["account"]
+        if email in self._policies.accounts and not self._policies.accounts[email]["exists"]:
+            raise Refused(NOT_FOUND, f"Unknown service account {email}")
+        return [f"accounts/{email}", *project]
 
     def _get_policy(self, call: Call) -> Json:
         return self._policies.get(self._resources(call)[0])

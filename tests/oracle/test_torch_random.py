@@ -9,8 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.oracle.compare_modules import StraightThrough, assert_trains_as_in_torch
-from tests.oracle.zoo import functional, nn, torch
+from tests.oracle.compare_modules import (
+    ROUNDING_FACTOR,
+    StraightThrough,
+    assert_trains_as_in_torch,
+    rounding_in_torch,
+)
+from tests.oracle.zoo import functional, nn, step_in_torch, torch
 from tests.train.toy import clock
 
 from tpuswarm.torch import recipe
@@ -157,11 +162,19 @@ def test_gradients_of_random_modules(rows, parts):
     assert_trains_as_in_torch(build(names, seed), LOSSES[loss], (rows,), make_batch, allow_rounding=True)
 
 
+def parameters_with_rounding_for_gradient(module, loss, batch):
+    """Return parameters whose gradient is 0 but for rounding, which Adam makes large: biases before a BatchNorm."""
+    _, gradients, _ = step_in_torch(copy.deepcopy(module).train(), loss, batch)
+    rounding = rounding_in_torch(module, loss, batch, gradients)
+    return {name for name, grad in gradients.items() if np.abs(grad).max() <= ROUNDING_FACTOR * rounding[name]}
+
+
 @pytest.mark.parametrize(
     ("devices", "accumulate"),
     [(4, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1), (1, 2), (4, 1)))],
 )
 @settings(max_examples=4)
+@example((["batch norm"], "squared", 0), "adam")
 @given(EXAMPLES, st.sampled_from(list(OPTIMIZERS)))
 def test_five_steps_of_random_modules(devices, accumulate, parts, optimizer):
     names, loss, seed = parts
@@ -169,6 +182,7 @@ def test_five_steps_of_random_modules(devices, accumulate, parts, optimizer):
         names = [name for name in names if name not in ("batch norm", "number of rows")]
         loss = "squared" if loss == "by the rows" else loss
     module, batch = build(names, seed), make_batch(8)
+    rounded = parameters_with_rounding_for_gradient(module, LOSSES[loss], batch)
     ours, theirs = OPTIMIZERS[optimizer]
     program = recipe(module, LOSSES[loss], batch, ours(), check=False).program(Options(accumulate=accumulate))
     mesh = make_mesh(jax.devices()[:devices])
@@ -187,4 +201,6 @@ def test_five_steps_of_random_modules(devices, accumulate, parts, optimizer):
         updates.step()
         assert float(metrics["loss"]) == pytest.approx(float(found.detach()), rel=1e-3, abs=1e-5)
     for name, param in other.named_parameters():
+        if name in rounded:
+            continue
         np.testing.assert_allclose(state.params[name], param.detach().numpy(), rtol=2e-3, atol=2e-4, err_msg=name)

@@ -56,9 +56,9 @@ def test_member_pushes_only_work_whose_metrics_are_stored():
     steps[0] = 5  # it goes on training
     push = member._push()
     for stored[0] in range(3):
-        assert isinstance(next(push), Sleep)
+        assert isinstance(next(push), Sleep) and member.awaits_storage
     stored[0] = 3
-    assert next(push).method == "push"
+    assert next(push).method == "push" and not member.awaits_storage
 
 
 def test_hook_may_take_minutes_before_its_device_is_taken_for_one_that_hangs():

@@ -96,6 +96,8 @@ class MemberLoop:
     """Returns the number of steps that this process has dispatched."""
     steps_stored: Callable[[], int] = lambda: 0
     """Returns how many of them have rows of metrics on the supervisor's disk."""
+    awaits_storage: bool = False
+    """Whether a push waits until its rows of metrics are stored."""
     _accepted: Identity | None = None
     """The last accepted contribution."""
     _snapshot: Any = None
@@ -310,7 +312,9 @@ class MemberLoop:
                     raise ProcessEnded(answers[next(iter(uploads))].reason)
                 yield Sleep(POLL_INTERVAL_S)
         while self.steps_stored() < self._snapshot_steps:
+            self.awaits_storage = True
             yield Sleep(IDLE_SLEEP_S)
+        self.awaits_storage = False
         while True:
             try:
                 answer = yield Call(self.coordinator, "push", (header,))

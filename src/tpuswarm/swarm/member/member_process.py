@@ -116,6 +116,7 @@ class MemberProcess:
             "tokens": state.processed if state else 0,
             "at_risk": loop.at_risk * loop.state.terms.tokens_per_row if loop else 0,
             "rows_per_s": loop.rows_per_s if loop else None,
+            "awaits_storage": loop is not None and loop.awaits_storage,
             "evaluating": self._evaluates_last or (loop is not None and loop.evaluating),
             "rows": rows,
             "trace": self._tracer.next_part(),

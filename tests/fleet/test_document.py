@@ -2,11 +2,13 @@
 
 import json
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
+from tests.fleet.loop import desired, pool, vm
 from tests.swarm.bucket import bucket
 from tpuswarm.cloud.errors import Changed, Unreachable
 from tpuswarm.cloud.google.access import Access
@@ -33,6 +35,16 @@ def event(text):
         return replace(found, events=(*found.events, Event(0.0, "pool", "", "note", text)))
 
     return add
+
+
+def test_router_of_an_older_document_still_forwards_to_ssh(tmp_path):
+    store = DocumentStore(LocalBucket(tmp_path), "gpt2", "here")
+    store.save(Document("gpt2", "google", "model", desired(pool(), vm("door", forwards=(22,))), ()))
+    file = tmp_path / document_path("gpt2")
+    text = file.read_text().replace('"forwards": []', '"routes": false')
+    file.write_text(re.sub(r'"forwards": \[\s*22\s*\]', '"routes": true', text))
+    assert '"routes": true' in file.read_text() and "forwards" not in file.read_text()
+    assert [pool.forwards for pool in store.load().desired.pools] == [(), (22,)]
 
 
 class LosesAnswers(LocalBucket):

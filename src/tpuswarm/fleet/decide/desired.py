@@ -2,10 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from tpuswarm.cloud.protocol import Machine, Spec
 from tpuswarm.fleet.decide.flags import Flag
 from tpuswarm.fleet.decide.money import Grant
+
+
+def _read_forwards(value: object) -> object:
+    """Read `routes` of older documents too: whether the VM forwards to SSH."""
+    return ((22,) if value else ()) if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,11 @@ class PoolSpec:
     count: int
     wait_s: float | None = None
     """How long a queued request waits before the next zone is tried; None: without limit in the last zone."""
-    forwards: tuple[int, ...] = ()
+    forwards: Annotated[
+        tuple[int, ...],
+        Field(validation_alias=AliasChoices("forwards", "routes")),
+        BeforeValidator(_read_forwards),
+    ] = ()
     """The ports of all TPU workers that this VM forwards to, as a router."""
 
     @property

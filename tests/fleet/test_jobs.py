@@ -120,12 +120,20 @@ def test_job_with_other_errors_or_progress_in_between_runs_on(errors, ran_s):
 
 def test_job_that_failed_for_good_runs_again_on_a_new_machine_or_when_asked():
     failed = fail(fail(fail(RUN_1, "x"), "x"), "x")
-    assert failed.phase == "failed" and step(failed, [A], reports(None, None))[0] == failed
-    assert step(failed, [], {}, unreachable=(ZONE,))[0] == failed
+    assert failed.phase == "failed" and step(failed, [A], reports(None, None), restart="always")[0] == failed
+    assert step(failed, [], {}, unreachable=(ZONE,), restart="always")[0] == failed
     for machines in ([], [machine("a", created=2.0)], [machine("a", "dead")]):
-        assert step(failed, machines, {})[0].phase == "waiting"
+        assert step(failed, machines, {}, restart="always")[0].phase == "waiting"
     (reopened,) = jobs.reopen_failed(job(failed)).assignments
     assert step(reopened, [A], reports(None, None))[0].phase == "running"
+
+
+def test_job_that_is_done_or_used_its_retries_does_not_run_again_on_a_new_machine():
+    failed = fail(fail(fail(RUN_1, "x"), "x"), "x")
+    assert step(failed, [], {}, restart="preempted", failures=2) == (failed, ())
+    succeeded = replace(failed, phase="done", code=0)
+    assert step(succeeded, [], {}, restart="preempted", failures=3) == (succeeded, ())
+    assert not find_failures([job(succeeded)])
 
 
 @pytest.mark.parametrize("report", [LOST, STALLED])

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tpuswarm.fleet.decide.jobs import MAX_SAME_ERRORS, Assignment, Job
+from tpuswarm.fleet.decide.jobs import Assignment, Job, has_same_errors
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def find_failures(jobs: Iterable[Job]) -> list[Failure]:
     """Return jobs whose last run failed and that run again, or did until the same error repeated."""
     failures = []
     for job in jobs:
-        failing = [it for it in job.assignments if it.error and (it.is_open or it.same_errors >= MAX_SAME_ERRORS)]
+        failing = [it for it in job.assignments if it.error and (it.is_open or has_same_errors(it))]
         if failing:
             failures.append(Failure(job, min(failing, key=lambda it: it.is_open), len(failing)))
     return failures

@@ -173,6 +173,11 @@ def busy_machines(jobs: Iterable[Job]) -> frozenset[str]:
     return frozenset(assignment.machine for assignment in running if assignment.machine is not None)
 
 
+def has_same_errors(assignment: Assignment) -> bool:
+    """Whether it has failed, and the last MAX_SAME_ERRORS runs with the same error."""
+    return assignment.phase == "failed" and assignment.same_errors >= MAX_SAME_ERRORS
+
+
 def reopen_failed(job: Job) -> Job:
     """Let a job run again where it failed."""
     return replace(job, assignments=tuple(_reopen(it) if it.phase == "failed" else it for it in job.assignments))
@@ -270,7 +275,7 @@ def _assign(
     name = assignment.machine
     machine = machines.get(name or "")
     is_replaced = machine is None or machine.state == "dead" or machine.created != assignment.created
-    if assignment.same_errors >= MAX_SAME_ERRORS and not assignment.is_open and not unreachable and is_replaced:
+    if job.restart == "always" and has_same_errors(assignment) and not unreachable and is_replaced:
         assignment = _reopen(assignment)  # the error may have been the machine's
     if not assignment.is_open:
         return assignment

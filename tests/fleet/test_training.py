@@ -316,6 +316,13 @@ def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
     assert not any("--batch" in line for line in job_lines()), "a run that began with a number keeps it"
 
 
+def test_training_again_does_not_restart_the_head_of_a_run_with_the_default_batch(read, tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "read_file", lambda *_: None)
+    first = lines(batches.resolve_batches(read(), "gs://b/runs/all", TINY))
+    monkeypatch.setattr(batches, "read_file", lambda *_: b"[train]\nbatch = 16")
+    assert lines(batches.resolve_batches(read(), "gs://b/runs/all", TINY)) == first
+
+
 def test_each_pool_has_its_own_batch(read, tmp_path):
     head, small, slices = training.train_jobs(read("batch = {small = 16, slice = 64}"))
     assert "--batch 64 " in head.line and small.line.endswith("--batch 16") and slices.line.endswith("--batch 64")
@@ -425,3 +432,5 @@ def test_other_local_files_that_machines_do_not_get_are_refused(read, folder):
     ):
         with pytest.raises(InputError, match=rf"^train.{name} is .*, which machines do not get"):
             fleet_data.place_data(read(line), "gs://some/runs/all")
+        with pytest.raises(InputError, match=rf"^train.{name} is .*, which machines do not get"):
+            fleet_data.place_data(fleet_data._with_data(read(line), "../out.txt"), "gs://some/runs/all")

@@ -62,8 +62,9 @@ def resolve_batches(file: SwarmFile, url: str, recipe: Recipe) -> SwarmFile:
         return _with_batch(file, _read_or_choose(file, file.train, url))
     config = read_file(Bucket(url).read_if_there, CONFIG) if file.train.batch is None else None
     if config is not None:
+        file = _with_batch(file, tomllib.loads(config.decode())["train"]["batch"])
         try:
-            check_batches(_with_batch(file, tomllib.loads(config.decode())["train"]["batch"]))
+            check_batches(file)
         except InputError as error:
             raise InputError(f"{url} began with its batch, and {error} in a new run (`run` in [train])") from error
         return file

@@ -59,7 +59,7 @@ def place_data(file: SwarmFile, run_url: str) -> tuple[SwarmFile, tuple[Upload, 
     bucket. Raises InputError for other settings that name local files which machines do not get.
     """
     assert file.train is not None
-    sent = _SentFiles()
+    sent, uploads = _SentFiles(), []
     for name, text in local_paths(file.train).items():
         path = Path(text).expanduser().resolve()
         files = _list_files(path)
@@ -68,13 +68,14 @@ def place_data(file: SwarmFile, run_url: str) -> tuple[SwarmFile, tuple[Upload, 
                 file = _with_data(file, os.path.relpath(path))
         elif name == "data":
             upload = _plan_upload(text, path, files, run_url)
-            return _with_data(file, upload.url), (upload,)
+            file = _with_data(file, upload.url)
+            uploads.append(upload)
         else:
             raise InputError(
                 f"train.{name} is {text}, which machines do not get: they get the files of {sent.root} that git does "
                 "not ignore. Move it there, or let git not ignore it."
             )
-    return file, ()
+    return file, tuple(uploads)
 
 
 class _SentFiles:

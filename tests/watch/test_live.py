@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.watch.fake_run import FakeRun
+from tests.watch.fake_run import FakeRun, make_plain_run
 from tpuswarm.watch.page import live as module
 from tpuswarm.watch.page.live import LivePage, Subject
 
@@ -89,5 +89,21 @@ def test_sleeping_page_does_not_slow_the_others(bucket, monkeypatch):
             await live._update()
             assert [(await anext(page))[0] for page in pages[1:]] == ["update"] * 8
         assert (await anext(pages[0]))[0] == "view", "a page that missed updates gets the whole view"
+
+    asyncio.run(asyncio.wait_for(work(), 240))
+
+
+def test_run_that_begins_after_its_page_is_shown_from_its_first_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "REMOTE_REFRESH_INTERVAL_S", 0.0)
+
+    async def work() -> None:
+        live = LivePage(Subject("", tmp_path / "runs", is_newest=True))
+        live.open()
+        messages = live.messages()
+        await anext(messages)
+        make_plain_run(tmp_path / "runs" / "one", 20)
+        await live._update()
+        found = await until(messages, lambda item: item.get("losses"))
+        assert len(found["losses"]) == 20 and found["events"][0]
 
     asyncio.run(asyncio.wait_for(work(), 240))

@@ -207,18 +207,16 @@ class LivePage:
                 self._publish("update", changed)
 
     def _read_changes(self) -> dict[str, Any] | None:
-        """Read the changes in the run's files; None if they were replaced."""
+        """Read the changes in the run's files; None if they are new, or were replaced."""
         try:
             self._list_runs()
             if not self.subject.run:
                 self._read_at = time.time()
                 return {}
-            was_replaced = self._read_run()
+            is_new = self._read_run()
             history = self._history
-            if history is None:
-                return {}
-            if was_replaced or (updates := history.read_new()) is None:
-                assert self.folder is not None
+            assert history is not None and self.folder is not None
+            if is_new or (updates := history.read_new()) is None:
                 self._history = History(self.folder, isinstance(self._run, RunView))
                 return None
         except (TpuswarmError, OSError) as error:
@@ -243,16 +241,17 @@ class LivePage:
             download_run(self.subject.run)
 
     def _read_run(self) -> bool:
-        """Read the run; return whether it was replaced by another one."""
+        """Read the run; return whether it is new, or was replaced by another one."""
         folder = self.folder
         assert folder is not None
         self._read_at = time.time()
         self._run = _read_view(folder)
         status_of_config = (folder / CONFIG).stat()
         before, self._config_identity = self._config_identity, (status_of_config.st_ino, status_of_config.st_mtime_ns)
-        if self._history is None:
+        is_new = self._history is None
+        if is_new:
             self._history = History(folder, isinstance(self._run, RunView))
-        return before is not None and before != self._config_identity
+        return is_new or before != self._config_identity
 
     def _sections(self) -> Sections:
         sections = make_sections(self.state(), self.hosts.rows(self.state()))

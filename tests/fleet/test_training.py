@@ -434,3 +434,9 @@ def test_other_local_files_that_machines_do_not_get_are_refused(read, folder):
             fleet_data.place_data(read(line), "gs://some/runs/all")
         with pytest.raises(InputError, match=rf"^train.{name} is .*, which machines do not get"):
             fleet_data.place_data(fleet_data._with_data(read(line), "../out.txt"), "gs://some/runs/all")
+
+
+def test_other_local_files_must_have_the_path_that_machines_have(read, folder):
+    assert fleet_data.place_data(read('init_from = "./texts"'), "gs://some/runs/all")[1] == ()
+    with pytest.raises(InputError, match=r"^train.init_from is /.*, which machines have elsewhere: write ./texts$"):
+        fleet_data.place_data(read(f'init_from = "hf:{folder}/texts"'), "gs://some/runs/all")

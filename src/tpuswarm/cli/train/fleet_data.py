@@ -56,7 +56,7 @@ def place_data(file: SwarmFile, run_url: str) -> tuple[SwarmFile, tuple[Upload, 
     """Return the file with data as machines find it, and what must be copied to the bucket first.
 
     Data in the folder that machines get stays there, under its path from this folder. Other local data goes to the
-    bucket. Raises InputError for other settings that name local files which machines do not get.
+    bucket. Raises InputError for other settings that name local files which machines do not get, or get elsewhere.
     """
     assert file.train is not None
     sent, uploads = _SentFiles(), []
@@ -75,6 +75,8 @@ def place_data(file: SwarmFile, run_url: str) -> tuple[SwarmFile, tuple[Upload, 
                 f"train.{name} is {text}, which machines do not get: they get the files of {sent.root} that git does "
                 "not ignore. Move it there, or let git not ignore it."
             )
+        if name != "data" and Path(text).expanduser().is_absolute():
+            raise InputError(f"train.{name} is {text}, which machines have elsewhere: write ./{os.path.relpath(path)}")
     return file, tuple(uploads)
 
 

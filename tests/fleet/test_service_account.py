@@ -10,6 +10,7 @@ from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.accounts import Accounts, Grantee, account_address
 from tpuswarm.cloud.google.buckets import bucket_url
 from tpuswarm.cloud.google.endpoints import Endpoints
+from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.rehearsal.connect import CloudFolder, connect, send_command
 
@@ -83,3 +84,10 @@ def test_account_of_somebody_else_is_used_and_given_roles(init, access):
     code, out, err = init(line, "bare-1")
     assert (code, err) == (0, "") and "8. make the service account shared@bare-1.iam" in out and "8. done" not in out
     assert 'service_account = "shared@bare-1.iam.gserviceaccount.com"' in Path("swarm.toml").read_text()
+
+
+def test_project_without_a_default_account_is_told_to_name_one(bare, typed, monkeypatch):
+    monkeypatch.setattr(Project, "default_account", lambda project: None)
+    bare.write_text(bare.read_text().replace(f'service_account = "{OWN}"\n', ""))
+    code, _, err = typed("init", "--yes")
+    assert code == 2 and f'has no default service account: add service_account = "{OWN}" to every machine' in err

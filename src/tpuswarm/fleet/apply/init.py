@@ -14,7 +14,7 @@ from tpuswarm.catalog import find
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import Denied, NotFound, Taken
 from tpuswarm.cloud.google import firewall
-from tpuswarm.cloud.google.accounts import Grantee, create_command
+from tpuswarm.cloud.google.accounts import Grantee, account_address, create_command
 from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
@@ -251,7 +251,14 @@ def _make_rule(step: InitStep, project: "Project", plan: InitPlan) -> None:
 def _grant_roles(project: "Project", plan: InitPlan, report: Callable[[str], None]) -> None:
     if plan.user is None:
         raise InputError("cannot tell who you are: name your account with `gcloud config set account YOU@…`")
-    grantee = plan.grantee(None if plan.account else project.default_account())
+    default = None if plan.account else project.default_account()
+    if not (plan.account or default):
+        raise InputError(
+            f"project {plan.project} has no default service account: add service_account = "
+            f'"{account_address(plan.name, plan.project)}" to every machine of {plan.file}, then repeat this command, '
+            "which makes it"
+        )
+    grantee = plan.grantee(default)
     try:
         project.accounts.grant(grantee, grantee.bindings(plan.resources, plan.user))
     except Denied as error:

@@ -227,7 +227,9 @@ def test_every_view_says_why_members_fail(overview):
     sentence = f"job members-small has failed on s-1 and on 1 more: {ERROR}"
     assert any(line.startswith(sentence) for line in summary_lines(document, listing, NOW))
     (finding,) = check_jobs(document)
-    assert (finding.check, finding.problem) == ("job", sentence) and "tpuswarm down" in finding.advice
+    assert (finding.check, finding.problem) == ("job", sentence) and "then start it again. `tpuswarm d" in finding.advice
+    (running,) = check_jobs(with_failed_members(document, "running"))
+    assert "it runs again by itself" in running.advice
     assert [*check_jobs(document, "s-1/0")] == [*check_jobs(document, "small")] == [finding]
     assert not [*check_jobs(document, "slice")]
 
@@ -239,7 +241,7 @@ def test_training_ends_with_the_error_if_all_members_or_the_head_failed_for_good
         State("gs://b/runs/all", None, Machines(document, listing, events), NOW).require_jobs()
 
     require(with_failed_members(document, "running", "failed"))
-    with pytest.raises(RunFailed, match=rf"^the training has ended: {ERROR}. Its machines cost \$.* an hour: mend it"):
+    with pytest.raises(RunFailed, match=rf"^the training has ended: {ERROR}. Its machines cost \$.* an hour: fix it"):
         require(with_failed_members(document, "failed", "failed"))
     head = replace(document.jobs[0], assignments=(Assignment("head", "all-head", phase="failed", why="no bucket"),))
     with pytest.raises(RunFailed, match=r"^the training has ended: no bucket"):

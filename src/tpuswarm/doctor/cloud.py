@@ -67,8 +67,8 @@ def check_jobs(document: Document, where: str = ALL) -> Iterator[Finding]:
     for failure in find_failures(document.jobs):
         job, assignment = failure.job, failure.assignment
         if where in (ALL, assignment.pool) or where.partition("/")[0] == assignment.machine:
-            again = "then start it again" if job.is_over else "it runs again by itself, or"
-            advice = f"mend what it says (`tpuswarm logs {job.name}`), {again}; `tpuswarm down` ends the costs"
+            again = "it runs again by itself" if assignment.is_open else "then start it again"
+            advice = f"fix what `tpuswarm logs {job.name}` shows; {again}. `tpuswarm down` ends the costs"
             yield _finding(assignment.machine or assignment.pool, "job", failure.says, advice)
 
 

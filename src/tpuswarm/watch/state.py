@@ -78,7 +78,7 @@ class State(NamedTuple):
         if why := why_ended(document.jobs):
             rate = running_rate(machine_rows(document.desired, listing, (), self.at))
             raise RunFailed(
-                f"the training has ended: {why}. Its machines cost {rate.hour} an hour: mend it and run "
+                f"the training has ended: {why}. Its machines cost {rate.hour} an hour: fix it and run "
                 "`tpuswarm train` again, or delete them with `tpuswarm down`"
             )
 

@@ -169,7 +169,7 @@ class Accounts:
         return ACT_AS in self._test(self._access, grantee, "account", [ACT_AS])
 
     def wait_for_roles(self, grantee: Grantee, resources: Iterable[str]) -> None:
-        """Wait until all roles count, which takes Google some minutes."""
+        """Wait until all roles take effect, which takes some minutes."""
 
         def have_applied() -> bool:
             try:

@@ -264,7 +264,7 @@ def _grant_roles(project: "Project", plan: InitPlan, report: Callable[[str], Non
     except Denied as error:
         way_out = "let an owner of the project run the commands of this step, then repeat this command"
         raise Denied(f"{error}; or {way_out}") from None
-    report("waiting until the roles count, which takes minutes")
+    report("waiting for the roles to take effect, which takes minutes")
     project.accounts.wait_for_roles(grantee, plan.resources)
 
 

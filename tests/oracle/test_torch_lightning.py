@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop, lr_scheduler
 
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import recipe, save
+from tpuswarm.torch.lightning import optimizer_of
 from tpuswarm.train.recipe import Clock, Options
 
 X = np.random.default_rng(0).uniform(-1, 1, (32, 2)).astype(np.float32)
@@ -100,6 +101,13 @@ CONVERTED = {
     "one-cycle": with_scheduler(one_cycle, interval="step"),
     "epochs": with_scheduler(lambda sgd: lr_scheduler.StepLR(sgd, 1, 0.1)),
 }
+
+
+def test_scheduler_steps_after_exactly_so_many_steps():
+    module = Classifier(with_scheduler(lambda sgd: lr_scheduler.StepLR(sgd, 1), interval="step", frequency=41))
+    schedule = jax.jit(optimizer_of(module).schedule)
+    rates = [float(schedule(np.int32(step))) for step in (0, 40, 41, 81, 82, 122, 123)]
+    assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005, 0.0005])
 
 
 @pytest.mark.parametrize("case", CONVERTED)

@@ -50,8 +50,9 @@ def quadratic(params, batch, key):
     return jnp.square(params["w"]).sum() + 0 * batch["x"].sum()
 
 
-def scheduled(schedule):
-    return supervised(lambda key: {"w": jnp.ones(())}, quadratic, lambda rate, mask: optax.sgd(rate), DATA, schedule)
+def scheduled(schedule, rows=8):
+    data = {"x": np.zeros(rows, np.float32)}
+    return supervised(lambda key: {"w": jnp.ones(())}, quadratic, lambda rate, mask: optax.sgd(rate), data, schedule)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,15 @@ def test_schedules_of_optax_count_updates_and_others_get_progress(schedule, of_p
 def test_schedule_of_epochs_counts_passes_over_the_data():
     _, metrics = train(scheduled(lambda epoch: 1e-2 / (1 + epoch)), 3)  # a step is two passes: 16 rows of 8
     np.testing.assert_allclose([found["lr"] for found in metrics], [1e-2, 1e-2 / 3, 1e-2 / 5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [41, 47, 12.5])
+def test_epoch_begins_after_the_steps_of_whole_epochs(steps_per_epoch):
+    recipe = scheduled(lambda epoch: jnp.floor(epoch), int(16 * steps_per_epoch))
+    program, batch = recipe.program(Options()), recipe.data("train").rows(0, 16)
+    state, step = program.init(jax.random.key(0)), jax.jit(program.step)
+    for number in filter(lambda step: step % steps_per_epoch == 0, range(300)):
+        assert step(state, batch, toy.clock(number, 0.0))[1]["lr"] == number / steps_per_epoch
 
 
 def test_run_with_a_schedule_of_steps_can_become_longer(tmp_path):

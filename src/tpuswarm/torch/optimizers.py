@@ -132,7 +132,7 @@ def _tabulate(optimizer: Any, scheduler: Any, unit: str, frequency: int) -> Call
     is_settled = length == MAX_SCHEDULER_STEPS and bool((table[length // 2 :] == table[-1]).all())
 
     def rate_at(position: jax.Array) -> jax.Array:
-        index = jnp.floor(position / frequency).astype(jnp.int32)
+        index = jnp.asarray(position).astype(jnp.int32) // frequency
         rate = jnp.asarray(table)[jnp.minimum(index, len(table) - 1)]
         return rate if is_settled else jnp.where(index < len(table), rate, jnp.nan)
 

@@ -155,7 +155,7 @@ class SupervisedProgram(Program):
         if self._schedule is not None:
             position: Any = clock.step if self.has_step_schedule else clock.progress
             if self._unit == "epoch":
-                position /= self._rows_per_epoch / len(jax.tree.leaves(batch)[0])
+                position = _epochs(position, self._rows_per_epoch / len(jax.tree.leaves(batch)[0]))
             with blame("the schedule fails"):
                 rate = jnp.asarray(self._schedule(jnp.asarray(position)), jnp.float32)
             rate = rate * clock.lr_scale
@@ -312,6 +312,13 @@ class SupervisedProgram(Program):
 def _floats(extra: Any) -> Any:
     """Return the averages in mutable state, which a swarm can merge; counters and keys are no floats."""
     return paths.select(extra, jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), extra))
+
+
+def _epochs(step: Any, steps_per_epoch: float) -> jax.Array:
+    """Return step / steps_per_epoch, exact where an epoch begins: XLA would multiply by a rounded reciprocal."""
+    epochs = jnp.asarray(step / steps_per_epoch)
+    whole = jnp.round(epochs)
+    return jnp.where(whole * steps_per_epoch == step, whole, epochs)
 
 
 def _state(params: Any, opt: Any, ema: Any, extra: Any) -> TrainState:

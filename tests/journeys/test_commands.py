@@ -135,6 +135,7 @@ def test_internal_error_is_one_sentence(call, monkeypatch):
             ModuleNotFoundError("No module named 'rich'"),
             "not whole (No module named 'rich'); run `pip install --force-",
         ),
+        (ModuleNotFoundError("No module named 'google.api_core'", name="google.api_core"), "'tpuswarm[gcloud]'`"),
         (RuntimeError("can't start new thread"), "starts no more threads; end other programs, or raise `ulimit -u`"),
         (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\n…"), "devices failed (RESOURCE_EXHAUSTED: 9 GiB); use a smaller"),
         (JaxRuntimeError("INTERNAL: a core halted"), "the devices failed (INTERNAL: a core halted); run it again"),

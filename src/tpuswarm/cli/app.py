@@ -22,6 +22,8 @@ from tpuswarm.train.process.terminal import echo
 
 MAX_COLUMNS = 80
 """Of `--help`."""
+GCLOUD_PACKAGES = ("google", "grpc")
+"""What the extra gcloud installs."""
 UsageError: Any = typer.BadParameter.__base__
 COMMANDS: dict[str, dict[str, str]] = {
     "Learn": {
@@ -198,6 +200,8 @@ def _outside_cause(error: Exception) -> str:
     text = first_line(error)
     if isinstance(error, MemoryError):
         return "this computer has no memory left; use a smaller --batch, or a computer with more"
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in GCLOUD_PACKAGES:
+        return "the clients of Google Cloud are not installed; run `pip install 'tpuswarm[gcloud]'`"
     if isinstance(error, ImportError):
         return f"the installation is not whole ({text}); run `pip install --force-reinstall tpuswarm`"
     if isinstance(error, RuntimeError) and text == "can't start new thread":

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 import asyncssh
 import pytest
 
-from tests.fleet.loop import desired, machine, pool, vm
+from tests.fleet.loop import ZONE, desired, machine, pool, vm
 from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.cloud.protocol import Listing, Machine, Worker
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.fleet.decide.jobs import Assignment, Job, end_job
 from tpuswarm.fleet.hosts import routers, setup
 from tpuswarm.fleet.hosts.setup import BootState, Preparer, PrepareResult
 from tpuswarm.fleet.keeper import job_runner
-from tpuswarm.fleet.keeper.job_runner import JobThread
+from tpuswarm.fleet.keeper.job_runner import JobRunner, JobThread
+from tpuswarm.fleet.store.document import Document, DocumentStore, MemoryBucket
 from tpuswarm.remote.setup.step import FileUnavailable
 
 FULL = "b/0: packages: no space left on device"
@@ -209,3 +211,29 @@ def test_failed_router_update_is_retried(routing):
     routing.errors.append(Unreachable("gpt2-door/0 does not answer"))
     assert routing(DOOR, ZERO) == 1 and routing.logged == ["the routers: gpt2-door/0 does not answer; trying again"]
     assert routing(DOOR, ZERO) == routing(DOOR, ZERO) == 2
+
+
+def test_head_that_failed_for_good_starts_on_a_new_machine_but_not_after_the_fleet_came_down(tmp_path):
+    failed = Assignment("small", "a", 1.0, phase="failed", run=3, failed=3, error="x", same_errors=3)
+    head = Job("head", "small", "train", "always", (failed,))
+
+    class NoRoutes:
+        key = tmp_path
+
+        def accepts_own_key(self, document):
+            return True
+
+        def route_to(self, snapshot, targets):
+            raise Unreachable("no machine answers")
+
+        def refresh_ssh_config(self, snapshot):
+            pass
+
+    def phase(job: Job, created: float) -> str:
+        store = DocumentStore(MemoryBucket(), "gpt2", "here")
+        store.save(Document("gpt2", "google", "model", desired(pool(count=1)), (ZONE,), jobs=(job,)))
+        listing = Listing((machine("a", created=created),), frozenset())
+        asyncio.run(JobRunner(NoRoutes(), store).run_once(None, listing, 1_000.0, may_start=False))
+        return store.load().jobs[0].assignments[0].phase
+
+    assert (phase(head, 1.0), phase(head, 2.0), phase(end_job(head), 2.0)) == ("failed", "waiting", "stopped")

@@ -153,9 +153,11 @@ def all_assignments(jobs: Iterable[Job]) -> list[tuple[Job, Assignment]]:
 
 
 def end_job(job: Job) -> Job:
-    """Mark everything as stopped after the fleet came down."""
+    """Mark everything that may run again as stopped after the fleet came down."""
     why = "the fleet came down"
-    assignments = (replace(it, phase="stopped", why=why) if it.is_open else it for it in job.assignments)
+    assignments = (
+        replace(it, phase="stopped", why=why) if it.is_open or has_same_errors(it) else it for it in job.assignments
+    )
     return replace(job, assignments=tuple(assignments))
 
 
@@ -176,6 +178,11 @@ def busy_machines(jobs: Iterable[Job]) -> frozenset[str]:
 def has_same_errors(assignment: Assignment) -> bool:
     """Whether it has failed, and the last MAX_SAME_ERRORS runs with the same error."""
     return assignment.phase == "failed" and assignment.same_errors >= MAX_SAME_ERRORS
+
+
+def may_run(job: Job) -> bool:
+    """Whether a job is open, or may run again on a new machine."""
+    return not job.is_over or (job.restart == "always" and any(map(has_same_errors, job.assignments)))
 
 
 def reopen_failed(job: Job) -> Job:

@@ -24,6 +24,7 @@ from tpuswarm.fleet.decide.jobs import (
     StrayRun,
     all_assignments,
     find_strays,
+    may_run,
     scale_job,
     update_job,
 )
@@ -99,7 +100,7 @@ class JobRunner:
             self._document = None
             return document, True
         own = document.desired.own(listing.machines)
-        open_jobs = [job for job in document.jobs if not job.is_over]
+        open_jobs = [job for job in document.jobs if may_run(job)]
         sweep = time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
         targets = list(_ready_targets(own) if sweep else _job_targets(open_jobs, own))
         hosts = await asyncio.to_thread(self._find_hosts, Snapshot(document, listing), targets)
@@ -164,9 +165,9 @@ class JobRunner:
             job = scale_job(job, document.desired) if may_start else job
             reports = _reports(job.name, states)
             updates.append(
-                JobUpdate(job, ())
-                if job.is_over
-                else update_job(job, own, listing.unreachable, reports, now, unprepared, flags[job.name])
+                update_job(job, own, listing.unreachable, reports, now, unprepared, flags[job.name])
+                if may_run(job)
+                else JobUpdate(job, ())
             )
         return updates
 

@@ -105,3 +105,19 @@ def test_finished_run_prints_a_sample_of_its_text_and_the_next_command(typed, tm
     assert code == 0, err
     _, after = out.split("a sample of its text:\n")
     assert re.fullmatch(r"(  .*\n){1,10}next: `tpuswarm sample own`\n", after)
+
+
+def test_text_of_a_hook_is_no_sample_of_the_model(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    talks = """
+from tpuswarm import Every
+
+def talks():
+    recipe = line()
+    recipe.hooks = lambda: [Every(1, lambda step: "words")]
+    return recipe
+"""
+    Path("mine.py").write_text(Path(my_recipe.__file__).read_text() + talks)
+    code, out, err = typed("train", "mine.py:talks", "--steps", "2", "--batch", "8", "--run", "own")
+    assert code == 0 and "step 2: words" in f"{out}{err}" and "finished at step 2" in out, err
+    assert "sample" not in out

@@ -118,7 +118,7 @@ def _check_memory(file: SwarmFile) -> None:
     train = file.train
     assert train is not None
     if reason := no_compiler():
-        echo(f"note: nothing is known of the memory: {reason}", err=True)
+        echo(f"note: memory was not checked: {reason}", err=True)
         return
     rows: dict[str, int | None] = {}
     for pool in file.pool:
@@ -128,7 +128,7 @@ def _check_memory(file: SwarmFile) -> None:
         rows[type_] = max(own, rows.get(type_) or 0)
     for type_, result in _compile(train, rows).items():
         if result.fits is None:
-            echo(f"note: nothing is known of the memory of a {type_}: {result.problem}", err=True)
+            echo(f"note: memory of a {type_} was not checked: {result.problem}", err=True)
 
 
 def _compile(train: Train, rows: Mapping[str, int | None]) -> dict[str, CompileResult]:

@@ -260,7 +260,8 @@ def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
 
 def _print_sample(run: Path) -> None:
     """Print the beginning of a run's newest sample, and the command for more; nothing if the model writes no text."""
-    samples = [event["text"] for event in read_rows(run / EVENTS) if event["event"] == SAMPLE_EVENT]
+    events = (event for event in read_rows(run / EVENTS) if event["event"] == SAMPLE_EVENT)
+    samples = [event["text"] for event in events if "message" not in event]  # texts of hooks have a message
     if samples and (lines := samples[-1].strip("\n").splitlines()[:SAMPLE_LINES]):
         echo("a sample of its text:")
         for line in lines:

@@ -76,7 +76,7 @@ def call_request(server: Any, method: Any, arguments: Any) -> Any:
 def _check(value: Any) -> None:
     """Raise Malformed for a number or a name that no message has; types are checked before."""
     if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
-        raise Malformed(f"{value:.3g} is no count")
+        raise Malformed("a count is negative or above 2^63")
     if isinstance(value, float) and not value >= 0:
         raise Malformed(f"{value} is negative or not a number")
     if isinstance(value, MovingAverage):  # its share may be infinite

@@ -115,6 +115,7 @@ def test_one_program_on_worker_0_has_the_chips_of_a_whole_tensorflow_pod(fleet, 
     assert "load 0" in fleet.exec(f"{OLD}/0", line)
     assert fleet.exec(OLD, line).count("load unset") == 4 and "load unset" in fleet.exec(f"{OLD}/2", line)
     assert "load unset" in fleet.exec(A, line)
+    fleet.detach(f"{OLD}/0", "alone", line, "--restart", "never", prints="load 0")
     hosts = []
 
     async def start(connections, given, *about):

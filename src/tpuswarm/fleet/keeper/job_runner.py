@@ -33,7 +33,7 @@ from tpuswarm.fleet.hosts.setup import BootState, Preparer
 from tpuswarm.fleet.hosts.targets import Target
 from tpuswarm.fleet.keeper.maintenance import MaintenanceNotices, TargetHosts
 from tpuswarm.fleet.store.document import Document, DocumentStore, with_events
-from tpuswarm.fleet.store.machine_flags import machine_exports
+from tpuswarm.fleet.store.machine_flags import WHOLE_POD_EXPORT, has_tf_pod, machine_exports
 from tpuswarm.fleet.training import is_head, is_member, share_token
 from tpuswarm.remote.connect import Connections, fan_out
 from tpuswarm.remote.host import Host
@@ -187,8 +187,10 @@ class JobRunner:
             try:
                 async with asyncio.timeout(HOST_TIMEOUT_S):
                     if isinstance(action, StartRun):
+                        leads_pod = job.worker == 0 and has_tf_pod(target.machine)
+                        exports = action.flags + target.exports + WHOLE_POD_EXPORT * leads_pod
                         spec = {
-                            "line": in_environment(job.line, job.folder, action.flags + target.exports),
+                            "line": in_environment(job.line, job.folder, exports),
                             "alive_s": job.alive_s,
                             "again": _may_restart_itself(job, target),
                         }

@@ -179,6 +179,16 @@ def test_module_and_its_parts_stay_as_they_were():
     assert nested.exported.train.metrics.keys() == {"train_loss"}
 
 
+def test_batch_can_be_read_like_a_dict():
+    class Module(Classifier):
+        def training_step(self, batch, batch_idx):
+            assert "x" in batch and "mask" not in batch and batch.get("mask") is None
+            assert dict(batch).keys() == {"x", "y"} and len(list(batch.values())) == 2
+            return functional.cross_entropy(self(batch.get("x")), batch["y"])
+
+    recipe(Module(), data=DATA)
+
+
 def test_recipe_does_not_start_jax_before_several_hosts_have_joined(monkeypatch):
     monkeypatch.setattr(xla_bridge, "get_backend", None)
     module = Classifier(CONVERTED["adamw-groups"])

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import ItemsView, KeysView, Mapping
+from collections.abc import ItemsView, KeysView, Mapping, ValuesView
 from typing import Any, NoReturn
 
 import torch
@@ -60,8 +60,17 @@ class _Batch(tuple[Any, ...]):
             raise InputError(f"the module reads batch[{key!r}], but the data has {', '.join(self._arrays)}")
         return self._arrays[key]
 
+    def __contains__(self, value: Any) -> bool:
+        return value in self._arrays if isinstance(value, str) else super().__contains__(value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._arrays.get(key, default)
+
     def keys(self) -> KeysView[str]:
         return self._arrays.keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._arrays.values()
 
     def items(self) -> ItemsView[str, Any]:
         return self._arrays.items()

@@ -133,9 +133,10 @@ class Aggregator:
         """
         if refused := self._misplaced(fragment):
             return refused
-        if not self._ledger.exists(version):
-            return Refused(f"there is no commit {version}")
-        record = self._ledger.record(version)
+        try:
+            record = self._ledger.record(version)
+        except Missing as error:
+            return Refused(str(error))
         try:
             if record.kept is None:
                 return self._array(fragment, record.state[fragment])
@@ -151,9 +152,12 @@ class Aggregator:
         """Return the updates from one version to a later one; None if the fragment must be fetched whole."""
         if refused := self._misplaced(fragment):
             return refused
-        if base > version or not self._ledger.exists(version):
+        if base > version:
             return Refused(f"there are no updates from commit {base} to commit {version}")
-        return chain(self._ledger, self._objects, fragment, self.sizes[fragment], base, version)
+        try:
+            return chain(self._ledger, self._objects, fragment, self.sizes[fragment], base, version)
+        except Missing as error:
+            return Refused(str(error))
 
     @request
     @_blocking("shard checks a version")

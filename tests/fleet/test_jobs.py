@@ -88,10 +88,11 @@ def test_first_run_that_fails_too_soon_is_the_last():
         assert step(before, [A], reports(soon, soon), **fields)[0].phase == "waiting", "it has run for longer once"
 
 
-def fail(before: Assignment, error: str, ran_s: float = 20.0, **fields) -> Assignment:
+def fail(before: Assignment, error: str, ran_s: float = 20.0, later_s: float = 60.0, **fields) -> Assignment:
     """Let the run of an assignment fail with a last line, and start it again unless that was the last."""
     failed = RunReport(before.run, "ended", 1, error=error, ran_s=ran_s)
-    after, _ = step(before, [A], reports(failed, failed), restart="always", **fields)
+    now = NOW + before.failed * later_s
+    after, _ = step(before, [A], reports(failed, failed), now, restart="always", **fields)
     return step(after, [A], reports(failed, failed), after.not_before, restart="always")[0]
 
 
@@ -105,6 +106,13 @@ def test_job_that_fails_three_times_with_the_same_last_line_stops_and_says_so():
     assert last.why.endswith("3 times the same error, so it is not run again: error: no step 9")
     (failure,) = find_failures([job(last)])
     assert failure.says == "job train has failed on a: error: no step 9"
+
+
+def test_job_survives_an_outage_of_a_minute():
+    found = RUN_1
+    for _ in range(5):
+        found = fail(found, "error: the bucket does not answer", later_s=14.0)
+    assert found.phase == "running"
 
 
 @pytest.mark.parametrize(("errors", "ran_s"), [(("a", "b", "a", "b"), 20.0), (("a",) * 5, jobs.SHORT_RUN_S)])

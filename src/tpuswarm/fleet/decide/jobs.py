@@ -21,7 +21,8 @@ from tpuswarm.remote.paths import SERVICE_PREFIX
 Restart = Literal["preempted", "always", "never"]
 Phase = Literal["waiting", "running", "done", "failed", "stopped"]
 FIRST_BACKOFF_S, BACKOFF_FACTOR, MAX_BACKOFF_S = 2.0, 2.0, 300.0
-MAX_SAME_ERRORS = 3
+MAX_SAME_ERRORS, MIN_SAME_ERRORS_S = 3, 120.0
+"""A job that fails so often in the same way is not run again, unless a shorter outage may explain it."""
 SHORT_RUN_S = 300.0
 """A run that fails later has made progress, so that a restart makes sense."""
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -48,6 +49,8 @@ class Assignment:
     """The last line of a run that failed; empty once a later run has lasted for SHORT_RUN_S."""
     same_errors: int = 0
     """How many short runs have failed in succession with this error."""
+    same_since: float = 0.0
+    """When the first of them failed."""
     not_before: float = 0.0
     missed_at: float = 0.0
     """When the machine was first missing from a listing; 0: it is listed."""
@@ -396,13 +399,16 @@ def _handle_end(
         why += f": {report.error}"
     is_same = NUMBER.sub("", error) == NUMBER.sub("", assignment.error)
     same_errors = 0 if report.ran_s >= SHORT_RUN_S else assignment.same_errors * is_same + 1
-    assignment = replace(assignment, failed=failed, code=report.code, error=error, same_errors=same_errors, why=why)
+    since = assignment.same_since if same_errors > 1 else now
+    assignment = replace(
+        assignment, failed=failed, code=report.code, error=error, same_errors=same_errors, same_since=since, why=why
+    )
     if is_first and report.ran_s < job.min_run_s:
         return replace(assignment, phase="failed", why=f"{why} after {report.ran_s:.0f} s, so it is not run again"), []
     if job.restart == "never" or (job.restart == "preempted" and failed > job.failures):
         count = f" ({failed} failures, {job.failures} are forgiven)" if job.failures else ""
         return replace(assignment, phase="failed", why=why + count), []
-    if job.restart == "always" and same_errors >= MAX_SAME_ERRORS:
+    if job.restart == "always" and same_errors >= MAX_SAME_ERRORS and now - since >= MIN_SAME_ERRORS_S:
         why = f"{assignment.machine}/{worker}: {same_errors} times the same error, so it is not run again: {error}"
         return replace(assignment, phase="failed", why=why), []
     backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(failed - 1, 20))

@@ -13,9 +13,10 @@ from rich.console import Console
 from tests.fleet.conftest import GOLDEN
 from tests.fleet.loop import FLEET, ZONE, machine, pool, vm
 from tpuswarm.cli.plan.pools import read_pools
-from tpuswarm.cli.train import batches, fleet_data
+from tpuswarm.cli.train import batches, fleet_data, train_fleet
 from tpuswarm.cli.train.batches import choose_batches
 from tpuswarm.cloud.protocol import Listing
+from tpuswarm.config.train_table import Train
 from tpuswarm.doctor.cloud import check_jobs
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet import training
@@ -31,7 +32,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.remote.host import Host, HostTimeout
 from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.engines.ports import Ports, parse_ports
-from tpuswarm.swarm.views.status import MemberStatus, RunView, SwarmStatus
+from tpuswarm.swarm.views.status import FINISHED, MemberStatus, RunView, SwarmStatus, write_status
 from tpuswarm.watch.state import Machines, State
 
 NOW = 10_000.0
@@ -323,6 +324,39 @@ def test_training_again_does_not_restart_the_head_of_a_run_with_the_default_batc
     first = lines(batches.resolve_batches(read(), "gs://b/runs/all", TINY))
     monkeypatch.setattr(batches, "read_file", lambda *_: b"[train]\nbatch = 16")
     assert lines(batches.resolve_batches(read(), "gs://b/runs/all", TINY)) == first
+
+
+@pytest.mark.parametrize(
+    ("phase", "length", "is_finished"),
+    [
+        (FINISHED, {}, True),
+        (FINISHED, {"tokens": 100_000}, True),
+        (FINISHED, {"tokens": 2_000_000}, False),
+        (FINISHED, {"steps": 98}, True),
+        (FINISHED, {"steps": 99}, False),
+        ("open", {}, False),
+    ],
+)
+def test_finished_run_needs_no_machines_unless_it_becomes_longer(tmp_path, monkeypatch, phase, length, is_finished):
+    tokens = Tokens(100_352, 100_352, 0, 0, 0)
+    write_status(tmp_path, SwarmStatus(
+        NOW, NOW, 12, 1, phase, 100_352, tokens, 1.0, 0.0, 0, None, 2.5, 2.6, 12, (), (), "", {}
+    ))  # fmt: skip
+    objects = {
+        "files/status.json": (tmp_path / "status.json").read_bytes(),
+        "files/config.toml": b"[train]\nsteps = 98",
+    }
+
+    class Bucket:
+        def __init__(self, url: str):
+            self.read_if_there = objects.get
+
+    monkeypatch.setattr(train_fleet, "Bucket", Bucket)
+    train = Train(recipe="gpt2-tiny", **length)
+    found = train_fleet.describe_finished("gs://b/runs/all", train)
+    assert found.startswith("gs://b/runs/all has finished: 100,352 of 100,352 tokens") == is_finished
+    objects.clear()
+    assert not train_fleet.describe_finished("gs://b/runs/all", train), "it has not begun"
 
 
 def test_each_pool_has_its_own_batch(read, tmp_path):

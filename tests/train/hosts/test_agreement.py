@@ -20,6 +20,7 @@ from tpuswarm.train.hosts.host_group import PORT, HostGroup, find_host_group, pa
 from tpuswarm.train.hosts.rendezvous import Hosts
 from tpuswarm.train.loop import run_config
 from tpuswarm.train.run.loaded import initial_parameters
+from tpuswarm.train.run.trust import remember
 from tpuswarm.train.user_code import build_recipe
 
 
@@ -69,6 +70,8 @@ def test_hosts_compare_the_parameters_they_start_from(tmp_path, monkeypatch):
     (tmp_path / "recipe.py").write_text("from tests.train.toy import toy\n")
     parent, given = tmp_path / "parent", []
     recipe = build_recipe(f"{tmp_path / 'recipe.py'}:toy", {})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    remember(recipe.target)
     Trainer(devices=1, save_every=1).fit(recipe, steps=2, batch=8, run=parent)
     monkeypatch.setattr(Agreement, "require_equal", lambda self, facts: given.append(facts()))
     for child in "ab":

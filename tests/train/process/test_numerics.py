@@ -8,7 +8,7 @@ from tpuswarm.train.process.numerics import JAX_SETTINGS, changed_numerics, nume
 
 NO_NUMBERS = re.compile(
     "address|cache|check|debug|default_device|disable_jit|distributed|dtype_promotion|dump|errors|execution|export|"
-    "frames|guard|jax2tf|location|log|mesh|mock|pgle|pjrt_client|platform|pprint|preemption|profile|rank_promotion|"
+    "frames|guard|jax2tf|location|log|mesh|mock|mtls|pgle|pjrt_client|platform|pprint|preemption|profile|rank_promotion|"
     "recoverability|regex|serialization|share_binary|timeout|topology|traceback|tracing|transfer|url|visible|warn"
 )
 """Parts of names: where JAX logs, caches, checks, refuses and sends. A refused program has no numbers."""

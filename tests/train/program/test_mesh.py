@@ -41,6 +41,8 @@ def test_missing_devices_are_refused(which, devices):
 class Device:
     id: int
     process_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "cpu"
 
 
 @given(st.lists(st.integers(1, 2048), min_size=0, max_size=3).map(tuple), st.integers(1, 12))

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tpuswarm.cli.train.batches import check_batches, resolve_batches, with_defa
 from tpuswarm.cli.train.fleet_data import local_paths, place_data, require_stored_data
 from tpuswarm.cli.train.train_options import check_options, make_recipe
 from tpuswarm.cloud.protocol import Provider
+from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training
 from tpuswarm.fleet.decide.names import by_number
@@ -28,10 +30,13 @@ from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.swarm.views.logs import RUN, Logs
-from tpuswarm.swarm.views.status import FILE
+from tpuswarm.swarm.views.status import FILE, FINISHED, parse_status
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.run.directory import CONFIG
+from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.folders import copy_folder
+from tpuswarm.train.storage.record import read_file
 from tpuswarm.train.storage.sync import delete_file
 
 POLL_INTERVAL_S = 5.0
@@ -49,7 +54,7 @@ def train_on_fleet(
         echo(f"warning: {warning}", err=True)
     if file.train is None:
         raise InputError(f"{path} has no [train]. Add one, or create the machines alone with `tpuswarm up`.")
-    data, url = file.train.data, training.run_url(file)
+    train, url = file.train, training.run_url(file)
     training.train_jobs(file)  # checks the file first, in a moment
     recipe = _make_recipe(context, path, file)
     if dry:
@@ -57,7 +62,10 @@ def train_on_fleet(
         check_batches(file)
     else:
         use_rehearsed_buckets(path)
-        require_stored_data(data)
+        if finished := describe_finished(url, train):
+            echo(finished)
+            return
+        require_stored_data(train.data)
         file = resolve_batches(file, url, recipe)
     file, uploads = place_data(file, url)
     train_jobs = training.train_jobs(file, accept_code)
@@ -85,6 +93,26 @@ def train_on_fleet(
             pass
     echo(f"the training continues. Follow it: `tpuswarm status {url}`, `tpuswarm logs -f {url}`, or this command again")
     echo("end it and delete all machines: `tpuswarm down`")
+
+
+def describe_finished(url: str, train: Train) -> str:
+    """Return a sentence about a run that has finished and needs no machines; empty if it goes on."""
+    bucket = Bucket(url)
+    written, config = (read_file(bucket.read_if_there, name) for name in (FILE, CONFIG))
+    if written is None or config is None:
+        return ""
+    status, begun = parse_status(written), tomllib.loads(config.decode())["train"]
+    is_longer = (
+        (train.tokens or 0) > status.horizon
+        or (train.steps or 0) > begun["steps"]
+        or (train.epochs or 0) > (begun.get("epochs") or 0)
+    )
+    if status.phase != FINISHED or is_longer:
+        return ""
+    return (
+        f"{url} has finished: {status.tokens.applied:,} of {status.horizon:,} tokens counted, so no machine is needed. "
+        "Train further with more steps or tokens under [train], or another run with another `run`."
+    )
 
 
 def _refuse_other_options(context: typer.Context) -> None:

@@ -166,7 +166,7 @@ class Cluster:
         self.dashboard = None if self.is_external else context.dashboard_url or None
         self._session = Path(context.address_info["session_dir"])
         self._node = ray.get_runtime_context().get_node_id()
-        self._servers = [child for child in psutil.Process().children() if child.name() in SERVER_NAMES]
+        self._servers = [child for child in psutil.Process().children() if _name(child) in SERVER_NAMES]
         threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
         return self
 
@@ -247,6 +247,14 @@ class Cluster:
                 alive = [node for node in listed if node["Alive"] and node.get("Resources", {}).get(MEMBER, 0) >= 1]
                 self._joined = {node["NodeID"]: _machine_name(node) for node in alive}
             time.sleep(NODE_POLL_INTERVAL_S)
+
+
+def _name(process: psutil.Process) -> str | None:
+    try:
+        name: str = process.name()
+    except psutil.NoSuchProcess:
+        return None
+    return name
 
 
 def _is_running(process: psutil.Process) -> bool:

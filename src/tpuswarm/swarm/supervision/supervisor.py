@@ -34,7 +34,7 @@ from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.run.directory import EVENTS, METRICS, Run, read_rows_back
 
 POLL_INTERVAL_S, SHORT_POLL_INTERVAL_S = 0.2, 0.02
-"""The short one holds while a member waits until its rows are stored."""
+"""The short one, times the number of processes, holds while a member waits until its rows are stored."""
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """Wait before a dead process is restarted; doubles while it makes no progress."""
 MAX_FAILURES, MAX_DEATHS = 4, 12
@@ -126,11 +126,13 @@ class Supervisor:
                         self._write_status(STOPPED if stop.requested == SIGINT else "stopped")
                         why = "its terminal closed: " if stop.requested == SIGHUP else ""
                         return RunEnd("stopped", f"{why}{self._stopped_at()}", int(stop.requested))
-                time.sleep(SHORT_POLL_INTERVAL_S if self._a_member_waits() else POLL_INTERVAL_S)
+                time.sleep(self._poll_interval_s())
 
-    def _a_member_waits(self) -> bool:
-        running = (process for process in self.processes.values() if process.actor)
-        return any((process.report or {}).get("awaits_storage") for process in running)
+    def _poll_interval_s(self) -> float:
+        running = [process for process in self.processes.values() if process.actor]
+        if any((process.report or {}).get("awaits_storage") for process in running):
+            return min(POLL_INTERVAL_S, SHORT_POLL_INTERVAL_S * len(running))
+        return POLL_INTERVAL_S
 
     def _define_processes(self) -> None:
         """Define the coordinator, the aggregators, and the members that the run was started with."""

@@ -16,6 +16,7 @@ from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.float32 import float32_products
 from tpuswarm.train.program.flops import Flops
+from tpuswarm.train.program.jax_versions import scan_counts
 from tpuswarm.train.program.rounding import MAX_TERMS, is_long_sum
 from tpuswarm.train.program.underfilled import underfilled
 from tpuswarm.train.recipe import Batch, Program, State
@@ -169,9 +170,10 @@ def _accumulates(loop: JaxprEqn, leaf: Any) -> bool:
     if loop.primitive.name != "scan" or loop.params["length"] <= MAX_TERMS or leaf.aval.dtype != jnp.bfloat16:
         return False
     carry, body = loop.outvars.index(leaf), loop.params["jaxpr"].jaxpr
-    if carry >= loop.params["num_carry"]:
+    constants, carried = scan_counts(loop)
+    if carry >= carried:
         return False
-    before, after = body.invars[loop.params["num_consts"] + carry], body.outvars[carry]
+    before, after = body.invars[constants + carry], body.outvars[carry]
     maker = None if isinstance(after, Literal) else _makers(body).get(after)
     return maker is not None and maker.primitive.name in ("add", "add_any") and before in maker.invars
 

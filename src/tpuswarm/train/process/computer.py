@@ -33,9 +33,14 @@ def boot_time() -> float:
 
 
 def state_folder() -> Path:
-    """Return this user's private folder on this computer: fleets, trusted recipes, logs."""
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    folder = Path(base).expanduser() / "tpuswarm"
+    """Return this user's private folder on this computer: fleets, trusted recipes, logs.
+
+    Raise OSError for a user without a home.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "tpuswarm"
+    except RuntimeError as error:
+        raise FileNotFoundError("this user has no home folder: let XDG_STATE_HOME name a private one") from error
     with suppress(OSError):  # the next write reports the reason
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)

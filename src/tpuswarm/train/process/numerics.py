@@ -21,6 +21,8 @@ JAX_SETTINGS = (
     "jax_exec_time_optimization_effort",
     "jax_optimization_level",
     "jax_softmax_custom_jvp",
+    "jax_accurate_erf_inv",
+    "jax_custom_jvp3",
     "jax_use_direct_linearize",
     "eager_constant_folding",
     "jax_explicit_x64_dtypes",

@@ -40,7 +40,7 @@ _default_platforms = ""
 def cache_folder(name: str) -> Path:
     """Return a folder in `$TPUSWARM_CACHE` or `~/.cache/tpuswarm`; if that cannot be written, in a temporary folder."""
     usual = os.environ.get("TPUSWARM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tpuswarm"
-    base = Path(usual).expanduser()
+    base = Path(os.path.expanduser(usual))  # noqa: PTH111  # keeps ~ if this user has no home
     if not _may_create(base):
         base = _temporary_cache()
         echo(f"note: {usual} cannot be written, so the cache is {base}; TPUSWARM_CACHE names another", err=True)
@@ -51,7 +51,7 @@ def cache_folder(name: str) -> Path:
 
 def _may_create(folder: Path) -> bool:
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and folder.parts[0] != "~"
 
 
 def _temporary_cache() -> Path:

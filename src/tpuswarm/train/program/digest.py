@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from tpuswarm.train.process.numerics import numerics, run_key
 from tpuswarm.train.program.contract import abstract_state, program_of
+from tpuswarm.train.program.jax_versions import replace_jaxpr
 from tpuswarm.train.program.mesh import AXIS
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Capability, Clock, Options, Recipe
@@ -52,7 +53,7 @@ def step_digest(
             traced, (after, _) = jax.make_jaxpr(program.step, return_shape=True)(state, rows, clock)
             count = len(jax.tree.leaves(after))
             outputs = [number < count for number in range(len(traced.jaxpr.outvars))]
-            traced = traced.replace(jaxpr=dce_jaxpr(traced.jaxpr, outputs, instantiate=True)[0])
+            traced = replace_jaxpr(traced, dce_jaxpr(traced.jaxpr, outputs, instantiate=True)[0])
     except Exception:  # noqa: BLE001  # of a user's code; compiling raises it again
         return {}
     digest = hashlib.sha256()
@@ -81,7 +82,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     """Yield the equations and constants of a program in order, without names."""
     if isinstance(value, ClosedJaxpr):
         yield from _parts(value.consts)
-        yield from _parts(value.jaxpr)
+        yield from _equations(value.jaxpr)
     elif isinstance(value, Jaxpr):
         yield from _equations(value)
     elif isinstance(value, Mapping):

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from tpuswarm.config.formatting import MIN_SHOWN_SHARE
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.flops import PRIMITIVES, library_caller
+from tpuswarm.train.program.jax_versions import scan_counts
 from tpuswarm.train.user_code import CodeLine, recipe_line
 
 MIN_SHARE = 0.01
@@ -106,7 +107,9 @@ def _trace_inputs(jaxpr: Jaxpr, names: Sequence[Inputs], caller: Any, found: Fou
 def _trace_call(equation: JaxprEqn, taken: list[Inputs], caller: Any, found: Found) -> list[Inputs] | None:
     """Return the causes of each result of an equation that calls a program; None for other equations."""
     params, total = equation.params, None
-    first = {"scan": params.get("num_consts", 0), "while": params.get("body_nconsts", 0)}.get(equation.primitive.name)
+    first, carried = params.get("body_nconsts"), len(equation.outvars)  # of a while loop
+    if equation.primitive.name == "scan":
+        first, carried = scan_counts(equation)
     for body in jaxprs_in_params(params):
         if len(body.outvars) != len(equation.outvars) or len(body.invars) > len(taken):
             continue
@@ -114,7 +117,6 @@ def _trace_call(equation: JaxprEqn, taken: list[Inputs], caller: Any, found: Fou
         names = taken[len(taken) - len(body.invars) :]
         results = _trace_inputs(body, names, library_caller(body, equation, caller), found)
         if first is not None:  # the next iteration takes the results of this one
-            carried = params.get("num_carry", len(results))
             after = [
                 *names[:first],
                 *(old | new for old, new in zip(names[first:], results[:carried], strict=False)),

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from tpuswarm.train.program.jax_versions import replace_jaxpr
+
 MAX_TERMS = 256
 """A longer sum in bfloat16, which has 8 significant bits, loses small terms."""
 SUM_PRIMITIVES, SCATTER_PRIMITIVES = ("reduce_sum", "cumsum", "reduce_window_sum"), ("scatter-add",)
@@ -31,7 +33,7 @@ def sums_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def wide(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = jaxpr_as_fun(traced.replace(jaxpr=_wide(traced.jaxpr, {})))(*jax.tree.leaves(args))
+        results = jaxpr_as_fun(replace_jaxpr(traced, _wide(traced.jaxpr, {})))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return wide
@@ -91,7 +93,7 @@ def _inside(value: Any, done: dict[int, Jaxpr]) -> Any:
     """Rewrite the programs in a parameter of an equation."""
     if isinstance(value, ClosedJaxpr):
         jaxpr = _wide(value.jaxpr, done)
-        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
+        return value if jaxpr is value.jaxpr else replace_jaxpr(value, jaxpr)
     if isinstance(value, Jaxpr):
         return _wide(value, done)
     if isinstance(value, tuple) and any(isinstance(part, ClosedJaxpr) for part in value):

@@ -12,6 +12,7 @@ from tpuswarm.cloud.errors import Denied, Invalid, NotSignedIn
 from tpuswarm.cloud.google.instances import instance_from_spec
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, VmSpec
 from tpuswarm.fleet.apply.gcloud import create
+from tpuswarm.fleet.apply.preview import make_preview
 from tpuswarm.fleet.decide import choose_actions
 from tpuswarm.fleet.decide.actions import Create, Delete
 from tpuswarm.fleet.decide.desired import DownWhen
@@ -180,6 +181,15 @@ def test_keepers_own_machine_is_deleted_last():
         cloud.unreachable = set()
         loop.run(300)
         assert cloud.existing == {} and cloud.deleted[-1].name == "gpt2-head"
+
+
+def test_preview_of_a_shutdown_names_the_keepers_own_machine(cloud):
+    loop = started(cloud, pool(count=2), vm("head"), kept_on="head")
+    desired = replace(loop.desired, down="asked")
+    preview = make_preview(
+        desired, loop.listing, choose_actions.make_plan(desired, loop.observed(), loop.now), "p", loop.now
+    )
+    assert any("gpt2-head" in step.says for step in preview.steps) and preview.free + preview.paid == 0
 
 
 def test_observer_of_a_shutdown_reports_deletions_rather_than_losses(cloud):

@@ -9,6 +9,7 @@ import pytest
 from tests.swarm.storage.test_load import recipe as swarm_recipe
 from tests.swarm.storage.test_load import swarm_of
 from tpuswarm import InputError, Trainer, supervised
+from tpuswarm.train.run.trust import remember
 from tpuswarm.train.user_code import build_recipe
 
 pytestmark = pytest.mark.slow
@@ -36,9 +37,11 @@ def fit(made, folder, **options):
 
 
 @pytest.mark.parametrize("of_a_file", [True, False])
-def test_new_head_stands_on_the_body_of_another_run(tmp_path, of_a_file):
+def test_new_head_stands_on_the_body_of_another_run(tmp_path, monkeypatch, of_a_file):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "made.py").write_text("from tests.train.test_init_only import recipe\n")
     made = build_recipe(f"{tmp_path / 'made.py'}:recipe", {"rate": 0.1}) if of_a_file else recipe(rate=0.1)
+    remember(made.target)
     parent = fit(made, tmp_path / "parent").state.params
     fresh = fit(recipe(5), tmp_path / "fresh", trainer={"seed": 3}).state.params
     arguments = {"init_from": tmp_path / "parent", "init_only": "^body/", "devices": 8}

@@ -395,19 +395,20 @@ def _handle_end(
         return replace(assignment, phase=phase, lost=assignment.lost + 1, why=why), []
     is_first = not assignment.failed and not assignment.lost
     failed, error = assignment.failed + 1, report.error or f"exit {report.code}"
-    if report.error:
-        why += f": {report.error}"
+    cause = f": {report.error}" if report.error else ""
     is_same = NUMBER.sub("", error) == NUMBER.sub("", assignment.error)
     same_errors = 0 if report.ran_s >= SHORT_RUN_S else assignment.same_errors * is_same + 1
     since = assignment.same_since if same_errors > 1 else now
     assignment = replace(
-        assignment, failed=failed, code=report.code, error=error, same_errors=same_errors, same_since=since, why=why
-    )
+        assignment, failed=failed, code=report.code, error=error, same_errors=same_errors, same_since=since,
+        why=why + cause,
+    )  # fmt: skip
     if is_first and report.ran_s < job.min_run_s:
-        return replace(assignment, phase="failed", why=f"{why} after {report.ran_s:.0f} s, so it is not run again"), []
+        why += f" after {report.ran_s:.0f} s, so it is not run again{cause}"
+        return replace(assignment, phase="failed", why=why), []
     if job.restart == "never" or (job.restart == "preempted" and failed > job.failures):
         count = f" ({failed} failures, {job.failures} are forgiven)" if job.failures else ""
-        return replace(assignment, phase="failed", why=why + count), []
+        return replace(assignment, phase="failed", why=why + count + cause), []
     if job.restart == "always" and same_errors >= MAX_SAME_ERRORS and now - since >= MIN_SAME_ERRORS_S:
         why = f"{assignment.machine}/{worker}: {same_errors} times the same error, so it is not run again: {error}"
         return replace(assignment, phase="failed", why=why), []

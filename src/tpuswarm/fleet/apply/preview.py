@@ -34,7 +34,7 @@ class Preview(NamedTuple):
 def make_preview(desired: Desired, listing: Listing, plan: Plan, project: str, now: float) -> Preview:
     own = desired.own(listing.machines)
     if desired.down is not None:  # the keeper deletes its own machine in a later plan
-        plan = replace(plan, actions=tuple(Delete(machine, desired.down) for machine in own))
+        plan = plan._replace(actions=tuple(Delete(machine, desired.down) for machine in own))
     deleted = {_key(action.machine) for action in plan.actions if isinstance(action, Delete)}
     staying = [machine for machine in listing.machines if is_billable(machine) and _key(machine) not in deleted]
     _, cover = covered_machines(staying, desired.grants, now)

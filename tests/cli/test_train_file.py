@@ -72,11 +72,19 @@ def test_fault_in_a_file_is_reported_with_its_line(train, before, after, sentenc
     assert (code, config) == (2, {}) and err.startswith(f"error: {sentence}"), err
 
 
-@pytest.mark.parametrize("words", [("train", "--run", "runs/a"), ("resume", "runs/a")])
+@pytest.mark.parametrize(
+    "words", [("train", "--run", "runs/a"), ("resume", "runs/a"), ("resume", "a"), ("resume", "last")]
+)
 def test_run_resumes_without_naming_its_recipe_again(train, typed, words):
     assert train(FILE)[0] == 0
     code, out, err = typed(*words)
     assert code == 0 and "runs/a finished at step 4 of 4" in out, err
+
+
+def test_resuming_a_run_that_is_not_there_names_it(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = typed("resume", "runs/nope")
+    assert code == 2 and "runs/nope" in err and "machine" not in err, err
 
 
 def test_recipe_file_is_executed_once_unless_it_changes(typed, tmp_path, monkeypatch):

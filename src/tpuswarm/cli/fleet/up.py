@@ -29,6 +29,7 @@ from tpuswarm.remote.paths import command_line
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import is_run
+from tpuswarm.train.run.listing import find_run
 
 MachineName = Annotated[
     str, typer.Argument(metavar="NAME", help="A machine: its name, its number, or a unique prefix.")
@@ -238,9 +239,10 @@ def resume(
     yes: Yes = False,
 ) -> None:
     """Start a paused machine, or train an interrupted run on."""
-    if "://" in name or is_run(Path(name)):
+    run = name if "://" in name else str(find_run(name))
+    if "/" in name or name == "last" or is_run(Path(run)):
         program: Any = context.find_root().command
-        raise typer.Exit(program(["train", "--run", name], prog_name="tpuswarm", standalone_mode=False) or 0)
+        raise typer.Exit(program(["train", "--run", run], prog_name="tpuswarm", standalone_mode=False) or 0)
     _change_paused(name, fleet, yes, pausing=False)
 
 

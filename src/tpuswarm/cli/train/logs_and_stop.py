@@ -204,8 +204,11 @@ def stop(
         end_train_jobs(*fleet_jobs)
     if folder.exists():
         life = read_life(folder)
+        if life.state == "killed" and fleet_jobs:  # its head ended with its job, before it could say so
+            echo(f"stopped the jobs that trained {url}")
+            return
         if life.state not in ("stopped", "finished"):
-            raise RunFailed(f"{folder} {life.state}{': ' if life.message else ''}{life.message}")
+            raise RunFailed(f"{shown(folder)} {life.state}{': ' if life.message else ''}{life.message}")
         message = life.message or life.state
         echo(stopped_sentence(folder, message) if life.state == "stopped" else f"{shown(folder)}: {message}")
     else:

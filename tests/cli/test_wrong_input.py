@@ -27,6 +27,7 @@ AT_ONCE = [
     ("ledger shwo", "Did you mean 'show'? See `tpuswarm ledger --help`"),
     ("ledger", "missing command"),
     ("train", "name a recipe first: tpuswarm train RECIPE"),
+    ("train nope.py", "there is no file nope.py"),
     ("train --run new", "new has not begun, so name a recipe first"),
     ("train gpt2-tiny --devices some", "devices is all, a number such as 8, or indices such as [5]"),
     ("train gpt2-tny", "unknown recipe 'gpt2-tny'; did you mean gpt2-tiny?"),

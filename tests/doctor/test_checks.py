@@ -88,6 +88,12 @@ def test_process_with_a_chip_is_ended_on_request_alone(typed, tmp_path, monkeypa
             process.kill()
 
 
+def test_machine_without_jax_is_told_how_to_install_it():
+    host = {"host": "v2-0", "type": "v2-8", "jax": {"error": "ModuleNotFoundError: No module named 'jax'"}}
+    (finding,) = report.check_jax([host])
+    assert finding.advice == "`tpuswarm setup --on v2-0` installs it"
+
+
 def test_jax_adds_on_all_devices_of_this_computer(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -41,7 +41,7 @@ def check_fleet(document: Document, listing: Listing, now: float) -> Iterator[Fi
         rate = running_rate(machine_rows(desired, listing, (), now))
         last = "" if lease is None else f"; the last one, on {lease.host}, was seen {format_age(now - lease.at)} ago"
         count = f"{len(billed)} machine{'s' * (len(billed) > 1)}"
-        problem = f"{count} cost {rate.hour} an hour, and no keeper runs{last}"
+        problem = f"{count} cost{'s' * (len(billed) == 1)} {rate.hour} an hour, and no keeper runs{last}"
         yield _finding(document.name, "keeper", problem, "`tpuswarm keep`, or `tpuswarm down`")
     pools = {pool.name for pool in desired.pools}
     for machine in machines:

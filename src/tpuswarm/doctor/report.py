@@ -86,10 +86,20 @@ def make_report(hosts: list[dict[str, Any]], refusals: Iterable[str]) -> Mapping
 def check_jax(hosts: list[dict[str, Any]]) -> list[Finding]:
     """Return the hosts on which JAX did not run as a program of the user must."""
     return [
-        Finding(host["host"], "run", problem, "a program would fail in the same way", "")
+        Finding(
+            host["host"], "run", problem, "a program would fail in the same way", _jax_advice(host["host"], problem)
+        )
         for host in hosts
         if (problem := _jax_problem(host))
     ]
+
+
+def _jax_advice(host: str, problem: str) -> str:
+    if "No module named" not in problem:
+        return "read the error; `tpuswarm doctor` without --run may name its cause"
+    return (
+        "install it: `pip install 'jax[tpu]'`" if host == THIS_COMPUTER else f"`tpuswarm setup --on {host}` installs it"
+    )
 
 
 def _jax_problem(host: Mapping[str, Any]) -> str:
@@ -110,4 +120,7 @@ def describe_jax(hosts: list[dict[str, Any]]) -> list[str]:
         if not _jax_problem(host):
             name = host["host"].rpartition("/")[0] or host["host"]
             sums[name, host["jax"]["kinds"][0]] = host["jax"]["devices"]
-    return [f"{name}: JAX adds on all {count} devices ({kind})" for (name, kind), count in sums.items()]
+    return [
+        f"{name}: JAX adds on {f'all {count} devices' if count > 1 else 'its only device'} ({kind})"
+        for (name, kind), count in sums.items()
+    ]

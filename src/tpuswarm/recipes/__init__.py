@@ -3,6 +3,8 @@
 Most lines of this room are mathematics, file formats and refusals of damaged files, so that it can hardly shrink.
 """
 
+from pathlib import Path
+
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 
@@ -36,6 +38,8 @@ def find(name: str) -> tuple[str, dict[str, str]]:
     if ":" in name:
         return name, {}
     if name.endswith(".py"):
+        if not Path(name).exists():
+            raise InputError(f"there is no file {name}")
         raise InputError(f"{name} may hold several recipes; name the one you mean: {name}:NAME")
     key = name.lower()
     key = ALIASES.get(key, key)

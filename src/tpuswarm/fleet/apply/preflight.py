@@ -261,7 +261,8 @@ def _region_quota(file: SwarmFile, quota: str, facts: ProjectFacts) -> Verdict:
         own = sum(_taken(machine, quota) for machine in facts.own if region_of(machine.zone) in regions)
         free = own + sum(max(0, known[region].limit - known[region].usage) for region in regions)
         names = ", ".join(sorted(regions))
-        sentence = f"{names}: {free:,} of {limit:,} {what} are free or the fleet's, and {hosts:,} hosts need one each"
+        need = f"{hosts:,} hosts need one each" if hosts > 1 else "one host needs one"
+        sentence = f"{names}: {free:,} of {limit:,} {what} are free or the fleet's, and {need}"
         if free < hosts:
             return f"{sentence} (quota {quota})", _region_remedy(file, quota, free, facts)
         verdicts.append(sentence)

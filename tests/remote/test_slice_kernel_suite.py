@@ -54,5 +54,14 @@ class TestSliceKernel(jupyter_kernel_test.KernelTests):
 class TestWelcome(jupyter_kernel_test.IopubWelcomeTests):
     support_iopub_welcome = True
 
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Subscribe to an idle kernel: ipykernel's "starting" may overtake the welcome of an earlier client."""
+        super().setUpClass()
+        first = cls.km.client()
+        first.start_channels()
+        first.execute_interactive("pass", timeout=240)
+        first.stop_channels()
+
 
 del jupyter_kernel_test

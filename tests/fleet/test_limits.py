@@ -1,10 +1,12 @@
 """Grants, budgets and end conditions of a fleet, and what its ledger charges."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ZONE, A, B, Loop, desired, pool, started
-from tpuswarm.cloud.protocol import Machine
+from tpuswarm.cloud.protocol import Machine, VmSpec
 from tpuswarm.fleet.decide import money
 from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Budget
@@ -53,8 +55,11 @@ def test_prices_of_machines_and_disks_and_their_sums():
     assert money.machine_price(tpu("a", 0.0, how="on-demand")) == pytest.approx(4.5)
     assert money.machine_price(tpu("a", 0.0, "v6e-8", "asia-east1-c")) is None
     assert money.machine_price(tpu("a", 0.0, "v99-8")) is None, "a type that only the cloud knows"
-    with_disk, without = (money.vm_price("n2-highmem-8", ZONE, False, gib) for gib in (200, 0))
+    spec = VmSpec("head", ZONE, "n2-highmem-8", "fleet", "head", "image", disk_gib=200)
+    head = Machine("head", ZONE, "vm", "n2-highmem-8", "ready", "RUNNING", disk_gib=200)
+    with_disk, without = money.machine_price(head), money.machine_price(replace(head, disk_gib=None))
     assert with_disk and without and with_disk - without == pytest.approx(200 * 0.1 / 730)
+    assert with_disk == money.spec_price(spec), "the price before it is created"
     rate = money.Rate().plus(1.35).plus(None).plus(1.35)
     assert rate.hour == "$2.70 and 1 unknown price" and rate.day == "$64.80 and 1 unknown price"
     assert money.Rate().plus(None).plus(None).hour == "2 unknown prices"

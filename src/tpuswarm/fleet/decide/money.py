@@ -119,10 +119,10 @@ def spec_price(spec: Spec) -> float | None:
 
 
 def machine_price(machine: Machine) -> float | None:
-    """Return dollars per hour of a running machine; of a VM without its disk."""
+    """Return dollars per hour of a running machine; of a VM with its boot disk."""
     if machine.kind == "tpu":
         return tpu_price(machine.type, machine.zone, machine.spot)
-    return vm_price(machine.type, machine.zone, machine.spot, 0)
+    return vm_price(machine.type, machine.zone, machine.spot, machine.disk_gib or 0)
 
 
 @dataclass(frozen=True)

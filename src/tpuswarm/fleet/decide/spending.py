@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tpuswarm.cloud.protocol import Machine, TpuSpec
+from tpuswarm.cloud.protocol import Machine
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.fleet_state import Observed, machine_key
-from tpuswarm.fleet.decide.money import HOUR_S, covered_machines, machine_price, spec_price
+from tpuswarm.fleet.decide.money import HOUR_S, covered_machines, machine_price
 
 BILLED_STATES = ("ready", "repairing", "starting", "stopping")
 
@@ -45,9 +45,6 @@ def charge(spending: Spending, desired: Desired, observed: Observed, now: float)
     """
     billed = [m for m in observed.machines if m.state in BILLED_STATES or _has_just_gone(m, observed, now)]
     free, _ = covered_machines(billed, desired.grants, now)
-    prices_with_disk = {
-        pool.name: spec_price(pool.spec) for pool in desired.pools if not isinstance(pool.spec, TpuSpec)
-    }
     pools = dict(spending.pools)
     for machine in billed:
         if machine.fleet != desired.fleet:
@@ -57,7 +54,7 @@ def charge(spending: Spending, desired: Desired, observed: Observed, now: float)
         until = min(now, since + MAX_UNSEEN_S) if machine.state == "dead" else now
         hours = max(0.0, until - since) / HOUR_S
         name = machine.pool or ""
-        price = prices_with_disk.get(name, machine_price(machine))
+        price = machine_price(machine)
         is_free = (machine.zone, machine.name) in free
         before = pools.get(name, PoolSpending())
         pools[name] = PoolSpending(

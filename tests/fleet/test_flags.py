@@ -33,7 +33,7 @@ from tpuswarm.fleet.spec.checks import check_file
 from tpuswarm.fleet.spec.file import read_swarm
 from tpuswarm.fleet.spec.flags import flags_from_file
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.fleet.store.machine_flags import add_flag_metadata, check_tf_pods
+from tpuswarm.fleet.store.machine_flags import add_flag_metadata, check_tf_pods, merge_env_vars, outdated_pods
 from tpuswarm.plan.flags import CheckedFlags
 
 TARGETS = {"all": ["all"], "generation": ["v2", "v3"], "pool": ["small", "large"], "machine": ["a", "b"]}
@@ -121,10 +121,12 @@ def test_mistake_in_a_file_is_reported_with_its_line(tmp_path, extra, in_pool, l
     assert any(f", line {number}: " in str(error.value) for number in numbers), error.value
 
 
-def document(*flags: Flag, runtime: str = "tpu-vm-tf-2.18.0-pod-pjrt") -> Document:
+def document(*flags: Flag, runtime: str = "tpu-vm-tf-2.18.0-pod-pjrt", env_vars: str | None = None) -> Document:
     """A fleet with a pod of a TensorFlow runtime."""
-    wanted = replace(pool(), name="old", spec=TpuSpec("", EUROPE, "v3-32", "spot", FLEET, "old", runtime))
-    return Document("fleet", "rehearsal", "p", Desired(FLEET, (wanted,)), (), flags=flags)
+    metadata = {} if env_vars is None else {ENV_VARS: env_vars}
+    spec = TpuSpec("", EUROPE, "v3-32", "spot", FLEET, "old", runtime, metadata=metadata)
+    desired = Desired(FLEET, (replace(pool(), name="old", spec=spec),))
+    return Document("fleet", "rehearsal", "p", desired, (), flags=flags)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +138,44 @@ def document(*flags: Flag, runtime: str = "tpu-vm-tf-2.18.0-pod-pjrt") -> Docume
 )
 def test_only_a_tensorflow_pod_gets_flags_in_its_metadata(runtime, metadata):
     found = document(V3_PRECISION, runtime=runtime)
-    assert add_flag_metadata(found.desired.pools[0].spec, found).metadata == metadata
+    assert add_flag_metadata(found.desired.pools[0].spec, found.all_flags).metadata == metadata
 
 
-def test_tensorflow_pod_accepts_a_single_libtpu_flag():
-    second = Flag("xla_tpu_scoped_vmem_limit_kib", "1", "LIBTPU_INIT_ARGS", "machine", "a")
-    check_tf_pods(document(V3_PRECISION, replace(V3_PRECISION, layer="pool", where="old")))
-    check_tf_pods(document(V3_PRECISION, second, runtime="tpu-ubuntu2204-base"))
-    with pytest.raises(InputError, match=r"takes one flag of libtpu .*; these are 2"):
-        check_tf_pods(document(V3_PRECISION, second))
+def docker_environment(options: str) -> dict[str, str]:
+    """The variables that `docker run` sets if a script splits its options at blanks and knows no quotes."""
+    words = options.split(" ")
+    assert words[::2] == ["-e"] * (len(words) // 2)
+    return dict(word.split("=", 1) for word in words[1::2])
+
+
+LIBTPU_FLAGS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["true", "7", "/x=y"]), max_size=4)
+
+
+@given(LIBTPU_FLAGS, LIBTPU_FLAGS, st.booleans())
+def test_pod_has_the_flags_of_its_metadata_and_of_the_fleet_however_its_script_splits_them(own, ours, has_other):
+    own = {name: value for name, value in own.items() if ours.get(name, value) == value}
+    words = [f"--{name}={value}" for name, value in own.items()]
+    given_text = " ".join([*["-e TF_X=1"] * has_other, *[f"-e LIBTPU_INIT_ARGS={' '.join(words)}"] * bool(own)])
+    fleet_flags = [Flag(name, value, "LIBTPU_INIT_ARGS", "all", "all") for name, value in ours.items()]
+    merged = merge_env_vars(given_text, fleet_flags)
+    variables = docker_environment(merged) if merged else {}
+    assert variables.pop("TF_X", None) == ("1" if has_other else None)
+    arguments = [word.removeprefix("--").split("=", 1) for word in variables.get("LIBTPU_INIT_ARGS", "").split()]
+    if arguments[:1] and arguments[0][0] == "fromenv":
+        ((_, names),) = arguments
+        arguments = [[name, variables[f"FLAGS_{name}"]] for name in names.split(",")]
+    assert dict(map(tuple, arguments)) == own | ours
+
+
+def test_own_metadata_of_a_pod_stays_and_is_never_contradicted():
+    own = f"-e LIBTPU_INIT_ARGS=--{PRECISION}=false"
+    found = document(env_vars=own)
+    pod = replace(machine("a", pool="old", type_="v3-32"), runtime_env=own)
+    assert outdated_pods(found, [pod]) == {}
+    assert add_flag_metadata(found.desired.pools[0].spec, ()).metadata[ENV_VARS] == own
+    with pytest.raises(InputError, match=r"false in metadata .* true for generation v3"):
+        check_tf_pods(document(V3_PRECISION, env_vars=own))
+    check_tf_pods(document(V3_PRECISION, env_vars=own, runtime="tpu-ubuntu2204-base"))
 
 
 def test_pod_that_refuses_its_flags_does_not_stop_the_others(monkeypatch):

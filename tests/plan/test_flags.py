@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.terminal import terminal
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.decide.flags import Flag, shell_exports
+from tpuswarm.fleet.store.machine_flags import merge_env_vars
 from tpuswarm.plan import flags
 from tpuswarm.plan.flags import check_flags, xla_flag_help
 
@@ -45,6 +47,18 @@ def test_wrong_flag_is_one_sentence(name, value, message):
     with pytest.raises(InputError) as error:
         check_flags({name: value})
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("value", "is_wrong"), [("65536", False), ("9x", True)])
+def test_libtpu_reads_several_flags_of_a_pod_from_the_variables_of_its_metadata(monkeypatch, value, is_wrong):
+    given = [Flag(name, value, "LIBTPU_INIT_ARGS", "all", "all") for name in ("xla_tpu_rwb_fusion", VMEM)]
+    options = merge_env_vars("", [replace(given[0], value="true"), given[1]])
+    variables = dict(word.split("=", 1) for word in options.split()[1::2])
+    for name, text in {**flags.WITHOUT_TPU, **variables}.items():
+        monkeypatch.setenv(name, text)
+    done = subprocess.run([sys.executable, "-P", "-c", flags.PROGRAMS["LIBTPU_INIT_ARGS"]], capture_output=True)
+    assert (done.returncode != 0, VMEM in done.stderr.decode()) == (is_wrong, is_wrong)
 
 
 @needs_libtpu

@@ -37,7 +37,7 @@ from tpuswarm.fleet.spec.file import HEAD, SwarmFile
 from tpuswarm.fleet.store import fleets
 from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.fleet.store.fleets import Fleet
-from tpuswarm.fleet.store.machine_flags import is_tf_pod, outdated_pods
+from tpuswarm.fleet.store.machine_flags import check_tf_pods, is_tf_pod, outdated_pods
 from tpuswarm.remote.own_key import make_key
 from tpuswarm.remote.setup.table import Setup, gather_secrets
 from tpuswarm.train.process.terminal import echo
@@ -80,6 +80,8 @@ def preview_and_confirm(
     desired_from_file.require_same_types(before, desired)
     if not any(machine.fleet == desired.fleet for machine in listing.machines):
         require_checks(cloud, file, desired.paid)
+    if document:
+        check_tf_pods(replace(document, desired=desired))
     steps = preview_change(desired, listing, cloud.project, document)
     print_preview(steps, desired, file.provider, keep or desired.kept_on is not None)
     pods = outdated_pods(replace(document, desired=desired), listing.machines) if document else {}
@@ -212,7 +214,8 @@ def preview_change(
         traffic=document.traffic if document else Traffic(),
         busy=busy_machines(document.jobs if document else ()),
     )
-    return make_preview(desired, known, make_plan(desired, observed, now), project, now)
+    flags = (*desired.flags, *(document.flags if document else ()))
+    return make_preview(desired, known, make_plan(desired, observed, now), project, now, flags)
 
 
 def print_preview(steps: Preview, desired: Desired, provider: str, has_keeper: bool, is_ending: bool = False) -> None:

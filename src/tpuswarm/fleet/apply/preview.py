@@ -9,9 +9,11 @@ from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
 from tpuswarm.fleet.apply import gcloud
 from tpuswarm.fleet.decide.actions import Action, Create, Delete, Grow, Plan, Start, Stop, Wait
 from tpuswarm.fleet.decide.desired import Desired
+from tpuswarm.fleet.decide.flags import Flag
 from tpuswarm.fleet.decide.limits import is_billable
 from tpuswarm.fleet.decide.money import GrantCover, Rate, covered_machines, machine_price, spec_price
 from tpuswarm.fleet.decide.names import by_number
+from tpuswarm.fleet.store.machine_flags import add_flag_metadata
 
 
 class PreviewStep(NamedTuple):
@@ -31,14 +33,20 @@ class Preview(NamedTuple):
     rate: Rate
 
 
-def make_preview(desired: Desired, listing: Listing, plan: Plan, project: str, now: float) -> Preview:
+def make_preview(
+    desired: Desired, listing: Listing, plan: Plan, project: str, now: float, flags: Sequence[Flag] = ()
+) -> Preview:
+    """Return the steps of a plan. `flags`: all that are set; a TensorFlow pod has them in its metadata."""
     own = desired.own(listing.machines)
     if desired.down is not None:  # the keeper deletes its own machine in a later plan
         plan = plan._replace(actions=tuple(Delete(machine, desired.down) for machine in own))
     deleted = {_key(action.machine) for action in plan.actions if isinstance(action, Delete)}
     staying = [machine for machine in listing.machines if is_billable(machine) and _key(machine) not in deleted]
     _, cover = covered_machines(staying, desired.grants, now)
-    actions = (*plan.actions, *_successors(desired, own, plan))
+    actions = [
+        action._replace(spec=add_flag_metadata(action.spec, flags)) if isinstance(action, Create) else action
+        for action in (*plan.actions, *_successors(desired, own, plan))
+    ]
     steps = [step for _, group in groupby(actions, key=_step_key) for step in _steps(list(group), project, cover)]
 
     free_keys, cover = covered_machines(staying, desired.grants, now)

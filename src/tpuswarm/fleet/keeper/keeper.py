@@ -322,7 +322,8 @@ class Keeper:
         provider = self._provider
         try:
             if isinstance(action, Create):
-                return ActionResult(action, provider.create(add_flag_metadata(action.spec, document)), None)
+                spec = add_flag_metadata(action.spec, document.all_flags)
+                return ActionResult(action, provider.create(spec), None)
             if isinstance(action, Delete):
                 return ActionResult(action, provider.delete(action.machine), None)
             if isinstance(action, Grow):

@@ -5,7 +5,8 @@ its flags from the machine's metadata (ENV_VARS) when it starts. One program on 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tpuswarm.catalog import find, generations
@@ -15,10 +16,12 @@ from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.flags import Flag, Layer, resolve_flags, shell_exports
 from tpuswarm.fleet.decide.names import ALL, resolve_name
 from tpuswarm.fleet.store.document import Document
+from tpuswarm.plan.flags import FlagVariable
 
 TF_POD_RUNTIME = re.compile(r"tpu-vm-tf-.*-pod(-.*)?")
 WHOLE_POD_EXPORT = "export TPU_LOAD_LIBRARY=0; "
 """Makes TensorFlow use the pod's chips through tpu-runtime, instead of loading libtpu for those of its own host."""
+LIBTPU_VARIABLE: FlagVariable = "LIBTPU_INIT_ARGS"
 RESTART_RUNTIME = "sudo systemctl restart tpu-runtime"
 
 
@@ -63,42 +66,77 @@ def has_tf_pod(machine: Machine) -> bool:
     return TF_POD_RUNTIME.fullmatch(machine.runtime or "") is not None
 
 
-def flag_metadata(flags: Mapping[str, Flag]) -> dict[str, str]:
-    """Return the metadata that gives tpu-runtime its libtpu flags."""
-    arguments = [f"--{flag.name}={flag.value}" for flag in flags.values() if flag.variable == "LIBTPU_INIT_ARGS"]
-    return {ENV_VARS: f"-e LIBTPU_INIT_ARGS={' '.join(arguments)}" if arguments else ""}
+def merge_env_vars(given: str, flags: Iterable[Flag]) -> str:
+    """Add libtpu flags to the user's own value of ENV_VARS, which holds options of `docker run`.
+
+    No source says how the start script treats quotes, so no option holds a blank: with several flags, libtpu reads
+    each from a variable of its own (https://abseil.io/docs/cpp/guides/flags, `--fromenv`). Raise InputError if the
+    value cannot be read, or sets one of the flags otherwise.
+    """
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise InputError(f"metadata {ENV_VARS} cannot be read ({error}): {given!r}") from None
+    others: list[str] = []
+    arguments: list[str] = []
+    in_arguments = False
+    for word in words:
+        if found := re.fullmatch(rf"(--env=)?{LIBTPU_VARIABLE}=(.*)", word):
+            if not found[1] and others:
+                others.pop()  # its -e
+            arguments += found[2].split()
+            in_arguments = True
+        elif in_arguments and word.startswith("--") and not word.startswith("--env"):
+            arguments.append(word)
+        else:
+            others.append(word)
+            in_arguments = False
+    values = {name: value if equals else "true" for name, equals, value in map(_split_argument, arguments)}
+    for flag in flags:
+        if flag.variable == LIBTPU_VARIABLE and values.setdefault(flag.name, flag.value) != flag.value:
+            raise InputError(
+                f"{flag.name} is {values[flag.name]} in metadata {ENV_VARS} and {flag.value} for {flag.text}: "
+                "give it once"
+            )
+    if len(values) == 1:
+        (item,) = values.items()
+        others += ["-e", f"{LIBTPU_VARIABLE}=--{item[0]}={item[1]}"]
+    elif values:
+        others += ["-e", f"{LIBTPU_VARIABLE}=--fromenv={','.join(values)}"]
+        others += [word for name, value in values.items() for word in ("-e", f"FLAGS_{name}={value}")]
+    return shlex.join(others) if values else given
+
+
+def _split_argument(argument: str) -> tuple[str, str, str]:
+    return argument.lstrip("-").partition("=")
+
+
+def _env_vars(spec: Spec, flags: Iterable[Flag], machine: str) -> str:
+    resolved = resolve_flags(flags, machine, spec.pool, find_generation(spec.type), None)
+    return merge_env_vars(spec.metadata.get(ENV_VARS, ""), resolved.values())
 
 
 def outdated_pods(document: Document, machines: Iterable[Machine]) -> dict[str, dict[str, str]]:
     """Return the new metadata, by machine name, of TensorFlow pods whose flags have changed."""
-    pools = {pool.name for pool in document.desired.pools if is_tf_pod(pool.spec)}
+    specs = {pool.name: pool.spec for pool in document.desired.pools if is_tf_pod(pool.spec)}
     outdated = {}
     for machine in document.desired.own(machines):
-        if machine.pool in pools and machine.state == "ready":
-            metadata = flag_metadata(machine_flags(document, machine))
-            if metadata[ENV_VARS] != machine.runtime_env:
-                outdated[machine.name] = metadata
+        if machine.pool in specs and machine.state == "ready":
+            env_vars = _env_vars(specs[machine.pool], document.all_flags, machine.name)
+            if env_vars != machine.runtime_env:
+                outdated[machine.name] = {ENV_VARS: env_vars}
     return outdated
 
 
 def check_tf_pods(document: Document) -> None:
-    """Raise InputError if a TensorFlow pod needs more than one flag: its start script may not handle spaces."""
+    """Raise InputError if a flag contradicts the metadata of a TensorFlow pod."""
     flags = document.all_flags
-    machine_names = [flag.where for flag in flags if flag.layer == "machine"]
     for pool in document.desired.pools:
-        for machine in ("", *machine_names) if is_tf_pod(pool.spec) else ():
-            resolved = resolve_flags(flags, machine, pool.name, find_generation(pool.type), None)
-            names = [flag.name for flag in resolved.values() if flag.variable == "LIBTPU_INIT_ARGS"]
-            if len(names) > 1:
-                raise InputError(
-                    f"pool {pool.name} has a TensorFlow runtime for pods, which takes one flag of libtpu "
-                    f"(in {ENV_VARS}); these are {len(names)}: {' and '.join(names)}"
-                )
+        for machine in ("", *(flag.where for flag in flags if flag.layer == "machine")) if is_tf_pod(pool.spec) else ():
+            _env_vars(pool.spec, flags, machine)
 
 
-def add_flag_metadata(spec: Spec, document: Document) -> Spec:
+def add_flag_metadata(spec: Spec, flags: Iterable[Flag]) -> Spec:
     """Return the spec of a new TensorFlow pod with its flags in the metadata; other specs unchanged."""
-    if not is_tf_pod(spec) or not document.all_flags:
-        return spec
-    resolved = resolve_flags(document.all_flags, spec.name, spec.pool, find_generation(spec.type), None)
-    return replace(spec, metadata={**flag_metadata(resolved), **spec.metadata})
+    env_vars = _env_vars(spec, flags, spec.name) if is_tf_pod(spec) else ""
+    return replace(spec, metadata={**spec.metadata, ENV_VARS: env_vars}) if env_vars else spec

@@ -135,7 +135,8 @@ def test_run_without_its_essential_files_is_refused(call, lost):
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"}
     code, out, err = call("--steps 4")
-    assert (code, out) == (2, "") and "restore a copy of it, or use another --run to start over" in err
+    assert (code, out) == (2, "") and "restore a copy of it, or " in err
+    assert ("--init-from" in err) == (lost in ("commits/000009.json", "headers"))
     assert lost in err and err.count("\n") == 1
     assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file() and path.name != "lock"} == before
 

@@ -17,6 +17,7 @@ from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.opening import private_folder
 from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.processes.effects import Call, Parallel, ProcessEnded, RunBlocking, Unreachable
+from tpuswarm.swarm.processes.requests import request
 
 
 def make_calls(*calls: Call):
@@ -26,6 +27,14 @@ def make_calls(*calls: Call):
 class Server:
     def double(self, number: int) -> int:
         return 2 * number
+
+    @request
+    def fail(self) -> None:
+        raise MemoryError
+
+    @request
+    def fail_later(self):
+        yield RunBlocking("server works", lambda: {}["key"])
 
 
 def call_in_threads(*calls: Call):
@@ -95,6 +104,14 @@ def test_node_that_ended_does_not_wait_for_a_hung_process():
     assert not node.drain(0.1) and isinstance(node.failure, ProcessEnded)
     never.set()
     assert node.drain(60)
+
+
+@pytest.mark.parametrize(("method", "error"), [("fail", MemoryError), ("fail_later", KeyError)])
+def test_unexpected_error_of_a_request_ends_the_server_and_refuses_no_member(method, error):
+    node = NodeThreads(lambda call: None)
+    with pytest.raises(Unreachable):
+        node.call(Server(), method, ())
+    assert isinstance(node.failure, error)
 
 
 SCRIPT = """

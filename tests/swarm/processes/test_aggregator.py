@@ -117,6 +117,20 @@ def test_payload_that_is_not_finite_is_named_instead_of_merged(tmp_path, kind, v
     assert not [path for path in (tmp_path / "objects").iterdir() if path.name not in before and path.suffix == ".part"]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("part", ["state", "outer"])
+def test_state_that_was_not_finite_before_is_named_instead_of_its_payloads(tmp_path, part):
+    run = grow_run(tmp_path, "nesterov-plain")
+    run.push(run.members[0])
+    decisions = tuple(choose(run.view, run.pending, (), run.staleness))
+    digests = list(getattr(run.records[-1], part))
+    digests[0] = run.objects.put_array(np.full_like(run.objects.get_array(digests[0]), np.nan))
+    newest = replace(run.records[-1], **{part: tuple(digests)})
+    merge = Merge(newest.version + 1, decisions, run.outer, 0.7, 1.0, newest.gathered, None, "")
+    answer = shards(run.store, 1)[0].merge(newest, merge)
+    assert isinstance(answer, VersionDamaged) and f"objects/{digests[0]}" in answer.reason, answer
+
+
 def test_round_without_contributors_repeats_the_version(tmp_path):
     run = grow_run(tmp_path, "nesterov-int8")
     newest = run.records[-1]
@@ -230,4 +244,4 @@ def test_lost_version_is_named_with_the_newest_intact_one(tmp_path):
     version = run.records[-1].version
     intact = next(record.version for record in reversed(run.records) if record.state != run.records[-1].state)
     assert str(over[0]).startswith(f"commit {version} is damaged: objects/{digest}.safetensors is missing")
-    assert str(over[0]).endswith(f"commit {intact} is the newest that is intact")
+    assert str(over[0]).endswith(f"starts from commit {intact}, which is intact")

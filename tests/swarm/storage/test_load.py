@@ -1,6 +1,7 @@
 """Loading the parameters of a swarm's run, and starting another run from them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from tpuswarm import InputError, RunFailed, Trainer, load, supervised
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
 from tpuswarm.swarm.core.values import Digests
 from tpuswarm.swarm.storage.founding import FOUNDING
-from tpuswarm.swarm.storage.ledger import Ledger
+from tpuswarm.swarm.storage.ledger import Ledger, commit_name
 from tpuswarm.swarm.storage.objects import Objects, object_name
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.paths import leaf_paths
@@ -64,6 +65,16 @@ def test_parameters_of_a_swarm_start_another_run(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, child.state.params, shared["params"])
     with pytest.raises(InputError, match=r"swarm holds a different model: 1 parameters differ, the first params/w"):
         Trainer().fit(recipe(7), steps=1, batch=8, run=tmp_path / "other", init_from=tmp_path / "swarm")
+
+    store = Store(tmp_path / "swarm")
+    ledger, nan = Ledger(store), Objects(store).put_array(np.full_like(Objects(store).get_array(state[0]), np.nan))
+    first = ledger.record(0)
+    store.delete(commit_name(0))
+    ledger.append(replace(first, state=(nan, *state[1:])))
+    with pytest.raises(RunFailed, match=r"no commit in .*swarm is intact"):
+        load(tmp_path / "swarm")
+    store.delete(commit_name(0))
+    ledger.append(first)
 
     Path(tmp_path / "swarm" / object_name(state[0])).write_bytes(b"torn")
     with pytest.raises(RunFailed, match=r"no commit in .*swarm is intact"):

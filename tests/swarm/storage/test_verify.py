@@ -77,6 +77,8 @@ def test_state_that_is_not_finite_is_a_problem(tmp_path):
     Ledger(store).append(genesis(TERMS, state=state))
     [problem] = verify(store, lambda _: None).problems
     assert problem.startswith("commits/000000.json, fragment 1: its state is not finite")
+    with pytest.raises(RunFailed, match=r"no commit in .* is intact"):
+        newest_whole(store)
 
 
 def test_rolled_back_ledger_is_a_problem(run):

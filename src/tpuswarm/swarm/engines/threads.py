@@ -1,14 +1,11 @@
 """Run the processes of one node in threads, in real time."""
 
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from inspect import isgenerator
 from typing import Any, cast
 
-from tpuswarm.errors import RunFailed, message_of
-from tpuswarm.swarm.core.messages import Refused
-from tpuswarm.swarm.processes.effects import Call, Process, ProcessEnded, RunBlocking, Sleep, Unreachable
+from tpuswarm.swarm.processes.effects import Call, Process, RunBlocking, Sleep, Unreachable
 from tpuswarm.swarm.processes.requests import call_request
 
 
@@ -37,7 +34,7 @@ class NodeThreads:
     def call(self, server: Any, method: str, arguments: tuple[Any, ...]) -> Any:
         """Execute a request in the caller's thread. Raise Unreachable once the node has ended.
 
-        An unexpected error refuses the request. One of the storage ends the node, and so does ProcessEnded.
+        An error ends the node: a new process starts from what is stored. Only a malformed request is refused.
         """
         if self._stopped.is_set():
             raise Unreachable(method)
@@ -47,12 +44,9 @@ class NodeThreads:
             return self._drive(cast(Process, result)) if isgenerator(result) else result
         except Unreachable:
             raise
-        except (RunFailed, ProcessEnded) as error:
+        except Exception as error:
             self._stop(error)
             raise Unreachable(method) from error
-        except Exception as error:  # noqa: BLE001  # printed, and answered
-            traceback.print_exc()
-            return Refused(f"{method} failed: {type(error).__name__}: {message_of(error)}")
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all processes or the node ended; return False after a timeout."""

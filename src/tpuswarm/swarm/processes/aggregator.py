@@ -213,7 +213,7 @@ class Aggregator:
         bases: Mapping[int, Record],
         number: int,
     ) -> "_Digests | PayloadsLost | PayloadsNotFinite":
-        """Merge one fragment. Raise Missing or Corrupt if anything but a payload cannot be read."""
+        """Merge one fragment. Raise Missing or Corrupt if anything but a payload cannot be read or is not finite."""
         arrays: dict[str, np.ndarray] = {}  # read and digest each array once
         contributions, lost = [], set()
         for decision, header in contributed:
@@ -232,6 +232,8 @@ class Aggregator:
         try:
             return self._commit(newest, merge, number, theta, contributions)
         except NotFinite as error:
+            for stored in {newest.state[number], *newest.outer[number : number + 1], *arrays}:
+                self._objects.get_finite(stored)  # no payload is to blame for a state that was not finite before
             return PayloadsNotFinite(frozenset(contributed[index][0].identity for index in error.contributions))
 
     def _commit(

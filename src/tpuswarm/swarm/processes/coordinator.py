@@ -198,10 +198,11 @@ class Coordinator:
 
     def _advise(self, damage: VersionDamaged) -> str:
         try:
-            intact = f"commit {newest_whole(self._ledger.store)} is the newest that is intact"
+            intact = newest_whole(self._ledger.store)
+            way_out = f"a new run with `--init-from` starts from commit {intact}, which is intact"
         except RunFailed as error:
-            intact = str(error)
-        return f"commit {self.state.view.version} is damaged: {damage.reason}; {intact}"
+            way_out = str(error)
+        return f"commit {self.state.view.version} is damaged: {damage.reason}; {way_out}"
 
 
 @dataclass(frozen=True)

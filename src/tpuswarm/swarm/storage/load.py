@@ -87,7 +87,7 @@ def _newest(folder: Path) -> _Newest:
 def _arrays(objects: Objects, record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
     kept = record.outer if record.kept is not None else ()
     row = average_row(record.downlink)
-    state = [objects.get_array(digest) for digest in record.state]
+    state = [objects.get_finite(digest) for digest in record.state]
     return state, [objects.get_array(digest)[row] for digest in kept]
 
 

@@ -105,6 +105,13 @@ class Objects:
             raise self._corrupt(name, f"it holds {_describe(found)}, not {wanted}")
         return array
 
+    def get_finite(self, digest: str) -> np.ndarray:
+        """Return an array as `get_array`; raise Corrupt for NaN or infinity too."""
+        array = self.get_array(digest)
+        if not np.isfinite(array).all():
+            raise self._corrupt(object_name(digest), "it has NaN or infinity")
+        return array
+
     def check(self, digest: str) -> None:
         """Read and hash an object. Raise Missing or Corrupt."""
         self._load(object_name(digest), digest, rehash=True)

@@ -86,7 +86,7 @@ def announced_version(store: Store) -> int:
 
 
 def newest_whole(store: Store) -> int:
-    """Return the newest version with undamaged state and outer state, from which the run could continue.
+    """Return the newest version with an undamaged and finite state, from which a new run can start.
 
     Raise RunFailed if there is none.
     """
@@ -94,7 +94,10 @@ def newest_whole(store: Store) -> int:
     check.read_records()
     check.list_files()
     for record in reversed(check.records):
-        if all(check.array(digest) is not None for digest in (*record.state, *record.outer)):
+        state = (check.array(digest) for digest in record.state)
+        if all(array is not None and np.isfinite(array).all() for array in state) and all(
+            check.array(digest) is not None for digest in record.outer
+        ):
             return record.version
     raise RunFailed(f"no commit in {store.root} is intact; restore a copy of commits/ and objects/")
 
@@ -218,8 +221,8 @@ class _Check:
         for fragment, digest in enumerate(view.newest.state):
             if (array := self.array(digest)) is not None and not np.isfinite(array).all():
                 self._problem(
-                    f"{commit_name(view.version)}, fragment {fragment}: its state is not finite; continue from a copy "
-                    "of an earlier commit"
+                    f"{commit_name(view.version)}, fragment {fragment}: its state is not finite; `--init-from` starts "
+                    "a new run from the newest commit that is finite"
                 )
         for record in self.records:
             for digest in retention.kept_objects(record, self._changes, 0):

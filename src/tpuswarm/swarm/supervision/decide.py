@@ -146,7 +146,10 @@ def _require_ledger(folder: Path, store: Store, versions: Sequence[int]) -> None
         names = (header_name(decision.identity) for record in recent for decision in record.decisions)
         lost = next((name for name in names if name not in stored), "")
     if lost:
-        raise InputError(f"{folder} has lost {lost}; restore a copy of it, or use another --run to start over")
+        raise InputError(
+            f"{folder} has lost {lost}; restore a copy of it, or go on from commit {versions[-1]} in a new run: "
+            f"--run NEW --init-from {folder}"
+        )
 
 
 def remove_unstarted(folder: Path) -> None:

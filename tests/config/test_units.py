@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tpuswarm.config.formatting import (
     format_age,
+    format_bytes,
     format_duration,
     format_figure,
     format_share,
@@ -16,6 +17,17 @@ from tpuswarm.config.formatting import (
 from tpuswarm.config.nearest import did_you_mean, nearest_name
 from tpuswarm.config.units import Interval, check_number, parse_count, parse_every, parse_seconds
 from tpuswarm.errors import InputError, first_line
+
+
+@given(
+    st.one_of(
+        st.integers(0, 10**12), st.builds(lambda power, less: 10**power - less, st.integers(3, 9), st.integers(1, 99))
+    )
+)
+def test_bytes_are_shown_in_the_largest_unit_that_suits(count):
+    figure, unit = format_bytes(count).split()
+    number, size = float(figure.replace(",", "")), {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+    assert abs(number * size - count) <= 0.051 * size and (number < 1000 or unit == "GB")
 
 
 @given(st.integers(1, 10**15))

@@ -220,6 +220,12 @@ REFUSED = {
     ),
     "two": (refused(lambda module: [Adam(module.body.parameters()), Adam(module.head.parameters())]), "2 optimizers"),
     "none": (refused(lambda module: None), "makes NoneType"),
+    "empty": (refused(lambda module: []), "0 optimizers"),
+    "no optimizer": (refused(lambda module: {"optim": 1}), 'returns a dict with optim: it needs "optimizer"'),
+    "no scheduler": (
+        refused(lambda module: {"optimizer": Adam(module.parameters()), "lr_scheduler": {"interval": "step"}}),
+        'returns a dict with interval: it needs "scheduler"',
+    ),
     "rates": (
         refused(lambda module: SGD([{"params": part.parameters(), "lr": rate}
                                     for part, rate in ((module.body, 1.0), (module.head, 0.1))])),

@@ -43,7 +43,7 @@ def format_age(seconds: float) -> str:
 def format_bytes(count: int) -> str:
     """Format as `1.2 GB`, `3.4 MB`, `5.6 kB` or `7 B`."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
+        if round(count / size * 1000, 1) >= 1000:  # else 1,000.0 of the smaller unit
             return f"{count / size:,.1f} {unit}"
     return f"{count} B"
 

@@ -140,16 +140,23 @@ def optimizer_of(module: Any) -> ConvertedOptimizer:
     optimizer, scheduler = _one_of_each(result)
     settings = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
     unit, frequency = settings.get("interval", "epoch"), settings.get("frequency", 1)
-    return convert_optimizer(module, optimizer, settings["scheduler"], unit, frequency)
+    return convert_optimizer(module, optimizer, _entry(settings, "scheduler"), unit, frequency)
 
 
 def _one_of_each(result: Any) -> tuple[Any, Any]:
     """Return the optimizer and the scheduler, or None, in one of the forms that Lightning accepts."""
     if isinstance(result, Mapping):
-        return result["optimizer"], result.get("lr_scheduler")
+        return _entry(result, "optimizer"), result.get("lr_scheduler")
     if not isinstance(result, list | tuple):
         return result, None
-    optimizers, schedulers = (result, []) if not isinstance(result[-1], list | tuple) else result
+    optimizers, schedulers = result if result and isinstance(result[-1], list | tuple) else (result, [])
     if len(optimizers) != 1 or len(schedulers) > 1:
         refuse(f"{len(optimizers)} optimizers with {len(schedulers)} schedules")
     return _one_of_each(optimizers[0]) if not schedulers else (optimizers[0], schedulers[0])
+
+
+def _entry(returned: Mapping[str, Any], key: str) -> Any:
+    if key not in returned:
+        keys = ", ".join(map(str, returned)) or "nothing"
+        raise InputError(f'configure_optimizers returns a dict with {keys}: it needs "{key}"')
+    return returned[key]

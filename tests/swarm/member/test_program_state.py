@@ -13,7 +13,7 @@ import pytest
 
 from tests.swarm.core.arithmetic.test_quantize import same_bits, varied
 from tests.train import toy
-from tpuswarm import Every, supervised
+from tpuswarm import Every, Stop, supervised
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode, feedback
 from tpuswarm.swarm.core.member_state import Adopt
@@ -247,6 +247,21 @@ def test_hooks_see_the_average_and_one_that_fails_leaves_the_others_alone(tmp_pa
     assert found.row == {**row, "step": 2, "eval_average": 35.0} and len(called) == 3
     first, last = found.texts
     assert first.startswith("a hook returned a dict that cannot be used: ") and last == "a text"
+
+
+def with_useless_hooks():
+    recipe = supervised(toy.init, toy.loss, optax.sgd(0.1), toy.splits)
+    recipe.hooks = lambda: [Every("evaluation", lambda step: Stop("enough")), Every("evaluation", lambda step: {1})]
+    return recipe
+
+
+@pytest.mark.parametrize(("hosts", "count"), [(1, 2), (2, 1)])
+def test_each_hint_about_hooks_is_given_once(tmp_path, monkeypatch, hosts, count):
+    ready = member(tmp_path, f"{__file__}:with_useless_hooks")
+    state, row = ready.make_state(ready.initialize()).state, {"tokens": 16, "version": 1, "eval_loss": 1.0}
+    monkeypatch.setattr(jax, "process_count", lambda: hosts)
+    first, second = (ready._inspect(state, None, row, lambda seconds: None) for _ in range(2))
+    assert len(first.texts) == count and not second.texts
 
 
 CANVAS = np.zeros((2, 2, 3), np.uint8)

@@ -1,7 +1,7 @@
 """Compile a member's program; every host of a member does the same."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class MemberProgram:
     _plan: RunPlan
     _source: Source
     _on_step: OnStep
+    _hints: set[str] = field(default_factory=set)
+    """Hints about hooks that were given."""
 
     def facts(self) -> dict[str, str]:
         """Return the facts on which the hosts of one member must agree."""
@@ -103,7 +105,7 @@ class MemberProgram:
         due = self._hooks.with_evaluation_hooks()
         if jax.process_count() > 1:
             if due:
-                found.texts.append("a member of several hosts calls no hooks")
+                self._hint(found, "a member of several hosts calls no hooks")
             return found
         if not due and not supports(self._recipe, "pictured"):
             return found
@@ -130,17 +132,23 @@ class MemberProgram:
             if isinstance(returned, str):
                 found.texts.append(returned)
             elif isinstance(returned, Stop | ScaleLearningRate):
-                found.texts.append(f"a hook returned {returned}, which a swarm ignores")
+                self._hint(found, f"a hook returned {returned}, which a swarm ignores")
             elif len(shape := tuple(getattr(returned, "shape", ()))) == 3:
                 if max(shape) > MAX_PICTURE_SIDE:
                     size = "x".join(map(str, shape))
-                    found.texts.append(f"a hook returned a picture of {size}: a swarm allows {MAX_PICTURE_SIDE}")
+                    self._hint(found, f"a hook returned a picture of {size}: a swarm allows {MAX_PICTURE_SIDE}")
                 else:
                     found.pictures[f"-{index}"] = np.array(returned)
             elif ignored := self._hooks.ignored(index, returned):
-                found.texts.append(ignored)
+                self._hint(found, ignored)
         found.row.update(numbers)
         return found
+
+    def _hint(self, found: Evaluation, text: str) -> None:
+        """Add a hint to an evaluation, the first time only."""
+        if text not in self._hints:
+            self._hints.add(text)
+            found.texts.append(text)
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         init_key, step_key = jax.random.split(run_key(self._plan.settings["seed"]))

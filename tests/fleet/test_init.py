@@ -11,15 +11,16 @@ from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.apply.file_text import complete
 from tpuswarm.fleet.apply.init import GrantText, parse_grant
-from tpuswarm.fleet.spec.desired_from_file import TpuOptions, file_from_options
+from tpuswarm.fleet.decide.money import GrantCover
+from tpuswarm.fleet.spec.desired_from_file import TpuOptions, file_from_options, list_grants
 from tpuswarm.fleet.spec.file import SwarmFile
 from tpuswarm.fleet.training import train_jobs
 
 ONE = "--project my-project --type v5litepod-8 --zone us-west4-a"
 PREVIEWS = {
     "one": ONE,
-    "trc": "--project my-project --allow-cross-region --grant '100 v2-8 us-central1-f spot until 2099-01-31' "
-    "--grant '5 v3-8 europe-west4-a'",
+    "trc": "--project my-project --allow-cross-region --grant '64 spot Cloud TPU v6e chips in zone us-east1-d' "
+    "--grant '5 v3-8 europe-west4-a' --grant '64 v5e us-central1-a spot until 2099-01-31'",
     "rehearsal": "--provider rehearsal --type v3-8 --zone europe-west4-a --count 3 --on-demand",
 }
 
@@ -29,6 +30,12 @@ def init(typed, signed_out):
     return lambda line: typed("init", *shlex.split(line))
 
 
+def file_of(out: str) -> SwarmFile:
+    """The file that a dry run would write."""
+    text = out[out.index("write swarm.toml") :].split("\n", 1)[1].rsplit("\n", 2)[0]
+    return parse_toml(re.sub("(?m)^ {5}", "", text), Path("swarm.toml"), SwarmFile)
+
+
 @pytest.mark.parametrize("name", PREVIEWS)
 def test_preview_matches_the_golden_file_and_contains_a_valid_swarm_toml(name, init, golden):
     line = f"--dry-run {PREVIEWS[name]}"
@@ -36,8 +43,7 @@ def test_preview_matches_the_golden_file_and_contains_a_valid_swarm_toml(name, i
     assert (code, err) == (0, "")
     golden(f"init-{name}", f"init {line}", out)
     assert not list(Path.cwd().iterdir()), "a dry run writes nothing"
-    text = out[out.index("write swarm.toml") :].split("\n", 1)[1].rsplit("\n", 2)[0]
-    file = parse_toml(re.sub("(?m)^ {5}", "", text), Path("swarm.toml"), SwarmFile)
+    file = file_of(out)
     assert file.name == "swarm" and file.storage and all(pool.network == "tpuswarm-swarm" for pool in file.pool)
 
 
@@ -48,17 +54,67 @@ def test_preview_matches_the_golden_file_and_contains_a_valid_swarm_toml(name, i
         ("64 v5litepod-8 us-central1-a spot", (64, "v5e-8", "us-central1-a", "spot", None)),
         ("9 v2-8 us-central1-f preemptible until 2027-01-31",
          (9, "v2-8", "us-central1-f", "spot", datetime.date(2027, 1, 31))),
+        ("64 v6e us-east1-d spot", (64, "v6e", "us-east1-d", "spot", None)),
+        ("64 spot Cloud TPU v6e chips in zone us-east1-d", (64, "v6e", "us-east1-d", "spot", None)),
+        ("* 32 on-demand Cloud TPU v4 chips in zone us-central2-b.", (32, "v4", "us-central2-b", "on-demand", None)),
+        ("5 on-demand Cloud TPU v3-8 device(s) in zone europe-west4-a",
+         (5, "v3-8", "europe-west4-a", "on-demand", None)),
+        ("**100 preemptible Cloud TPU v2-8 device(s) in zone us-central1-f**",
+         (100, "v2-8", "us-central1-f", "spot", None)),
     ],
 )  # fmt: skip
 def test_grant_is_parsed(text, grant):
     assert parse_grant(text) == GrantText(*grant)
 
 
+MAIL = """Thanks again for your interest in using Cloud TPUs to accelerate your machine learning research. Your Google
+Cloud project my-project-123 now has access to the following quota free of charge for 30 days:
+
+**64 spot Cloud TPU v6e chips in zone us-east1-d**
+**32 on-demand Cloud TPU v4 chips in zone us-central2-b**
+**32 spot Cloud TPU v4 chips in zone us-central2-b**
+**64 spot Cloud TPU v5e chips in zone europe-west4-b**
+**64 spot Cloud TPU v5e chips in zone us-central1-a**
+**64 spot Cloud TPU v6e chips in zone europe-west4-a**
+
+Only the TPUs above are free of charge.
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "pools"),
+    [
+        ("", {
+            ("v6e-8", "spot"): (16, ("us-east1-d", "europe-west4-a")), ("v4-8", "on-demand"): (8, ("us-central2-b",)),
+            ("v4-8", "spot"): (8, ("us-central2-b",)), ("v5e-16", "spot"): (8, ("europe-west4-b", "us-central1-a")),
+        }),
+        ("--type v5e-32", {("v5e-32", "spot"): (4, ("europe-west4-b", "us-central1-a"))}),
+    ],
+)  # fmt: skip
+def test_whole_mail_becomes_grants_and_slices_that_the_grants_cover(option, pools, init):
+    Path("mail.txt").write_text(MAIL)
+    code, out, _ = init(f"--dry-run --allow-cross-region --grant-mail mail.txt {option}")
+    file = file_of(out)
+    assert code == 0 and "end 30 days after the mail" in out and file.project == "my-project-123"
+    assert {(pool.type, pool.how): (pool.count, pool.zones) for pool in file.pool} == pools
+    cover = GrantCover(list_grants(file), 0.0)
+    assert len(file.grant) == 6
+    for pool in file.pool:
+        for zone in pool.zones:
+            assert all(cover.claim(pool.type, zone, pool.how) for _ in range(pool.count // len(pool.zones)))
+
+
+def test_mail_without_a_grant_is_refused(init):
+    Path("mail.txt").write_text("Dear researcher, you have 64 chips.")
+    assert "the mail names no grant" in init("--dry-run --grant-mail mail.txt")[2]
+    assert "none.txt cannot be read" in init("--dry-run --grant-mail none.txt")[2]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a grant is typed like"),
-        ("0 v2-8 us-central1-f", "a grant is typed like"),
+        ("", "a grant is a line"),
+        ("0 v2-8 us-central1-f", "a grant is a line"),
         ("5 v99-8 us-central1-f", "unknown TPU 'v99-8'"),
         ("5 v2-8 us-central1-f spot until soon", "until and a date"),
         ("5 v2-8 us-central1-f spot 2027-01-31 please", "'please' has no place in it"),

@@ -1,7 +1,7 @@
 """Look up facts about TPUs and GPUs: TOML files with a source and a date for each figure."""
 
 from tpuswarm.catalog import network
-from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find
+from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find, usual_slice
 from tpuswarm.catalog.figures import Figure, Source
 from tpuswarm.catalog.generations import Generation, HostSize, generation_of, generations
 from tpuswarm.catalog.gpus import Gpu, Hardware, find_hardware, gpus, memory_bandwidth, peak_flops
@@ -33,4 +33,5 @@ __all__ = [
     "network",
     "peak_flops",
     "spot_records",
+    "usual_slice",
 ]

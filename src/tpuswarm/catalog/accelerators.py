@@ -172,6 +172,13 @@ def find(name: str) -> Accelerator:
     raise InputError(f"unknown TPU {name!r}: {_suggest(wanted)}")
 
 
+def usual_slice(generation: str) -> Accelerator:
+    """Return the slice to split a number of chips into: the largest on one host, of v5e the smallest for training."""
+    offered = [tpu for tpu in accelerators() if tpu.generation.name == generation and tpu.api_name]
+    one_host = [tpu for tpu in offered if tpu.hosts == 1 and not tpu.is_for_serving]
+    return one_host[-1] if one_host else next(tpu for tpu in offered if not tpu.is_for_serving)
+
+
 def _suggest(wanted: str) -> str:
     near = nearest_name(wanted, _by_name())
     if near is None:

@@ -14,7 +14,17 @@ from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
 from tpuswarm.fleet.decide.job_failures import find_failures
 from tpuswarm.fleet.decide.limits import is_billable, machine_quota
-from tpuswarm.fleet.decide.money import DAY_S, HOUR_S, Rate, covered_machines, format_dollars, machine_price, quota_key
+from tpuswarm.fleet.decide.money import (
+    DAY_S,
+    HOUR_S,
+    Rate,
+    chips_of,
+    covered_machines,
+    format_dollars,
+    is_generation,
+    machine_price,
+    quota_key,
+)
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.decide.observe import observe
 from tpuswarm.fleet.decide.spending import Spending, charge
@@ -92,7 +102,7 @@ def grant_uses(desired: Desired, listing: Listing, now: float) -> list[GrantUse]
     for grant in desired.grants:
         quota = quota_key(grant.type, grant.zone, grant.spot)
         chips = sum(find(machine.type).chips for machine in billable if machine_quota(machine) == quota)
-        used = min(grant.count, chips / find(grant.type).chips)
+        used = min(grant.count, chips / chips_of(grant.type))
         days_left = None if grant.expires is None else (grant.expires - now) / DAY_S
         how = "spot" if grant.spot else "on-demand"
         uses.append(GrantUse(grant.type, grant.zone, how, grant.count, used, days_left))
@@ -195,7 +205,8 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
     lines += [f"{failure.says}; `tpuswarm logs {failure.job.name}`" for failure in find_failures(document.jobs)]
     for use in grant_uses(desired, listing, now):
         left = "" if use.days_left is None else f", {use.days_left:.0f} days left"
-        lines.append(f"grant of {use.type} {use.how} in {use.zone}: {use.used:g} of {use.count} used{left}")
+        what = f"{use.type} chips" if is_generation(use.type) else use.type
+        lines.append(f"grant of {what}, {use.how}, in {use.zone}: {use.used:g} of {use.count} used{left}")
     total = f" of {format_dollars(desired.budget.total)}" if desired.budget.total is not None else ""
     lines.append(f"{running_rate(rows).hour} an hour; {spent}{total} so far")
     if (limit := desired.budget.traffic_per_day) is not None:

@@ -23,14 +23,16 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet.apply import init as preparation
 from tpuswarm.fleet.apply.file_text import complete, swarm_toml
 from tpuswarm.fleet.apply.preflight import run_checks
+from tpuswarm.fleet.decide.money import describe_grant, is_generation
 from tpuswarm.fleet.spec.checks import find_problems
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, SwarmFile, read_swarm
 from tpuswarm.fleet.spec.providers import REHEARSAL_PROJECT, check_provider, open_access
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
-GRANTS_INTRODUCTION = """TPUs that you were granted, for example by TPU Research Cloud, are free. Type
-one grant a line, such as: 100 v2-8 us-central1-f spot until 2027-01-31
+GRANTS_INTRODUCTION = """TPUs that you were granted, for example by TPU Research Cloud, are free. Paste
+the mail's lines one by one, such as: 64 spot Cloud TPU v6e chips in zone us-east1-d
+or type them, such as: 64 v6e us-east1-d spot until 2099-01-31
 End with an empty line."""
 INFORMATIVE_CHECKS = ("account", "bucket", "quota", "region", "price")
 """Printed even if they pass."""
@@ -45,9 +47,13 @@ def init(
     ] = DEFAULT_FILE,
     project: Annotated[str | None, option("Google Cloud project. Default: gcloud's.")] = None,
     grant: Annotated[
-        list[str] | None, option("TPUs that are free: `100 v2-8 us-central1-f spot until 2027-01-31`.")
+        list[str] | None,
+        option("TPUs that are free: a line of TRC's mail, or `64 v6e us-east1-d spot until 2099-01-31`."),
     ] = None,
-    type_: Annotated[str | None, option("TPU type, without a grant.", flag="--type")] = None,
+    grant_mail: Annotated[str | None, option("A file with the whole mail of TPU Research Cloud; -: stdin.")] = None,
+    type_: Annotated[
+        str | None, option("TPU type: without a grant, or the slices of granted chips.", flag="--type")
+    ] = None,
     zone: Annotated[list[str] | None, option("Zones in order of preference.")] = None,
     count: Annotated[int | None, option("Machines. Default: 1.")] = None,
     on_demand: Annotated[
@@ -73,7 +79,8 @@ def init(
     Skips what already exists.
     """
     ask = _make_question(yes or dry_run)
-    options = project, grant, type_, zone, count, bucket, service_account, on_demand, cross_region, provider
+    mail = _read_mail(grant_mail) if grant_mail else None
+    options = project, grant, grant_mail, type_, zone, count, bucket, service_account, on_demand, cross_region, provider
     if file.exists():
         if any(value not in (None, False, []) for value in options):
             raise InputError(f"{file} exists. Change it there, or name another file.")
@@ -81,11 +88,16 @@ def init(
     else:
         provider = provider or "google"
         check_provider(provider)
-        if not (grant or type_ or yes or dry_run) and sys.stdin.isatty():
+        if not (grant or mail or type_ or yes or dry_run) and sys.stdin.isatty():
             print(GRANTS_INTRODUCTION)
-        grants, pools = _ask_machines(ask, grant or [], type_, zone or [], 1 if count is None else count, on_demand)
+        grants = [*map(preparation.parse_grant, grant or ()), *(mail.grants if mail else ())]
+        grants, pools = _ask_machines(ask, grants, type_, zone or [], count, on_demand)
+        if mail:
+            project = project or mail.project
         plan, text = _plan_new_file(ask, file, provider, project, bucket, service_account, cross_region, grants, pools)
     echo(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
+    if mail and mail.days:
+        echo(f"the grants end {mail.days} days after the mail: add `expires = DATE` to each [[grant]]")
     if dry_run:
         _print_steps(preparation.list_steps(plan, text, preparation.ProjectState()))
         echo("nothing was done; a dry run does not check what exists already")
@@ -146,20 +158,51 @@ def _user(provider: str) -> str | None:
 
 
 def _ask_machines(
-    ask: Question, grant_texts: list[str], type_: str | None, zones: list[str], count: int, on_demand: bool
+    ask: Question,
+    grants: list[preparation.GrantText],
+    type_: str | None,
+    zones: list[str],
+    count: int | None,
+    on_demand: bool,
 ) -> tuple[list[preparation.GrantText], list[preparation.PoolText]]:
     """Return grants and pools, from options or answers."""
-    grants = [preparation.parse_grant(text) for text in grant_texts]
     if not grants and not type_:
         while text := ask("grant", "--grant", ""):
             grants.append(preparation.parse_grant(text))
-    if grants and not type_:
-        return grants, preparation.pools_from_grants(grants)
+    wanted = find(type_) if type_ else None
+    if not zones and count is None and (pools := preparation.pools_from_grants(grants, wanted)):
+        for grant in grants:
+            if is_generation(grant.type):
+                _print_slices(grant, pools)
+        return grants, pools
     tpu = find(type_ or ask("TPU type, such as v5e-8 (`tpuswarm catalog` lists them)", "--type or --grant", None))
     if not zones:
         known = ",".join(tpu.zones())
         zones = ask("zones, in order of preference", "--zone", known or None).replace(",", " ").split()
-    return grants, [preparation.PoolText(tpu.name, tuple(zones), count, "on-demand" if on_demand else "spot")]
+    return grants, [
+        preparation.PoolText(
+            tpu.name, tuple(zones), 1 if count is None else count, "on-demand" if on_demand else "spot"
+        )
+    ]
+
+
+def _read_mail(place: str) -> preparation.GrantMail:
+    try:
+        return preparation.parse_mail(sys.stdin.read() if place == "-" else Path(place).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _print_slices(grant: preparation.GrantText, pools: list[preparation.PoolText]) -> None:
+    """Say which slices a grant of chips becomes."""
+    for pool in pools:
+        tpu = find(pool.type)
+        if tpu.generation.name == grant.type and pool.how == grant.how and grant.zone in pool.zones:
+            slices = f"{grant.count // tpu.chips:,} × {tpu.name}"
+            echo(
+                f"{describe_grant(grant.type, grant.count)} ({grant.how}) in {grant.zone}: {slices}; "
+                "--type chooses others"
+            )
 
 
 def _plan_new_file(

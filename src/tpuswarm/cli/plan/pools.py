@@ -6,11 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from tpuswarm.catalog import find, usual_slice
 from tpuswarm.cli.train.train_options import check_options
 from tpuswarm.config.toml_file import locate_error
 from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
-from tpuswarm.fleet.decide.money import GrantCover, quota_key, tpu_price
+from tpuswarm.fleet.decide.money import GrantCover, chips_of, describe_grant, is_generation, quota_key, tpu_price
 from tpuswarm.fleet.spec.checks import find_problems
 from tpuswarm.fleet.spec.desired_from_file import list_grants
 from tpuswarm.fleet.spec.file import SwarmFile, read_swarm
@@ -70,10 +71,13 @@ def read_grants(path: Path) -> Machines:
     for grant in _read_file(path).grant:
         if grant.expires is not None and grant.expires <= now:
             continue
-        counts[grant.type] = counts.get(grant.type, 0) + grant.count
-        groups.append(MachineGroup(grant.type, grant.zone, grant.how, grant.count, ends=grant.expires))
+        tpu = usual_slice(grant.type) if is_generation(grant.type) else find(grant.type)
+        count = grant.count * chips_of(grant.type) // tpu.chips
+        counts[tpu.name] = counts.get(tpu.name, 0) + count
+        groups.append(MachineGroup(tpu.name, grant.zone, grant.how, count, ends=grant.expires))
         until = "" if grant.expires is None else f", until {datetime.fromtimestamp(grant.expires, UTC):%Y-%m-%d}"
-        notes.append(f"{grant.count:,} {grant.type} ({grant.how}) in {grant.zone}{until}")
+        as_slices = f", as {count:,} {tpu.name}" if is_generation(grant.type) else ""
+        notes.append(f"{describe_grant(grant.type, grant.count)} ({grant.how}) in {grant.zone}{as_slices}{until}")
     if not counts:
         raise InputError(f"{path} has no [[grant]] that is valid now. For prices: `plan RECIPE --on …`")
     return Machines(counts, tuple(groups), tuple(notes), {})

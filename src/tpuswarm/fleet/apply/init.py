@@ -1,6 +1,7 @@
 """The steps of `tpuswarm init`: list them, inspect the project, and run them one by one."""
 
 import difflib
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,13 +11,14 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tpuswarm.catalog import find
+from tpuswarm.catalog import Accelerator, find, usual_slice
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import Denied, NotFound, Taken
 from tpuswarm.cloud.google import firewall
 from tpuswarm.cloud.google.accounts import Grantee, account_address, create_command
 from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.decide.money import chips_of, is_generation, quota_key
 from tpuswarm.fleet.spec.file import SwarmFile
 from tpuswarm.remote.own_key import find_key, key_file, make_key
 from tpuswarm.train.process.atomic import write_atomically
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 
 NAME_LABEL = "tpuswarm"
 """Labels what belongs to a fleet of this name before the fleet has an id."""
+MAIL_GRANT = re.compile(
+    r"(\d+)\s+(on-demand|spot|preemptible)\s+Cloud\s+TPU\s+([\w-]+)\s+(?:chip|device)(?:s|\(s\))?\s+in\s+zone\s+([a-z0-9-]+)",
+    re.IGNORECASE,
+)
+"""A sentence of TRC's mails, of today (chips) and of 2020 (devices), as many who got one quote it."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class GrantText:
     """TPUs that cost nothing, as the user typed them."""
 
     count: int
+    """Of machines, or of chips if the type is a generation."""
     type: str
     zone: str
     how: Literal["spot", "on-demand"]
@@ -108,13 +116,39 @@ class InitStep(NamedTuple):
     there: bool
 
 
+class GrantMail(NamedTuple):
+    """What a mail of TPU Research Cloud says."""
+
+    grants: list[GrantText]
+    project: str | None
+    days: int | None
+    """How long the grants last, from the day of the mail."""
+
+
+def parse_mail(text: str) -> GrantMail:
+    """Parse a whole mail of TPU Research Cloud. Raise InputError if it names no grant."""
+    grants = [parse_grant(found[0]) for found in MAIL_GRANT.finditer(text)]
+    if not grants:
+        raise InputError(
+            "the mail names no grant: a line such as `64 spot Cloud TPU v6e chips in zone us-east1-d` is expected"
+        )
+    project = re.search(r"Cloud project\W+([a-z][a-z0-9-]{4,28}[a-z0-9])\b", text)
+    days = re.search(r"\b(\d+)[ -]days?\b", text)
+    return GrantMail(grants, project[1] if project else None, int(days[1]) if days else None)
+
+
 def parse_grant(text: str) -> GrantText:
-    """Parse `5 v3-8 europe-west4-a` or `100 v2-8 us-central1-f spot until 2027-01-31`. Raise InputError."""
+    """Parse a line of the mail, or `64 v6e us-east1-d spot until 2099-01-31`. Raise InputError."""
+    if found := MAIL_GRANT.fullmatch(text.strip(" \t*-.")):
+        count, how, type_, zone = found.groups()
+        text = f"{count} {type_} {zone} {how.lower()}"
     words = text.replace(",", " ").split()
-    example = "a grant is typed like `100 v2-8 us-central1-f spot until 2027-01-31`: count, type, zone"
+    example = (
+        "a grant is a line of the mail, or typed like `64 v6e us-east1-d spot until 2099-01-31`: count, type, zone"
+    )
     if len(words) < 3 or not words[0].isdigit() or int(words[0]) < 1:
         raise InputError(f"{text!r}: {example}")
-    type_ = find(words[1]).name
+    type_ = words[1] if is_generation(words[1]) else find(words[1]).name
     rest = [word.lower() for word in words[3:] if word.lower() != "until"]
     spot = bool(rest) and rest[0] in ("spot", "preemptible", "on-demand") and rest.pop(0) != "on-demand"
     try:
@@ -284,12 +318,18 @@ def main_region(zones: Counter[str]) -> str:
     return regions.most_common(1)[0][0]
 
 
-def pools_from_grants(grants: list[GrantText]) -> list[PoolText]:
+def pools_from_grants(grants: list[GrantText], wanted: Accelerator | None = None) -> list[PoolText]:
+    """Return pools of all granted machines, chips as `usual_slice`; or of the wanted type alone, if covered."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for grant in grants:
+        tpu = wanted or (usual_slice(grant.type) if is_generation(grant.type) else find(grant.type))
+        if quota_key(tpu.name, grant.zone, False) == quota_key(grant.type, grant.zone, False):
+            by_zone = counts.setdefault((tpu.name, grant.how), Counter())
+            by_zone[grant.zone] += grant.count * chips_of(grant.type) // tpu.chips
     pools = []
-    for type_, how in dict.fromkeys((grant.type, grant.how) for grant in grants):
-        same = [grant for grant in grants if (grant.type, grant.how) == (type_, how)]
-        zones = tuple(dict.fromkeys(grant.zone for grant in same))
-        pools.append(PoolText(type_, zones, sum(grant.count for grant in same), how))
+    for (type_, how), by_zone in counts.items():
+        if zones := tuple(zone for zone, count in by_zone.items() if count):
+            pools.append(PoolText(type_, zones, by_zone.total(), how))
     return pools
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from tpuswarm.catalog import find, machines, network
+from tpuswarm.catalog import find, generations, machines, network
 from tpuswarm.cloud.protocol import How, Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 
@@ -19,6 +19,7 @@ DELETE_MARGIN_S = 600.0
 @dataclass(frozen=True)
 class Grant:
     type: str
+    """A type of TPU, or a generation: then `count` counts chips."""
     zone: str
     spot: bool
     count: int
@@ -27,11 +28,26 @@ class Grant:
 
     @property
     def chips(self) -> int:
-        return self.count * find(self.type).chips
+        return self.count * chips_of(self.type)
 
     def is_active(self, now: float) -> bool:
         """Whether a machine deleted now would be gone before the grant expires."""
         return self.expires is None or now < self.expires - DELETE_MARGIN_S
+
+
+@cache
+def is_generation(type_: str) -> bool:
+    return any(generation.name == type_ for generation in generations())
+
+
+def chips_of(type_: str) -> int:
+    """Return the chips of a type; 1 for a generation."""
+    return 1 if is_generation(type_) else find(type_).chips
+
+
+def describe_grant(type_: str, count: int) -> str:
+    """`5 v3-8`, or `64 v6e chips`."""
+    return f"{count:,} {type_}{' chips' if is_generation(type_) else ''}"
 
 
 class QuotaKey(NamedTuple):
@@ -48,6 +64,8 @@ class QuotaKey(NamedTuple):
 
 @cache
 def quota_key(type_: str, zone: str, spot: bool) -> QuotaKey:
+    if is_generation(type_):
+        return QuotaKey(type_, False, zone, spot)
     found = find(type_)
     has_pod_quota = found.generation.name in ("v2", "v3")
     return QuotaKey(found.generation.name, has_pod_quota and found.hosts > 1, zone, spot)

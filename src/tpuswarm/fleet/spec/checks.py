@@ -91,8 +91,8 @@ def _expired(grant: Grant) -> str:
     cost = "unknown" if price is None else f"{money.format_dollars(price)} an hour each"
     date = datetime.fromtimestamp(grant.expires or 0, UTC)
     return (
-        f"the grant of {grant.count} {grant.type} in {grant.zone} ended on {date:%Y-%m-%d}: remove it (the price is "
-        f"then {cost}), or correct its date"
+        f"the grant of {money.describe_grant(grant.type, grant.count)} in {grant.zone} ended on {date:%Y-%m-%d}: "
+        f"remove it (the price is then {cost}), or correct its date"
     )
 
 

@@ -16,6 +16,7 @@ from tpuswarm.config.train_table import Train
 from tpuswarm.config.units import parse_seconds
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import DownWhen
+from tpuswarm.fleet.decide.money import is_generation
 from tpuswarm.fleet.decide.names import ALL, ZONE_PATTERN
 from tpuswarm.plan.flags import FLAG_NAME_PATTERN
 from tpuswarm.remote.setup.table import Setup
@@ -93,6 +94,7 @@ LabelKey = Annotated[
     ),
 ]
 TpuType = Annotated[str, AfterValidator(_validated(lambda text: find(text).name))]
+GrantedType = Annotated[str, AfterValidator(_validated(lambda text: text if is_generation(text) else find(text).name))]
 MachineType = Annotated[str, match_pattern(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
 Image = Annotated[
     str, match_pattern(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
@@ -166,7 +168,8 @@ class Pool(MachineTable):
 class Grant(StrictTable):
     """[[grant]]: TPUs that cost nothing."""
 
-    type: TpuType
+    type: GrantedType
+    """A generation, such as v6e: `count` counts chips."""
     zone: Zone
     how: Literal["spot", "on-demand"]
     count: Annotated[int, Field(strict=True, ge=1)]

@@ -13,10 +13,13 @@ from tests.fleet.fake_cloud import FakeCloud
 from tests.fleet.loop import ManagedFleet
 from tests.local_cloud import local_cloud
 from tpuswarm.cloud.rehearsal.connect import send_command
+from tpuswarm.fleet import training
 from tpuswarm.fleet.keeper.clock import Clock
+from tpuswarm.fleet.spec.file import SwarmFile, read_swarm
 from tpuswarm.fleet.store.fleets import Fleet
 
 GOLDEN = Path(__file__).parent / "golden"
+TRAINING = (GOLDEN / "train.toml").read_text()
 FAULTS = {
     "unpaid-1": "no-billing",
     "fresh-1": "no-apis",
@@ -130,3 +133,20 @@ def init(typed, cloud_folder, signed_out, monkeypatch):
         return typed("init", *shlex.split(line))
 
     return run
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Read a swarm.toml with a training, changed as the test says."""
+
+    def read_file(train: str = "", before: str = "", provider: str = 'provider = "rehearsal"') -> SwarmFile:
+        text = TRAINING.replace("[train]\n", f"{before}\n[train]\n{train}\n")
+        text = text.replace('provider = "rehearsal"', provider)
+        (tmp_path / "swarm.toml").write_text(text)
+        return read_swarm(tmp_path / "swarm.toml")
+
+    return read_file
+
+
+def job_lines(file: SwarmFile, **options) -> dict[str, str]:
+    return {job.name: job.line for job in training.train_jobs(file, **options)}

@@ -345,6 +345,35 @@ def test_invalid_training_is_refused_before_anything_is_created(cli, old, new, m
     assert "--steps has to reach all machines: write it under [train]" in cli.run("train swarm.toml --steps 3", 2)
 
 
+@pytest.mark.parametrize(
+    ("data", "words"), [("../text.txt", "the bucket is full"), ("text.txt", ".env would leave this computer")]
+)
+def test_data_that_cannot_be_sent_is_named_before_anything_is_created(cli, monkeypatch, data, words):
+    class Bucket:
+        def __init__(self, url: str):
+            pass
+
+        def exists(self, name: str) -> bool:
+            raise RunFailed("the bucket is full")
+
+        def read_if_there(self, name: str) -> None:
+            return None
+
+    folder = cli.folder / "mine"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    cli.folder = folder
+    for path in (Path("text.txt"), Path("../text.txt"), Path(".env")):
+        path.write_text("words\n" * 500)
+    for module in ("batches", "fleet_data", "train_fleet"):
+        monkeypatch.setattr(f"tpuswarm.cli.train.{module}.Bucket", Bucket)
+    monkeypatch.setattr("tpuswarm.cli.train.batches.no_compiler", lambda: "no compiler")
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.label_bucket", lambda *_: None)
+    cli.write(TRAINED.replace('"fake"', f'"{data}"'))
+    output = cli.run("train swarm.toml --yes --paid", 2 if "env" in words else 1)
+    assert words in output and cli.cloud.existing == {}
+
+
 def test_view_of_a_training_outlives_an_outage(monkeypatch):
     answers = iter([Unreachable("reading gs://b/run.json: Service Unavailable"), "finished"])
 

@@ -2,10 +2,12 @@
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from tpuswarm import catalog, recipes
+from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
@@ -16,7 +18,9 @@ from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.program.request import default_batch
 from tpuswarm.train.recipe import Recipe
+from tpuswarm.train.run import schema
 from tpuswarm.train.run.directory import CONFIG
+from tpuswarm.train.settings import differences
 from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.record import read_file
 
@@ -60,9 +64,10 @@ def resolve_batches(file: SwarmFile, url: str, recipe: Recipe) -> SwarmFile:
     assert file.train is not None
     if file.train.batch == AUTO:
         return _with_batch(file, _read_or_choose(file, file.train, url))
-    config = read_file(Bucket(url).read_if_there, CONFIG) if file.train.batch is None else None
-    if config is not None:
-        file = _with_batch(file, tomllib.loads(config.decode())["train"]["batch"])
+    if (begun := read_begun(url)) is not None:
+        _require_same_run(file.train, url, begun)
+    if begun is not None and file.train.batch is None:
+        file = _with_batch(file, begun["batch"])
         try:
             check_batches(file)
         except InputError as error:
@@ -73,6 +78,27 @@ def resolve_batches(file: SwarmFile, url: str, recipe: Recipe) -> SwarmFile:
     if file.provider == "google":  # the local cloud's machines have this computer's memory
         _check_memory(file)
     return file
+
+
+def read_begun(url: str) -> dict[str, Any] | None:
+    """Return the settings of a run in a bucket; None before it begins. Raise InputError if they are damaged."""
+    config = read_file(Bucket(url).read_if_there, CONFIG)
+    if config is None:
+        return None
+    try:
+        text = config.decode(errors="replace")
+        return parse_toml(text, Path(CONFIG), schema.Config).train.model_dump()
+    except InputError as error:
+        raise InputError(f"{url}/{error}; restore a copy of it, or name another `run` in [train]") from error
+
+
+def _require_same_run(train: Train, url: str, begun: Mapping[str, Any]) -> None:
+    """Raise InputError for settings that no resumed swarm may change: its head would refuse them."""
+    batch = max(train.batch.values()) if isinstance(train.batch, dict) else train.batch
+    if changed := differences(begun, {"batch": batch, "seed": train.seed}):
+        raise InputError(
+            f"{url} is a different run: {' and '.join(changed)}; put it back, or name another `run` in [train]"
+        )
 
 
 def _with_batch(file: SwarmFile, batch: int | dict[str, int] | None) -> SwarmFile:

@@ -52,24 +52,22 @@ def local_paths(train: Train) -> dict[str, str]:
     return {name: text for name, text in texts.items() if Path(text).expanduser().exists()}
 
 
-def place_data(file: SwarmFile, run_url: str) -> tuple[SwarmFile, tuple[Upload, ...]]:
-    """Return the file with data as machines find it, and what must be copied to the bucket first.
+def place_data(train: Train, run_url: str) -> tuple[str | None, tuple[Upload, ...]]:
+    """Return the data as machines find it, and what must be copied to the bucket first.
 
     Data in the folder that machines get stays there, under its path from this folder. Other local data goes to the
     bucket. Raises InputError for other settings that name local files which machines do not get, or get elsewhere.
     """
-    assert file.train is not None
-    sent, uploads = _SentFiles(), []
-    for name, text in local_paths(file.train).items():
+    data, sent, uploads = train.data, _SentFiles(), list[Upload]()
+    for name, text in local_paths(train).items():
         path = Path(text).expanduser().resolve()
         files = _list_files(path)
         if sent.includes(files):
             if name == "data":
-                file = _with_data(file, os.path.relpath(path))
+                data = os.path.relpath(path)
         elif name == "data":
-            upload = _plan_upload(text, path, files, run_url)
-            file = _with_data(file, upload.url)
-            uploads.append(upload)
+            uploads.append(_plan_upload(text, path, files, run_url))
+            data = uploads[0].url
         else:
             raise InputError(
                 f"train.{name} is {text}, which machines do not get: they get the files of {sent.root} that git does "
@@ -77,7 +75,7 @@ def place_data(file: SwarmFile, run_url: str) -> tuple[SwarmFile, tuple[Upload, 
             )
         if name != "data" and Path(text).expanduser().is_absolute():
             raise InputError(f"train.{name} is {text}, which machines have elsewhere: write ./{os.path.relpath(path)}")
-    return file, tuple(uploads)
+    return data, tuple(uploads)
 
 
 class _SentFiles:
@@ -125,6 +123,6 @@ def require_stored_data(data: str | None) -> None:
             raise InputError(f"there is nothing at {data}, which [train] names as data") from None
 
 
-def _with_data(file: SwarmFile, data: str) -> SwarmFile:
+def with_data(file: SwarmFile, data: str | None) -> SwarmFile:
     assert file.train is not None
     return file.model_copy(update={"train": file.train.model_copy(update={"data": data})})

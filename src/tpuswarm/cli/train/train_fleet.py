@@ -2,8 +2,6 @@
 
 import sys
 import time
-import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -14,9 +12,9 @@ from tpuswarm.cli.fleet import apply
 from tpuswarm.cli.fleet.progress import format_event
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cli.machine import jobs
-from tpuswarm.cli.machine.files import sync
-from tpuswarm.cli.train.batches import check_batches, resolve_batches, with_default_batch
-from tpuswarm.cli.train.fleet_data import local_paths, place_data, require_stored_data
+from tpuswarm.cli.machine.files import SizeConfirmation, store_folder, sync
+from tpuswarm.cli.train.batches import check_batches, read_begun, resolve_batches, with_default_batch
+from tpuswarm.cli.train.fleet_data import local_paths, place_data, require_stored_data, with_data
 from tpuswarm.cli.train.train_options import check_options, make_recipe
 from tpuswarm.cloud.protocol import Provider
 from tpuswarm.config.train_table import Train
@@ -33,7 +31,6 @@ from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.swarm.views.status import FILE, FINISHED, parse_status
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
-from tpuswarm.train.run.directory import CONFIG
 from tpuswarm.train.storage.bucket import Bucket
 from tpuswarm.train.storage.folders import copy_folder
 from tpuswarm.train.storage.record import read_file
@@ -57,17 +54,19 @@ def train_on_fleet(
     train, url = file.train, training.run_url(file)
     training.train_jobs(file)  # checks the file first, in a moment
     recipe = _make_recipe(context, path, file)
-    if dry:
-        file = with_default_batch(file, recipe)
-        check_batches(file)
-    else:
+    if not dry:
         use_rehearsed_buckets(path)
         if finished := describe_finished(url, train):
             echo(finished)
             return
         require_stored_data(train.data)
+    data, uploads = place_data(train, url)
+    if dry:
+        file = with_default_batch(file, recipe)
+        check_batches(file)
+    else:
         file = resolve_batches(file, url, recipe)
-    file, uploads = place_data(file, url)
+    file = with_data(file, data)
     train_jobs = training.train_jobs(file, accept_code)
 
     def print_jobs() -> None:
@@ -81,9 +80,17 @@ def train_on_fleet(
         apply.print_dry_run(file, lambda desired: desired, paid, keep=True, print_more=print_jobs)
         return
     fleet = fleet_of_file(file)
-    _create_fleet(fleet, path, file, yes, paid, print_jobs)
-    for upload in uploads:
+    confirmed = apply.preview_and_confirm(
+        fleet, file, lambda desired: desired, paid, yes, keep=True, print_more=print_jobs
+    )
+    needs_folder = ".py" in train.recipe or bool(local_paths(train))
+    for upload in uploads:  # what can fail without a machine comes before the first
         upload.run()
+    if needs_folder:
+        store_folder(fleet, SizeConfirmation(yes))
+    apply.create_fleet(fleet, confirmed, file.setup or Setup(), keep=True, file=path)
+    if needs_folder:
+        sync("all", str(path), yes, False)
     _start_jobs(fleet, url, train_jobs)
     if not detach:
         try:
@@ -97,16 +104,11 @@ def train_on_fleet(
 
 def describe_finished(url: str, train: Train) -> str:
     """Return a sentence about a run that has finished and needs no machines; empty if it goes on."""
-    bucket = Bucket(url)
-    written, config = (read_file(bucket.read_if_there, name) for name in (FILE, CONFIG))
-    if written is None or config is None:
+    written, begun = read_file(Bucket(url).read_if_there, FILE), read_begun(url)
+    if written is None or begun is None:
         return ""
-    status, begun = parse_status(written), tomllib.loads(config.decode())["train"]
-    is_longer = (
-        (train.tokens or 0) > status.horizon
-        or (train.steps or 0) > begun["steps"]
-        or (train.epochs or 0) > (begun.get("epochs") or 0)
-    )
+    status = parse_status(written)
+    is_longer = (train.tokens or 0) > status.horizon or (train.steps or 0) > begun["steps"] or train.epochs is not None
     if status.phase != FINISHED or is_longer:
         return ""
     return (
@@ -131,19 +133,6 @@ def _make_recipe(context: typer.Context, path: Path, file: SwarmFile) -> Recipe:
     recipe = make_recipe(table.recipe, given, dict(table.options), context)
     recipe.require_data()
     return recipe
-
-
-def _create_fleet(
-    fleet: Fleet, path: Path, file: SwarmFile, yes: bool, paid: bool, print_jobs: Callable[[], None]
-) -> None:
-    """Do as `up --keep` does, and sync this folder if the recipe or its data are in it."""
-    confirmed = apply.preview_and_confirm(
-        fleet, file, lambda desired: desired, paid, yes, keep=True, print_more=print_jobs
-    )
-    apply.create_fleet(fleet, confirmed, file.setup or Setup(), keep=True, file=path)
-    assert file.train is not None
-    if ".py" in file.train.recipe or local_paths(file.train):
-        sync("all", str(path), yes, False)
 
 
 def _start_jobs(fleet: Fleet, url: str, train_jobs: tuple[training.TrainJob, ...]) -> None:

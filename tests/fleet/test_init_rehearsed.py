@@ -63,6 +63,24 @@ def test_bucket_is_labelled_with_its_fleet(init, typed, access):
     assert GoogleProvider(access("whole-1")).machines(["us-central1-b"]).machines == ()
 
 
+def test_pod_without_a_file_gets_a_network_that_admits_no_strangers(
+    typed, access, cloud_folder, signed_out, monkeypatch
+):
+    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(cloud_folder))
+    words = "up --yes --paid --type v3-32 --zone europe-west4-a --provider rehearsal --project slice-1 --name pod"
+    assert typed("init", *shlex.split("--yes --provider rehearsal --project slice-1 --type v2-8 --zone us-central1-b"))
+    code, out, err = typed(*words.split())
+    assert code == 0, out + err
+    assert "firewall" not in err and out.index("first: make the network") < out.index("1. create v3-32")
+    project = Project(access("slice-1"))
+    assert project.has_network("tpuswarm-pod")
+    assert [rule.name for rule in project.rules() if rule.network == "tpuswarm-pod"] == [
+        "tpuswarm-pod-inside", "tpuswarm-pod-ssh",
+    ]  # fmt: skip
+    assert "first:" not in typed(*words.split())[1]
+    assert typed("down", "--fleet", "slice-1/pod", "--yes")[0] == 0
+
+
 def test_interrupted_init_continues_with_the_same_command(init, access, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

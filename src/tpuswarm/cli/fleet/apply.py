@@ -4,12 +4,12 @@ import asyncio
 import os
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpuswarm import recipes
 from tpuswarm.catalog.prices import describe_old_prices
@@ -20,6 +20,7 @@ from tpuswarm.cli.machine.setup import set_up_machines, set_up_routers, start_he
 from tpuswarm.cloud.errors import Denied
 from tpuswarm.cloud.protocol import FLEET_LABEL, Listing, Provider
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.fleet.apply.init import InitStep, NetworkPlan, list_network_steps, run_network_step
 from tpuswarm.fleet.apply.preview import Preview, make_preview
 from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Desired
@@ -43,6 +44,9 @@ from tpuswarm.remote.setup.table import Setup, gather_secrets
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 
+if TYPE_CHECKING:
+    from tpuswarm.cloud.google.project import Project
+
 
 class Confirmed(NamedTuple):
     """A change that was shown, confirmed and stored."""
@@ -61,10 +65,12 @@ def preview_and_confirm(
     keep: bool,
     print_more: Callable[[], None] = lambda: None,
     adopt: str | None = None,
+    network: NetworkPlan | None = None,
 ) -> Confirmed:
-    """Check the desired fleet, preview the steps, ask, and store it. Creates nothing yet.
+    """Check the desired fleet, preview the steps, ask, and store it. Creates no machine yet.
 
-    `adjust` applies the command's options, `print_more` adds to the preview. Raises InputError if a check fails.
+    `adjust` applies the command's options, `print_more` adds to the preview; a missing `network` is made. Raises
+    InputError if a check fails.
     """
     if file.setup:
         gather_secrets(SavedSetup(fleet).secrets_file, file.setup.secrets, os.environ)
@@ -79,7 +85,9 @@ def preview_and_confirm(
         desired = desired_from_file.with_keeper_home(desired, fleet.bucket)
     desired_from_file.require_same_types(before, desired)
     if not any(machine.fleet == desired.fleet for machine in listing.machines):
-        require_checks(cloud, file, desired.paid)
+        require_checks(cloud, file, desired.paid, network)
+    network_steps = _missing_network_steps(cloud, network) if network else []
+    print_network_steps(network_steps)
     if document:
         check_tf_pods(replace(document, desired=desired))
     steps = preview_change(desired, listing, cloud.project, document)
@@ -88,12 +96,40 @@ def preview_and_confirm(
     for name in pods:
         echo(f"{name} gets new flags: its tpu-runtime restarts, which ends programs on its TPU")
     print_more()
-    if steps.steps or pods:
+    if steps.steps or pods or network_steps:
         confirm(yes)
+    if network:
+        _make_network(cloud, network, network_steps)
     fleets.store_desired(fleet, store, file, desired, before)
     if before is None:
         label_bucket(cloud, fleet, desired)
     return Confirmed(cloud, store, desired)
+
+
+def _missing_network_steps(cloud: Provider, network: NetworkPlan) -> list[InitStep]:
+    project = _project_of(cloud)
+    steps = list_network_steps(network, project.has_network(network.network), project.rules())
+    return [step for step in steps if not step.there]
+
+
+def print_network_steps(steps: Iterable[InitStep]) -> None:
+    for step in steps:
+        echo(f"first: {step.says}")
+        print(textwrap.indent(step.line, "     "))
+
+
+def _make_network(cloud: Provider, network: NetworkPlan, steps: Iterable[InitStep]) -> None:
+    for step in steps:
+        with waiting(step.says):
+            run_network_step(step, _project_of(cloud), network)
+
+
+def _project_of(cloud: Provider) -> "Project":
+    from tpuswarm.cloud.google.project import Project
+    from tpuswarm.cloud.google.provider import GoogleProvider
+
+    assert isinstance(cloud, GoogleProvider)
+    return Project(cloud.access)
 
 
 def create_fleet(fleet: Fleet, confirmed: Confirmed, table: Setup | None, keep: bool, file: Path | None) -> None:
@@ -133,8 +169,10 @@ def print_dry_run(
     paid: bool,
     keep: bool,
     print_more: Callable[[], None] = lambda: None,
+    network: NetworkPlan | None = None,
 ) -> None:
     """Print the preview of a new fleet."""
+    print_network_steps(list_network_steps(network, False, ()) if network else ())
     desired = desired_from_file.desired_from_file(file, f"{file.name}-{desired_from_file.ID_PLACEHOLDER}", paid, None)
     desired = adjust(desired)
     if keep:
@@ -144,16 +182,19 @@ def print_dry_run(
     echo("nothing was done; a dry run does not check what exists already")
 
 
-def require_checks(cloud: Provider, file: SwarmFile, paid: bool) -> None:
-    """Run the checks before the first machine. Raises InputError if one fails, after printing how to fix it."""
-    from tpuswarm.cloud.google.project import Project
+def require_checks(cloud: Provider, file: SwarmFile, paid: bool, network: NetworkPlan | None = None) -> None:
+    """Run the checks before the first machine. Raises InputError if one fails, after printing how to fix it.
+
+    `network`: will be made before the machines.
+    """
     from tpuswarm.cloud.google.provider import GoogleProvider
     from tpuswarm.fleet.apply.preflight import run_checks
-    from tpuswarm.fleet.apply.project_facts import collect_facts
+    from tpuswarm.fleet.apply.project_facts import collect_facts, with_network
 
     assert isinstance(cloud, GoogleProvider)
     with waiting("checking project, quota, zones, firewall and bucket"):
-        facts = collect_facts(cloud, Project(cloud.access), file)
+        facts = collect_facts(cloud, _project_of(cloud), file)
+        facts = with_network(facts, network.network, network.rules) if network else facts
         checks = run_checks(file, facts, time.time(), paid, head_memory_bytes(file))
     for check in checks:
         if not check.known:
@@ -190,14 +231,10 @@ def head_memory_bytes(file: SwarmFile) -> float | None:
 
 def label_bucket(cloud: Provider, fleet: Fleet, desired: Desired) -> None:
     """Write the fleet's id on its bucket, if this is allowed and the bucket has none."""
-    from tpuswarm.cloud.google.project import Project
-    from tpuswarm.cloud.google.provider import GoogleProvider
-
     if fleet.bucket is None:
         return
-    assert isinstance(cloud, GoogleProvider)
     try:
-        Project(cloud.access).label_bucket(fleet.bucket, {FLEET_LABEL: desired.fleet})
+        _project_of(cloud).label_bucket(fleet.bucket, {FLEET_LABEL: desired.fleet})
     except Denied as error:
         echo(f"note: could not write the fleet's id on the bucket: {error}", err=True)
 

@@ -17,6 +17,7 @@ from tpuswarm.cli.machine.files import SizeConfirmation, send_folder, store_fold
 from tpuswarm.cli.machine.job_logs import show_job_logs
 from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.fleet.apply.init import NetworkPlan
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.names import resolve_name
 from tpuswarm.fleet.hosts.routes import Routes
@@ -54,7 +55,9 @@ def up(
     ] = False,
     provider: Annotated[str, typer.Option(help="Without a file: google or rehearsal.")] = "google",
     project: Annotated[str | None, typer.Option(help="Without a file: the project. Default: gcloud's.")] = None,
-    network: Annotated[str | None, typer.Option(help="Without a file: the network. Default: default.")] = None,
+    network: Annotated[
+        str | None, typer.Option(help="Without a file: the network. Default: default; of a pod its own, which is made.")
+    ] = None,
     runtime: Annotated[str | None, typer.Option(help="Without a file: the runtime version.")] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Without a file: metadata of the machine.")
@@ -108,14 +111,21 @@ def up(
             echo(f"then: send this folder there, install Python and {packages}, and run")
             echo(f"     {command_line(command)}")
 
+    own_network = spec.pool[0].network if type_ and not network else "default"
+
+    def plan_network(project: str) -> NetworkPlan | None:
+        return None if own_network == "default" else NetworkPlan(spec.name, project, own_network)
+
     if dry_run:
-        apply.print_dry_run(spec, adjust, paid, keep, print_command)
+        apply.print_dry_run(spec, adjust, paid, keep, print_command, plan_network(spec.project or "PROJECT"))
         return
     fleet = fleets.fleet_of_file(spec)
     confirmation = SizeConfirmation(yes)
     if command:
         store_folder(fleet, confirmation)
-    confirmed = apply.preview_and_confirm(fleet, spec, adjust, paid, yes, keep, print_command, adopt)
+    confirmed = apply.preview_and_confirm(
+        fleet, spec, adjust, paid, yes, keep, print_command, adopt, plan_network(fleet.project)
+    )
     desired = confirmed.desired
     if command:
         _send_folder_again(confirmed, fleet, confirmation)

@@ -56,10 +56,30 @@ class PoolText:
 
 
 @dataclass(frozen=True)
-class InitPlan:
+class NetworkPlan:
+    """A network of the fleet's own, with the rules that connect its machines."""
+
     name: str
     project: str
     network: str
+
+    @property
+    def rules(self) -> tuple[firewall.Rule, firewall.Rule]:
+        return firewall.fleet_rules(self.network, firewall.network_tag(self.name), self.description)
+
+    def is_covered(self, rule: firewall.Rule, existing: Iterable[firewall.Rule]) -> bool:
+        """Whether existing rules allow as much as this rule."""
+        allows = firewall.opens_all_ports if rule.source_tags else firewall.opens_ssh
+        return allows(existing, self.network, [firewall.network_tag(self.name)])
+
+    @property
+    def description(self) -> str:
+        """Marks resources that cannot have labels."""
+        return f"tpuswarm {self.name}"
+
+
+@dataclass(frozen=True)
+class InitPlan(NetworkPlan):
     bucket: str
     region: str
     file: Path
@@ -79,20 +99,6 @@ class InitPlan:
     def grantee(self, default_account: str | None) -> Grantee:
         account = self.account or default_account or "NUMBER-compute@developer.gserviceaccount.com"
         return Grantee(account, self.project, self.bucket)
-
-    @property
-    def rules(self) -> tuple[firewall.Rule, firewall.Rule]:
-        return firewall.fleet_rules(self.network, firewall.network_tag(self.name), self.description)
-
-    def is_covered(self, rule: firewall.Rule, existing: Iterable[firewall.Rule]) -> bool:
-        """Whether existing rules allow as much as this rule."""
-        allows = firewall.opens_all_ports if rule.source_tags else firewall.opens_ssh
-        return allows(existing, self.network, [firewall.network_tag(self.name)])
-
-    @property
-    def description(self) -> str:
-        """Marks resources that cannot have labels."""
-        return f"tpuswarm {self.name}"
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,21 @@ def parse_grant(text: str) -> GrantText:
     return GrantText(int(words[0]), type_, words[2], "spot" if spot else "on-demand", expires)
 
 
+def list_network_steps(plan: NetworkPlan, has_network: bool, rules: Iterable[firewall.Rule]) -> list[InitStep]:
+    """List the steps to a network, including finished ones. `rules`: the project's."""
+    network = ["gcloud", "compute", "networks", "create", plan.network, f"--project={plan.project}"]
+    network += ["--subnet-mode=auto", f"--description={plan.description}"]
+    inside, ssh = plan.rules
+    return [
+        InitStep("network", f"make the network {plan.network}, closed until a rule below opens it", shlex.join(network),
+                 has_network),
+        InitStep("inside", "let its machines reach each other on every TCP port", inside.gcloud(plan.project),
+                 plan.is_covered(inside, rules)),
+        InitStep("ssh", "let SSH reach them from anywhere; only the fleet's keys get in", ssh.gcloud(plan.project),
+                 plan.is_covered(ssh, rules)),
+    ]  # fmt: skip
+
+
 def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]:
     """List all steps in order, including finished ones. `text`: swarm.toml."""
     project = f"--project={plan.project}"
@@ -167,11 +188,8 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
     missing = [api for api in apis if api not in state.apis] or apis
     has_apis = state.apis.issuperset(apis)
     api_names = f"{', '.join(APIS[api] for api in missing)}{'' if has_apis else ', which takes minutes'}"
-    inside, ssh = plan.rules
     bucket = f"gcloud storage buckets create gs://{plan.bucket} {project} --location={plan.region}"
     bucket += " --uniform-bucket-level-access --public-access-prevention --soft-delete-duration=0s"
-    network = ["gcloud", "compute", "networks", "create", plan.network, project, "--subnet-mode=auto"]
-    network.append(f"--description={plan.description}")
     grantee = plan.grantee(state.default_account)
     roles = "\n".join(map(grantee.gcloud, grantee.bindings(plan.resources, plan.user)))
     key_path = str(key_file()).replace(str(Path.home()), "~", 1)
@@ -182,12 +200,7 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
          state.billing is not None),
         ("apis", f"turn on {api_names}", shlex.join(["gcloud", "services", "enable", *missing, project]), has_apis),
         ("bucket", f"make the bucket {plan.bucket} in {plan.region}", bucket, state.has_bucket),
-        ("network", f"make the network {plan.network}, closed until a rule below opens it", shlex.join(network),
-         state.network),
-        ("inside", "let its machines reach each other on every TCP port", inside.gcloud(plan.project),
-         plan.is_covered(inside, state.rules)),
-        ("ssh", "let SSH reach them from anywhere; only the fleet's keys get in", ssh.gcloud(plan.project),
-         plan.is_covered(ssh, state.rules)),
+        *list_network_steps(plan, state.network, state.rules),
         ("account", f"make the service account {grantee.account}", create_command(grantee.account, plan.project),
          state.account),
         ("roles", "let machines with it use the bucket" + " and create machines" * plan.has_head, roles, state.roles),
@@ -261,14 +274,19 @@ def run_step(
         make_key()
     elif step.id == "file":
         write_atomically(plan.file, text)
-    elif step.id == "network":
+    else:
+        run_network_step(step, project, plan)
+
+
+def run_network_step(step: InitStep, project: "Project", plan: NetworkPlan) -> None:
+    if step.id == "network":
         with suppress(Taken):  # it was invisible before the APIs were on
             project.make_network(plan.network, plan.description)
     else:
         _make_rule(step, project, plan)
 
 
-def _make_rule(step: InitStep, project: "Project", plan: InitPlan) -> None:
+def _make_rule(step: InitStep, project: "Project", plan: NetworkPlan) -> None:
     inside, ssh = plan.rules
     rule = inside if step.id == "inside" else ssh
     try:

@@ -1,8 +1,8 @@
 """Collect the facts for the preflight checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tpuswarm.catalog.prices import region_of
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_THREADS = 16
+AUTOMATIC_RANGE = "10.128.0.0/20"
+"""Of an automatic subnetwork; all have this size (https://cloud.google.com/vpc/docs/subnets)."""
 
 
 class NetworkKey(NamedTuple):
@@ -117,6 +119,18 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
             {name: answer() for name, answer in may_use.items()},
             os_login(),
         )
+
+
+def with_network(facts: ProjectFacts, network: str, rules: "Iterable[Rule]") -> ProjectFacts:
+    """Return the facts as they are once a network with automatic subnetworks and these rules exists."""
+    from tpuswarm.cloud.google.project import Subnetwork
+
+    subnetworks = {
+        key: Subnetwork(AUTOMATIC_RANGE, True) if key.network == network and found is None else found
+        for key, found in facts.subnetworks.items()
+    }
+    known = facts.rules if isinstance(facts.rules, CloudError) else (*facts.rules, *rules)
+    return replace(facts, subnetworks=subnetworks, rules=known)
 
 
 def _own_machines(listing: Listing | CloudError, name: str) -> tuple[Machine, ...]:

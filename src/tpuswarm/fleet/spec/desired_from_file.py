@@ -174,15 +174,16 @@ def read_checked_file(path: Path) -> tuple[tables.SwarmFile, list[str]]:
 def file_from_options(options: TpuOptions) -> tables.SwarmFile:
     """Return a file for one TPU. Raise InputError for a wrong option."""
     check_provider(options.provider)
-    tpu = find(options.type)
+    tpu, name = find(options.type), options.name or find(options.type).name
+    own_network = network_tag(name) if tpu.hosts > 1 else None  # the default one lets strangers in to a second host
     own_zone = find_zone() if options.provider == "google" else None
     pool = {
-        "name": options.name or tpu.name,
+        "name": name,
         "type": options.type,
         "zones": options.zones or sorted(tpu.zones(), key=lambda zone: zone != own_zone),
         "count": 1,
         "how": "spot" if options.is_spot else "on-demand",
-        "network": options.network,
+        "network": options.network or own_network,
         "runtime": options.runtime,
         "metadata": dict(map(_key_and_value, options.metadata)),
     }

@@ -30,7 +30,7 @@ def error(folder: Path, text: str) -> str:
 
 
 def test_correct_file_is_read_without_warnings(tmp_path):
-    assert warnings(tmp_path, WHOLE) == []
+    assert warnings(tmp_path, f"format = 1\n{WHOLE}") == warnings(tmp_path, WHOLE) == []
     file = read_swarm(tmp_path / "swarm.toml")
     assert file.storage and file.storage.bucket == "my-bucket"
     assert file.down_when and file.down_when.idle_s == 1800
@@ -46,6 +46,7 @@ def test_correct_file_is_read_without_warnings(tmp_path):
         ('python = "3.12"', "on.smal.nofile = 9999", 50, "there is no pool or VM smal; did you mean small?"),
         ('python = "3.12"', "on.small.pip = []", 50, "has no key pip"),
         ('python = "3.12"', 'swap_gb = "much"', 50, "must be a whole number, not 'much'"),
+        ('name = "gpt2"', "format = 2\nnew = 1", 1, "format 2 is unknown to tpuswarm 0.1.0, which reads format 1; use"),
         ("[budget]", "[buget]", 42, "the file has no key buget; did you mean budget?"),
         ('name = "gpt2"', 'name = "GPT 2"', 1, "name: small letters, digits and -"),
         ('"google"', '"gogle"', 2, "provider: must be 'google' or 'rehearsal', not 'gogle'"),

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -13,8 +14,15 @@ from tpuswarm.config.units import parse_count
 from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError
 
+FORMAT = 1
+"""The `format` of a file; one without it has the first."""
+
 TomlPath = tuple[str | int, ...]
 """Keys and, in arrays of tables, indices from 0."""
+
+
+class UnknownFormat(InputError):
+    """A file that another version of tpuswarm reads."""
 
 
 class StrictTable(BaseModel):
@@ -72,6 +80,12 @@ def parse_toml(text: str, path: Path, kind: type[Table]) -> Table:
         given = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         raise InputError(f"{path} is not valid TOML: {error}") from error
+    if (found := given.pop("format", FORMAT)) != FORMAT:
+        where = _format_location(path, text, ("format",))
+        raise UnknownFormat(
+            f"{where}: format {found} is unknown to tpuswarm {version('tpuswarm')}, which reads format {FORMAT}; use "
+            "the version that wrote the file, or a newer one"
+        )
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -142,6 +142,19 @@ def test_other_folders_are_refused_and_left_alone(tmp_path):
         read_status(tmp_path / "ours")
 
 
+def test_run_of_an_unknown_format_is_refused_and_left_alone(tmp_path):
+    make_run(tmp_path).close()
+    config = (tmp_path / CONFIG).read_text()
+    assert "\nformat = 1\n" in config
+    (tmp_path / CONFIG).write_text(config.replace("format = 1\n", ""))  # as runs had none at first
+    Run(tmp_path).close()
+    (tmp_path / CONFIG).write_text("format = 2\n[new]\nkey = 1\n")
+    for read in Run, read_status:
+        with pytest.raises(InputError, match=r"config.toml, line 1: format 2 is unknown .* or a newer one$"):
+            read(tmp_path)
+    assert (tmp_path / CONFIG).read_text() == "format = 2\n[new]\nkey = 1\n"
+
+
 @pytest.mark.parametrize(
     ("lost", "words"),
     [

@@ -5,6 +5,7 @@ from collections import Counter
 
 from tpuswarm.catalog import find
 from tpuswarm.cloud.google.firewall import network_tag
+from tpuswarm.config.toml_file import FORMAT
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.apply.init import GrantText, InitPlan, PoolText, main_region
 from tpuswarm.fleet.decide import money
@@ -18,7 +19,7 @@ HEADER = re.compile(r"^[ \t]*(\[\[(?:pool|vm)\]\]|\[head\])[^\n]*\n?", re.MULTIL
 def swarm_toml(
     plan: InitPlan, provider: str, cross_region: bool, grants: list[GrantText], pools: list[PoolText]
 ) -> str:
-    lines = [f'name = "{plan.name}"', f'provider = "{provider}"', f'project = "{plan.project}"']
+    lines = [f"format = {FORMAT}", f'name = "{plan.name}"', f'provider = "{provider}"', f'project = "{plan.project}"']
     lines += ["allow_cross_region = true"] if cross_region else []
     lines += ["", "[storage]", f'bucket = "{plan.bucket}"', f'region = "{plan.region}"']
     for grant in grants:

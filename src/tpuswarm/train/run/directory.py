@@ -17,7 +17,7 @@ from typing import Any
 import tomli_w
 
 from tpuswarm.config.nearest import nearest_name
-from tpuswarm.config.toml_file import read_toml
+from tpuswarm.config.toml_file import FORMAT, UnknownFormat, read_toml
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.locks import lock, read_lock_holder
@@ -99,8 +99,9 @@ class Run:
         return read_config(self.folder) if (self.folder / CONFIG).exists() else None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
+        text = tomli_w.dumps({"format": FORMAT, **config})
         with writing(self.folder / CONFIG):
-            write_atomically(self.folder / CONFIG, f"{START}\n{tomli_w.dumps(dict(config))}{END}\n")
+            write_atomically(self.folder / CONFIG, f"{START}\n{text}{END}\n")
 
     def cut_metrics(self, step: int) -> int:
         """Remove rows after `step` and a torn last line from metrics.jsonl; return the number of removed lines."""
@@ -304,11 +305,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     except InputError as error:
         if not is_run(folder):
             raise InputError(f"{folder} is not a run: its {CONFIG} belongs to something else") from error
+        if isinstance(error, UnknownFormat):
+            raise
         raise InputError(f"{error}; fix it, or restore a copy") from error
     text = path.read_text(encoding="utf-8")
     if text.startswith(START) and END not in text.splitlines():
         raise InputError(f"{path} was cut off: it has no line `{END}`; restore a copy")
-    return tomllib.loads(text)
+    return {name: table for name, table in tomllib.loads(text).items() if name != "format"}
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,12 @@ NO_NUMBERS = re.compile(
 )
 """Parts of names: where JAX logs, caches, checks, refuses and sends. A refused program has no numbers."""
 NO_NUMBERS_EITHER = {
-    "jax_allow_f16_reductions", "jax_auto_pcast", "jax_backend_target",
-    "jax_cpu_enable_async_dispatch", "jax_disable_vmap_shmap_error", "jax_embedded_constants_max_bytes",
-    "jax_enable_custom_prng", "jax_legacy_prng_key", "jax_mosaic_allow_hlo", "jax_num_cpu_devices",
-    "jax_pallas_poison_buffers", "jax_refs_to_pins", "jax_sort_devices_by_process_index",
-    "jax_threefry_gpu_kernel_lowering", "jax_use_emit_pipeline_primitive", "jax_use_simplified_jaxpr_constants",
+    "jax_allow_f16_reductions", "jax_auto_pcast", "jax_backend_target", "jax_cpu_enable_async_dispatch",
+    "jax_disable_vmap_shmap_error", "jax_embedded_constants_max_bytes", "jax_enable_custom_prng",
+    "jax_legacy_prng_key", "jax_mosaic_allow_hlo", "jax_num_cpu_devices", "jax_pallas_auto_assign_collective_ids",
+    "jax_pallas_auto_assign_collective_ids_limit", "jax_pallas_poison_buffers", "jax_raise_on_ppermute_sort_diff",
+    "jax_refs_to_pins", "jax_sort_devices_by_process_index", "jax_threefry_gpu_kernel_lowering",
+    "jax_use_cpp_shard_args", "jax_use_emit_pipeline_primitive", "jax_use_rgv3", "jax_use_simplified_jaxpr_constants",
     "jax_xla_backend",
 }  # fmt: skip
 

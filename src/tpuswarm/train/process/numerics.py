@@ -26,7 +26,7 @@ JAX_SETTINGS = (
     "jax_use_direct_linearize",
     "eager_constant_folding",
     "jax_explicit_x64_dtypes",
-    "jax_bcoo_cusparse_lowering",  # this and the next twelve choose other kernels or compilers
+    "jax_bcoo_cusparse_lowering",  # this and the next thirteen choose other kernels or compilers
     "jax_compiler_enable_remat_pass",
     "jax_cpu_collectives_implementation",
     "jax_custom_vjp3",
@@ -36,6 +36,7 @@ JAX_SETTINGS = (
     "jax_ragged_dot_use_gpu_pallas_triton_lowering",
     "jax_ragged_dot_use_ragged_dot_instruction",
     "jax_remat3",
+    "jax_remat_barrier_no_cotangents",
     "jax_scan3",
     "jax_use_magma",
     "jax_use_shardy_partitioner",

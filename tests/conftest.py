@@ -8,20 +8,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
-from packaging.version import Version
+from tests.xla import OLDER_COMPILER
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Few cores must not look like dead devices: collectives of 8 virtual devices may wait long for a thread.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    f" --xla_cpu_collective_call_terminate_timeout_seconds=600 {OLDER_COMPILER}"
 )
-if Version(version("jaxlib")) < Version("0.12"):  # which has this older code generator, twice as fast a compiler
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Short runs need little optimisation: LLVM does less; XLA's program and its memory stay the same.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # A thousand processes share the compiled modules of tpuswarm.

@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.xla import OLDER_COMPILER
 from tpuswarm.train.run.directory import METRICS, read_rows
 
 PROGRAM = str(Path(sys.executable).with_name("tpuswarm"))
 TIMES = ("tokens_per_s", "wait_s", "wall_s")
-ONE_DEVICE = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false", "JAX_PLATFORMS": ""}
+ONE_DEVICE = {"XLA_FLAGS": OLDER_COMPILER, "JAX_PLATFORMS": ""}
 READ_AT_IMPORT = ("JAX_", "MPL", "PYTHON", "TPUSWARM_ROOT")
 """Prefixes of the variables that libraries read when they are imported."""
 PATIENCE = 240.0

@@ -69,7 +69,8 @@ def scheduled(schedule, rows=8):
 )
 def test_schedules_of_optax_count_updates_and_others_get_progress(schedule, of_progress):
     _, metrics = train(scheduled(schedule), 12)
-    expected = [float(schedule(number / 12 if of_progress else number)) for number in range(12)]
+    compiled = jax.jit(schedule)  # operation by operation, 1 + cos may differ in its last digit
+    expected = [float(compiled(number / 12 if of_progress else number)) for number in range(12)]
     np.testing.assert_allclose([found["lr"] for found in metrics], expected, rtol=1e-6)
 
 
@@ -92,7 +93,8 @@ def test_run_with_a_schedule_of_steps_can_become_longer(tmp_path):
     for steps in (12, 14):
         Trainer(devices=1).fit(scheduled(schedule), steps=steps, batch=8, run=tmp_path / "run")
     rates = [row["lr"] for row in read_rows(tmp_path / "run" / METRICS)]
-    np.testing.assert_allclose(rates, [float(schedule(step)) for step in range(14)], rtol=1e-6)
+    compiled = jax.jit(schedule)
+    np.testing.assert_allclose(rates, [float(compiled(step)) for step in range(14)], rtol=1e-6)
 
 
 def test_schedule_that_only_moves_with_steps_is_refused():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,6 +187,32 @@ def test_interrupted_command_lists_what_exists_and_continues_when_repeated(cli, 
     assert "6 machines exist" in interrupt("down --yes", sleeps=0)
     cli.run("down --yes")
     assert cli.cloud.existing == {}
+
+
+@pytest.mark.parametrize(("line", "verb"), [("up --yes", "requested"), ("down --yes", "deletion requested")])
+def test_command_interrupted_between_requests_names_every_machine_that_was_requested(cli, monkeypatch, line, verb):
+    cli.write(TRC)
+    if line.startswith("down"):
+        cli.run("up --yes --scale small=20")
+    name = "delete" if line.startswith("down") else "create"
+    real, done = getattr(cli.cloud, name), []
+
+    def interrupted(about):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(about.name)
+        return real(about)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cli.cloud, name, interrupted)
+        patched.setattr("tpuswarm.cli.fleet.progress.MAX_NAMES", 1000)
+        out = cli.run(line, code=130)
+    (found,) = re.finditer(r"\d+ machines (exist|were requested): ", out)
+    told = " ".join(out[found.start() :].split())
+    assert len(done) >= 3 and verb in told and "machines still cost money" in told
+    for machine in done:
+        assert f"{machine} (deletion requested)" in told if name == "delete" else f"/{machine}" in told
+    assert set(cli.cloud.names("creating")) <= set(done)
 
 
 def test_damaged_or_lost_document_is_restored_from_the_file_and_labels(cli):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tpuswarm import recipes
 from tpuswarm.catalog.prices import describe_old_prices
 from tpuswarm.cli.console import confirm, make_console, print_checks
-from tpuswarm.cli.fleet.progress import FleetProgress
+from tpuswarm.cli.fleet.progress import FleetProgress, describe_machines
 from tpuswarm.cli.machine.flags import update_pods
 from tpuswarm.cli.machine.setup import set_up_machines, set_up_routers, start_head_keeper
 from tpuswarm.cloud.errors import Denied
@@ -325,7 +325,7 @@ def run_keeper(
         with progress:
             return keeper.run(show, is_done, time.sleep, patient)
     except KeyboardInterrupt:
-        for line in progress.describe_machines():
+        for line in describe_machines(keeper.current, keeper.sent):
             echo(line, err=True)
         echo("the same command continues", err=True)
         raise

@@ -1,10 +1,11 @@
 """Show a fleet while it is created, kept or deleted."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from tpuswarm.cloud.protocol import Machine
-from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.actions import Action, Create, Delete, Event
+from tpuswarm.fleet.decide.fleet_state import machine_key
 from tpuswarm.fleet.keeper.keeper import Tick
 from tpuswarm.fleet.view import machine_rows, machines_table
 from tpuswarm.train.process.terminal import echo_on_console
@@ -59,27 +60,6 @@ class FleetProgress:
                 self._printed_waits.add(wait.why)
                 self.print_note(f"waiting: {wait.subject}: {wait.why}")
 
-    def describe_machines(self) -> list[str]:
-        """Return lines about the machines that exist, for a user who interrupts the command."""
-        if self._tick is None:
-            return ["no machine was requested yet"]
-        machines = self._own_machines(self._tick)
-        created = {f"{machine.zone}/{machine.name}" for machine in machines}
-        requested = sorted(self._tick.observed.state.requests.keys() - created)
-        if not machines and not requested:
-            return ["the fleet has no machine"]
-        names = [f"{machine.name} ({machine.said.lower()})" for machine in machines]
-        names += [f"{key} (requested)" for key in requested]
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        count = "1 machine exists" if len(names) == 1 else f"{len(names)} machines exist"
-        lines = [f"{count}: {', '.join(names[:MAX_NAMES])}{more}"]
-        if self._tick.leads:
-            lines.append("no keeper runs now, and machines still cost money. See `tpuswarm list`.")
-        return lines
-
-    def _own_machines(self, tick: Tick) -> list[Machine]:
-        return [machine for machine in tick.observed.machines if machine.fleet == tick.document.desired.fleet]
-
     def _draw(self, tick: Tick) -> Any:
         from rich.console import Group
         from rich.text import Text
@@ -98,6 +78,37 @@ class FleetProgress:
         state = f"deleting ({desired.down})" if desired.down else f"{ready} of {count} ready"
         parts.append(Text(f"{desired.fleet}: {state}, {len(rows)} exist; {time.strftime('%H:%M:%S')}"))
         return Group(*parts)
+
+
+def describe_machines(tick: Tick | None, sent: Mapping[str, Action]) -> list[str]:
+    """Return lines about the machines that exist or were requested, for a user who interrupts the command.
+
+    `sent`: the requests since the tick's listing.
+    """
+    if tick is None:
+        return ["nothing was requested"]
+    existing = {machine_key(machine): machine for machine in tick.document.desired.own(tick.observed.machines)}
+    created = {key for key, action in sent.items() if isinstance(action, Create)}
+    requested = sorted((created | tick.observed.state.requests.keys()) - existing.keys())
+    words = {key: machine.said.lower() for key, machine in existing.items()}
+    words |= {key: "deletion requested" for key in words if isinstance(sent.get(key), Delete)}
+    lines = []
+    if existing:
+        verb = "machine exists" if len(existing) == 1 else "machines exist"
+        lines.append(_list_names(verb, [f"{existing[key].name} ({word})" for key, word in words.items()]))
+    if requested:
+        verb = "machine was requested" if len(requested) == 1 else "machines were requested"
+        lines.append(_list_names(verb, requested))
+    if not lines:
+        return ["the fleet has no machine"]
+    if tick.leads:
+        lines.append("no keeper runs now, and machines still cost money. See `tpuswarm list`.")
+    return lines
+
+
+def _list_names(verb: str, names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{len(names)} {verb}: {', '.join(names[:MAX_NAMES])}{more}"
 
 
 def format_event(event: Event) -> str:

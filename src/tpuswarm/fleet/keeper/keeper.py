@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tpuswarm.cloud.errors import Changed, CloudError
+from tpuswarm.cloud.errors import Changed, CloudError, Unreachable
 from tpuswarm.cloud.protocol import Listing, Provider
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.actions import (
@@ -33,7 +33,7 @@ from tpuswarm.fleet.decide.actions import (
     Stop,
 )
 from tpuswarm.fleet.decide.choose_actions import list_remaining, make_plan
-from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
+from tpuswarm.fleet.decide.fleet_state import FleetState, Observed, machine_key, spec_key
 from tpuswarm.fleet.decide.jobs import busy_machines
 from tpuswarm.fleet.decide.observe import observe
 from tpuswarm.fleet.decide.spending import charge
@@ -124,6 +124,10 @@ class Keeper:
         self._host = os.environ.get(MACHINE_VARIABLE) or socket.gethostname()
         self._computer = computer_id()
         self._idle_timer, self._traffic_meter = IdleTimer(), TrafficMeter(provider)
+        self.current: Tick | None = None
+        """The last tick, from before its actions."""
+        self.sent: dict[str, Action] = {}
+        """Actions sent to the cloud and not refused, by `machine_key`, since the last observation."""
         self._answers: list[CloudAnswer] = []
         self._state: FleetState | None = None
         self._observed_beat: tuple[str, int] | None = None
@@ -146,7 +150,7 @@ class Keeper:
         answers = [*self._answers, *self._poll_operations()]
         listing = self._provider.machines(dict.fromkeys((*document.desired.zones, *document.zones)))
         state, events = observe(self._state, document.desired, listing, answers, now)
-        self._state, self._answers = state, []
+        self._state, self._answers, self.sent = state, [], {}
         if jump:
             events = (Event(now, "", "", "clock", f"the clock has jumped by {jump:+.0f} s"), *events)
         seen = Observed(listing, state)
@@ -167,9 +171,10 @@ class Keeper:
         if role == "leads" and plan.end:
             document = replace(document, desired=replace(document.desired, down=plan.end))
             plan = make_plan(document.desired, observed, now)
+        self.current = Tick(document, observed, plan, events, role == "leads", now)
         if role == "leads":
             self._answers = self._act(plan.actions, document)
-        return Tick(document, observed, plan, events, role == "leads", now)
+        return self.current
 
     def _new_events(self, stored: tuple[Event, ...]) -> tuple[Event, ...]:
         before, self._reported = self._reported, frozenset(stored)
@@ -320,6 +325,8 @@ class Keeper:
         if not self._lease_is_safe():
             return None
         provider = self._provider
+        key = spec_key(action.spec) if isinstance(action, Create) else machine_key(action.machine)
+        self.sent[key] = action
         try:
             if isinstance(action, Create):
                 spec = add_flag_metadata(action.spec, document.all_flags)
@@ -331,6 +338,8 @@ class Keeper:
             call = provider.stop if isinstance(action, Stop) else provider.start
             return ActionResult(action, call(action.machine), None)
         except CloudError as error:
+            if not isinstance(error, Unreachable):  # otherwise it may have been done
+                del self.sent[key]
             return ActionResult(action, None, error)
 
 

@@ -46,7 +46,7 @@ def test_silent_job_is_restarted_and_stop_ends_it_with_its_children(fleet, machi
     following.stdout.readline()
     assert "job still still runs; stop it: `tpuswarm stop still`" in fleet.interrupt(following)
     out, err = fleet.run("stop", "still")
-    assert "stopped, requested by `tpuswarm stop`" in out and "stopping job still" in err
+    assert "stopped, as `tpuswarm stop` asked" in out and "stopping job still" in err
     fleet.wait_until_gone("sleep 888")
     assert "job still has ended: stopped" in fleet.run("stop", "still", code=2)[1]
 

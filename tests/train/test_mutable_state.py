@@ -14,6 +14,7 @@ from tpuswarm import InputError, Trainer, load, supervised
 from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Options
+from tpuswarm.train.run.directory import EVENTS, read_rows
 
 CLOCK = toy.clock()
 MOMENTUM = np.float32(0.75)
@@ -105,7 +106,7 @@ def test_run_resumes_with_statistics_and_random_keys_in_its_state(tmp_path):
     assert load(tmp_path / "whole")["extra"]["rng"].dtype == np.uint32
 
 
-def test_run_from_a_run_made_in_a_program_starts_from_its_statistics(parent, tmp_path, capsys):
+def test_run_from_a_run_made_in_a_program_starts_from_its_statistics(parent, tmp_path):
     folder, state = parent
 
     def fit(made, run, parent):
@@ -113,8 +114,8 @@ def test_run_from_a_run_made_in_a_program_starts_from_its_statistics(parent, tmp
 
     made = recipe(optax.sgd(0.0))
     child = fit(made, "child", folder).state
-    printed = " ".join(capsys.readouterr().err.split())
-    assert "7 parameters and 10 running statistics; memory per device: 0.0 MiB parameters" in printed
+    [log] = [event["message"] for event in read_rows(tmp_path / "child" / EVENTS) if event["event"] == "parameters"]
+    assert "7 parameters and 10 running statistics; memory per device: 0.0 MiB parameters" in log
     assert_same(child.params, state.params)
     mean = made.data("train").rows(0, 8)["x"].mean(0)
     np.testing.assert_allclose(child.extra["mean"] - (1 - MOMENTUM) * mean, MOMENTUM * state.extra["mean"], atol=1e-6)

@@ -158,7 +158,7 @@ def _type_name(annotation: Any) -> str:
 def _default_text(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "Required."
-    return "" if value is None else f"Default: {value}."
+    return "" if value is None else f"Default: {format(value, 'g') if isinstance(value, float) else value}."
 
 
 def _write_table(rows: Sequence[tuple[str, str]], formatter: Any) -> None:

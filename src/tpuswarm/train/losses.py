@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpuswarm.errors import InputError
 from tpuswarm.train.paths import first_difference, mask
-from tpuswarm.train.recipe import Batch, Weighted
+from tpuswarm.train.recipe import RESERVED, Batch, Weighted
 
 Loss = Callable[..., Any]
 """`loss(params, batch, key) -> loss` or `-> (loss, metrics)`: means over the batch, each a scalar or Weighted.
@@ -26,10 +26,6 @@ Terms = dict[str, Any]
 Gradient = Callable[[Any, Any, Any, Batch, jax.Array], tuple[Any, tuple[Terms, Any]]]
 """(trained, all parameters, mutable state, batch, key) → (gradient, (terms, mutable state after it))."""
 
-RESERVED = (
-    "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version", "rows",
-)  # fmt: skip
-"""Columns of metrics.jsonl that a loss's metrics must not use."""
 HAS_COUNTED_ROWS = "_any_row_counts"
 """Metric of a step, absent from metrics.jsonl: whether any row of a Weighted loss counts."""
 

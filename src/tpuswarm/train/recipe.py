@@ -45,6 +45,12 @@ class Weighted(NamedTuple):
 Metrics = Mapping[str, Any]
 """Scalars by name, means over the batch, `loss` among them. Evaluations may give Weighted."""
 
+RESERVED = (
+    "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "wait_s", "wall_s", "member", "version", "rows",
+)  # fmt: skip
+"""Columns of metrics.jsonl that a loss's metrics must not use."""
+EVALUATION_COLUMNS = ("eval_loss", "eval_rows", "eval_rows_total")
+
 Precision = Literal["bf16", "f32", "highest"]
 
 Remat = Literal["none", "dots", "full"]
@@ -257,6 +263,10 @@ class Recipe(ABC):
     def options(self) -> dict[str, Any]:
         """Return the arguments that rebuild this recipe, resolved: plain values that TOML can hold."""
         return dict(self.given)
+
+    def describe(self) -> Mapping[str, str]:
+        """Return words for the start of a run: any of `model` (its shape), `data` and `learning rate`."""
+        return {}
 
     def require_data(self) -> None:  # noqa: B027
         """Raise InputError if the data is missing. Called before JAX is loaded, so it must be quick."""

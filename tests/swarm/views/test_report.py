@@ -18,7 +18,8 @@ from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.objects import payload_name
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.views.missing_rows import missing_rows
-from tpuswarm.swarm.views.report import Mark, Span, incarnation_spans, replay_lines, write_report
+from tpuswarm.swarm.views.overview import overview
+from tpuswarm.swarm.views.report import Mark, Span, draw_commits, incarnation_spans, replay_lines, write_report
 from tpuswarm.swarm.views.status import Progress, compose, write_status
 from tpuswarm.train.run.directory import append_event, append_rows, read_rows
 
@@ -115,6 +116,13 @@ def test_rows_that_a_power_cut_lost_are_named(finished_swarm, folder, typed, is_
     assert json.loads(typed("status", str(folder), "--json")[1])["missing_rows"] == expected
     assert ("rows", expected) in [(finding.check, finding.problem) for finding in check_run(folder, "a")]
     assert expected in html.unescape(write_report(folder).read_text())
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_commits_have_whole_numbers_on_the_axis(tmp_path, count):
+    Chain(Store(tmp_path), random.Random(5)).grow(count)
+    axes = draw_commits(overview(Store(tmp_path))).axes[0]
+    assert all(tick == round(tick) for tick in axes.get_xticks())
 
 
 def test_report_before_the_first_commit(folder):

@@ -139,8 +139,8 @@ def member(number, **changes):
     return MemberStatus(**{"id": f"m{number}", **facts, **changes})
 
 
-def status_of(members, alarms=(), summary=DEMO):
-    progress = Progress(1e9 - 44, counted_per_s=10_000, eval_loss=2.2049, eval_version=9)
+def status_of(members, alarms=(), summary=DEMO, metrics=None):
+    progress = Progress(1e9 - 44, counted_per_s=10_000, eval_loss=2.2049, eval_version=9, eval_metrics=metrics or {})
     return compose(summary, members, 921_600, alarms, "host:1", {}, 1e9, progress)
 
 
@@ -164,6 +164,7 @@ ALARM = "m198 has a loss of 9.1, the others about 2.1: check its machine and its
 LIVE = (
     "gpt2-tiny, 2 members: runs/demo", " 53%", "489,984 of 921,600 tokens counted", "0:00:44 elapsed",
     "0:00:43 left", "4.7 steps/s", "3,600 tokens/s", "training loss 2.100", "held-out loss 2.205 (commit 9)",
+    "held-out accuracy 0.8125",
     "commit 13", "goodput 98.6%", "63,104 in flight, 6,912 lost, 0 dropped", "grace: 1 of 2", "█▁", "4000000",
     "00000001",
 )  # fmt: skip
@@ -171,7 +172,8 @@ LIVE = (
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_fact_is_shown_at_any_width(width):
-    text = "\n".join(draw_lines(status_of([member(0), member(1, state="lost")]), (3.0, 2.0), width))
+    status = status_of([member(0), member(1, state="lost")], metrics={"eval_accuracy": 0.8125})
+    text = "\n".join(draw_lines(status, (3.0, 2.0), width))
     assert [words for words in LIVE if words not in text] == []
 
 

@@ -184,7 +184,7 @@ def test_run_ends_with_where_its_time_went(tmp_path, capsys):
     training = sum(seconds[name] for name in phases.TRAINING)
     assert summary["tokens_per_s"] == pytest.approx(steps * 8 / training)
     for text in (capsys.readouterr().err, (tmp_path / "report.html").read_text()):
-        assert "your code between steps" in text and "MFU" in text
+        assert "your code between steps" in text and "MFU" not in text, "the peak of a CPU is unknown"
 
 
 def test_mfu_is_the_models_flops_over_the_peak_of_all_devices():

@@ -4,16 +4,20 @@ import io
 from dataclasses import replace
 
 import numpy as np
+import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.train.look.test_widgets import drawn
-from tpuswarm.train.look.describe import ParameterRow
-from tpuswarm.train.look.display import LiveDisplay, RunHeader, ViewState, draw_run, parameter_table
+from tpuswarm.train.look.describe import ParameterRow, parameter_table
+from tpuswarm.train.look.display import LiveDisplay, RunHeader, SmoothedLoss, ViewState, draw_run
 
 PICTURE = ViewState(
-    "gpt2-tiny on 8 x cpu", "runs/demo", 840, 2_000, 768, "tokens", 27.4, 2.71731, 2.6204, 800, (3.0, 2.0)
-)
+    "gpt2-tiny on 8 x cpu", "runs/demo", 840, 2_000, 768, "tokens", 27.4, 2.71731, 2.7502, 2.6204, 800,
+    {"accuracy": 0.8125, "eval_accuracy": 0.79}, (3.0, 2.0),
+)  # fmt: skip
 
 
 def lines_of(width=80, elapsed=31.0, height=16, **changes):
@@ -25,7 +29,8 @@ def test_everything_is_shown(width):
     text = "\n".join(lines_of(width))
     for words in (
         "gpt2-tiny on 8 x cpu: runs/demo", " 42%", "840 of 2,000 steps", "0:00:31 elapsed", "0:00:42 left",
-        "27.4 steps/s", "21,043 tokens/s", "loss 2.717 ", "held-out loss 2.620 at step 800", "█▁",
+        "27.4 steps/s", "21,043 tokens/s", "loss 2.717 ", "smoothed 2.750 ", "held-out loss 2.620 at step 800",
+        "accuracy 0.8125", "held-out accuracy 0.7900", "█▁",
     ):  # fmt: skip
         assert words in text
     assert all(len(line) <= width for line in text.splitlines())
@@ -34,6 +39,28 @@ def test_everything_is_shown(width):
     assert "21,043 rows/s" in "\n".join(lines_of(width, unit="rows"))
     ended = "\n".join(lines_of(width, steps_per_s=None, ended=True))
     assert "0:00:31 elapsed" in ended and not any(words in ended for words in (" left", "steps/s", "tokens/s"))
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=200))
+def test_smoothed_loss_is_the_bias_corrected_exponential_mean(losses):
+    state = optax.ema(0.98).init(0.0)
+    for loss in losses:
+        expected, state = optax.ema(0.98).update(loss, state)
+    assert SmoothedLoss(losses).value == pytest.approx(float(expected), rel=1e-3, abs=1e-3)
+
+
+def test_metrics_of_steps_and_evaluations_appear_in_the_view():
+    console = Console(width=80, height=24, force_terminal=True)
+    console.file = io.StringIO()
+    live = LiveDisplay(console)
+    live.open(RunHeader("a", "cpu", "runs/a", 0, 2, 1, "rows", ()))
+    live.row({"step": 1, "loss": 1.0, "grad_norm": 3.0, "lr": 0.1, "accuracy": 0.25})
+    live.row({"step": 1, "eval_loss": 1.5, "eval_rows": 8, "eval_accuracy": 0.5})
+    live.row({"step": 2, "loss": 0.5, "grad_norm": 3.0, "lr": 0.1, "accuracy": 0.75})
+    live.close()
+    last = console.file.getvalue().rpartition("elapsed")[2]
+    assert "accuracy 0.7500" in last and "held-out accuracy 0.5000" in last
+    assert "grad_norm" not in last and "rows 8" not in last
 
 
 def test_nothing_jumps_from_frame_to_frame():
@@ -66,7 +93,7 @@ def test_pictures_need_colours(colours):
     console = Console(width=80, height=24, force_terminal=True, color_system="256", no_color=not colours)
     console.file = io.StringIO()
     live = LiveDisplay(console)
-    live.open(RunHeader("a", "cpu", "runs/a", 0, 2, 1, "rows", (), ()))
+    live.open(RunHeader("a", "cpu", "runs/a", 0, 2, 1, "rows", ()))
     live.picture(np.full((8, 8, 3), 200, np.uint8))
     live.row({"step": 1, "loss": 1.0})
     live.close()
@@ -77,7 +104,7 @@ def test_view_that_stays_on_the_screen_says_nothing_of_the_time_left():
     console = Console(width=80, height=24, force_terminal=True)
     console.file = io.StringIO()
     live = LiveDisplay(console)
-    live.open(RunHeader("a", "cpu", "runs/a", 0, 9, 1, "rows", (), ()))
+    live.open(RunHeader("a", "cpu", "runs/a", 0, 9, 1, "rows", ()))
     live.row({"step": 1, "loss": 1.0})
     live.close()
     _, elapsed, rest = console.file.getvalue().rpartition(" elapsed")
@@ -89,7 +116,7 @@ def test_upper_part_of_a_picture_fills_the_free_rows():
     made[:32, :128] = (255, 0, 0)
 
     def blocks(**changes):
-        return [line.rstrip() for line in lines_of(**changes) if line.startswith("▀")]
+        return [line.rstrip() for line in lines_of(metrics={}, **changes) if line.startswith("▀")]
 
     assert [len(line) for line in blocks(generated=made)] == [80] * 10
     console = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())

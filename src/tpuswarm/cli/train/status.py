@@ -16,7 +16,15 @@ from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.status import RunView, read_run
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
-from tpuswarm.train.run.listing import Status, find_run, folder_from_name, last_used_at, list_runs
+from tpuswarm.train.run.listing import (
+    Status,
+    find_run,
+    folder_from_name,
+    last_used_at,
+    list_runs,
+    read_newest_evaluation,
+    read_newest_updates,
+)
 from tpuswarm.train.run.listing import read_status as plain_status
 from tpuswarm.watch.state import State
 
@@ -127,8 +135,10 @@ def _age_of(run: Any) -> str:
 
 
 def _draw_plain(run: Status, width: int, height: int | None) -> Any:
-    from tpuswarm.train.look.display import ViewState, draw_run
+    from tpuswarm.train.look.display import SmoothedLoss, ViewState, draw_run, own_metrics
 
+    folder = folder_from_name(run.run)
+    updates, evaluation = read_newest_updates(folder), read_newest_evaluation(folder)
     picture = ViewState(
         title=f"{run.recipe} on {run.devices}" if run.devices else run.recipe,
         run=run.run,
@@ -138,8 +148,10 @@ def _draw_plain(run: Status, width: int, height: int | None) -> Any:
         unit=run.unit,
         steps_per_s=(run.steps - run.step) / run.left if run.left else None,
         loss=run.loss,
+        smoothed_loss=SmoothedLoss(row["loss"] for row in updates if row["loss"] is not None).value,
         eval_loss=run.eval_loss,
         eval_step=run.eval_step,
+        metrics=own_metrics({**(updates[-1] if updates else {}), **evaluation}),
         ended=run.state != "running",
     )
     return draw_run(picture, run.elapsed, width, height or 0)

@@ -250,7 +250,7 @@ def update_job(
         elif job.stop and (
             assignment.phase == "waiting" or (assignment.phase == "running" and machine is None and not unreachable)
         ):
-            assignment = replace(assignment, phase="stopped", why="requested by `tpuswarm stop`")
+            assignment = replace(assignment, phase="stopped", why="as `tpuswarm stop` asked")
         assignments.append(assignment)
     return JobUpdate(replace(job, assignments=tuple(assignments)), tuple(actions))
 
@@ -345,8 +345,8 @@ def _update_on_machine(
         return replace(assignment, phase="done", code=0, why="exit 0 on every worker"), []
     if job.stop and assignment.is_open:
         if lost or (assignment.phase == "running" and (unended or silent)):
-            return replace(assignment, why="requested by `tpuswarm stop`"), end
-        return replace(assignment, phase="stopped", why="requested by `tpuswarm stop`"), []
+            return replace(assignment, why="as `tpuswarm stop` asked"), end
+        return replace(assignment, phase="stopped", why="as `tpuswarm stop` asked"), []
     if assignment.phase == "waiting":
         if now < assignment.not_before:
             return assignment, []

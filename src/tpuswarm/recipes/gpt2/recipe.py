@@ -191,6 +191,21 @@ class GPT2(Recipe):
         }
         return {name: value for name, value in options.items() if value is not None}
 
+    def describe(self) -> dict[str, str]:
+        """Describe the shape, the text and the schedule."""
+        shape = self._shape
+        words = {
+            "model": f"{shape['layers']} layers, width {shape['width']}, context {shape['context']}",
+            "data": "random tokens",
+            "learning rate": f"{self._lr:g} after a warm-up of {self._warmup:.0%}, then a cosine to {self._lr_end:g}",
+        }
+        if self._data != "fake":
+            unit = self._kind if self._kind in ("characters", "bytes") else "tokens"
+            held_out, _ = self._held_out_part()
+            trained = len(self._tokens.array) - held_out
+            words["data"] = f"{trained:,} {unit} to train on, {held_out:,} held out"
+        return words
+
     def share(self, folder: Path) -> dict[str, Any]:
         """Copy the tokens; fake ones need no files."""
         if self._data == "fake":
@@ -306,16 +321,19 @@ class GPT2(Recipe):
         name = text if split == "all" else f"the {split} part of {text}"
         if split == "validation" and self._held_out == 0:
             raise NoSuchSplit(f"nothing of {text} is held out (held-out is 0)")
-        tokens = self._tokens
-        if self._held_out is None and tokens.held_out is not None:
-            held_out, digest = tokens.held_out, f"{tokens.digest}-{tokens.held_out}"
-        else:
-            share = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
-            held_out, digest = int(len(tokens.array) * share), tokens.digest
-        array = split_tokens(tokens.array, split, held_out)
+        held_out, digest = self._held_out_part()
+        array = split_tokens(self._tokens.array, split, held_out)
         if split == "validation" and self._held_out is None and len(array) <= context:  # held_out is the default
             raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
         return TokenSource(array, context, self._seed, digest, name)
+
+    def _held_out_part(self) -> tuple[int, str]:
+        """Return the number of held-out tokens, and the digest of tokens with such a split."""
+        tokens = self._tokens
+        if self._held_out is None and tokens.held_out is not None:
+            return tokens.held_out, f"{tokens.digest}-{tokens.held_out}"
+        share = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
+        return int(len(tokens.array) * share), tokens.digest
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """Return a continuation of `prompt`; an empty prompt starts from a line break."""

@@ -94,6 +94,7 @@ class StyleGAN2(Recipe):
         if odd not in ("crop", "refuse"):
             raise InputError(f"odd is crop or refuse, not {odd!r}")
         self._batch = 16 if resolution in (512, 1024) else 32
+        self.option_defaults = {**vars(self.config), "lr": self._lr}
         self.defaults = {"batch": self._batch, "steps": 2_000, "outer": "average"}
 
     def options(self) -> dict[str, Any]:
@@ -109,6 +110,15 @@ class StyleGAN2(Recipe):
             "seed": self._seed,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    def describe(self) -> dict[str, str]:
+        """Describe the shape, the pictures and the learning rate."""
+        held_out = len(self._pictures) // 10
+        return {
+            "model": f"resolution {self.config.resolution}, codes of {self.config.latent}",
+            "data": f"{len(self._pictures) - held_out:,} pictures to train on, {held_out:,} held out",
+            "learning rate": f"{self._lr:g}",
+        }
 
     def program(self, options: Options) -> "StyleGAN2Program":
         """Return the program; the only option it supports is precision."""

@@ -155,6 +155,8 @@ class Sizes(NamedTuple):
     """Its largest shared array; arrays are never divided."""
     state: int
     """The whole state."""
+    parameters: int
+    """How many are trained or frozen; no bytes."""
     statistics: tuple[str, ...] = ()
     """Paths of shared running statistics, which are not trained."""
     average: Average | None = None
@@ -170,11 +172,13 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     check_exchange(program, recipe.name, state)
     exchanged = program.exchange().get(state)
     shared = [_bytes(leaf) for leaf in jax.tree.leaves(exchanged)]
-    leaves = zip(leaf_paths(exchanged), program.parameters(state), strict=True)
-    statistics = tuple(path for path, leaf in leaves if leaf.statistic)
+    rows = program.parameters(state)
+    statistics = tuple(path for path, row in zip(leaf_paths(exchanged), rows, strict=True) if row.statistic)
+    counted = zip(jax.tree.leaves(exchanged), rows, strict=True)
+    parameters = sum(math.prod(leaf.shape) for leaf, row in counted if not row.statistic)
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
     swarm_obstacle = program.swarm_obstacle(state) if isinstance(program, SupervisedProgram) else ""
-    return Sizes(sum(shared), max(shared), total, statistics, program.exchange().average, swarm_obstacle)
+    return Sizes(sum(shared), max(shared), total, parameters, statistics, program.exchange().average, swarm_obstacle)
 
 
 def _bytes(leaf: Any) -> int:

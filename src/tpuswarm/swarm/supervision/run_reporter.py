@@ -26,6 +26,7 @@ from tpuswarm.swarm.views.status import (
     read_status,
     write_status,
 )
+from tpuswarm.train.look.display import own_metrics
 from tpuswarm.train.look.pictures import PICTURES, TEXTS, write_picture
 from tpuswarm.train.look.widgets import Pace
 from tpuswarm.train.process.atomic import fsync_path
@@ -154,6 +155,7 @@ class RunReporter:
             self.evaluation.get("eval_loss"),
             self.evaluation.get("version"),
             self._carried,
+            own_metrics(self.evaluation),
         )
         self.status = compose(summary, members, horizon, found, self._address, pids, time.time(), progress)
         if phase:

@@ -35,9 +35,10 @@ from tpuswarm.swarm.views.screen import Screen, auto_screen
 from tpuswarm.swarm.views.status import FILE as STATUS
 from tpuswarm.swarm.views.status import FINISHED, read_run, read_status, write_status
 from tpuswarm.train.look import wandb_log
+from tpuswarm.train.look.describe import describe_start
 from tpuswarm.train.look.guarded_logger import GuardedLogger
 from tpuswarm.train.look.outputs import all_loggers
-from tpuswarm.train.loop.resolve import Resolved, request
+from tpuswarm.train.loop.resolve import Resolved, held_out, request
 from tpuswarm.train.loop.run_config import run_config
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.process.stop import Interrupted, defer_interrupts
@@ -172,7 +173,13 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         swarm.members, sizes.exchanged, sizes.largest, sizes.state, kind, swarm.expected, swarm.aggregators
     )
     settings = spec.resolved.settings
-    notes = [*spec.device_notes, *(f"changed: {change}" for change in spec.changed)]
+    rows = held_out(recipe, required=False)
+    form = f"{spec.per_member} x {kind} for each member" if swarm.members else ""
+    about = describe_start(
+        recipe, settings, sizes.parameters, form, spec.resolved.source, rows.rows_per_epoch if rows else 0
+    )
+    notes = [f"{name}: {text}" for name, text in about.items()]
+    notes += [*spec.device_notes, *(f"changed: {change}" for change in spec.changed)]
     keeps = _stored_bytes(spec)
     if not run.in_bucket:
         needs.check_disk(run.folder, keeps)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
 from tpuswarm.swarm.views.status import FINISHED, MemberStatus, SwarmStatus
-from tpuswarm.train.look.display import format_speed
+from tpuswarm.train.look.display import format_speed, metrics_line
 from tpuswarm.train.look.widgets import Column, draw_bar, make_table, sparkline
 
 MAX_LAG = 2
@@ -55,12 +55,15 @@ def draw(
     instead: draws the members in another way.
     """
     count = len(status.members)
+    members_word = f", {count} member{'' if count == 1 else 's'}" if count else ""
     alarms, room = [Text(f"alarm: {alarm}", style="red") for alarm in status.alarms], None
     if height is not None:
         alarms = _fitting_alarms(alarms, width)
-        room = max(1, height - HEAD_ROW_COUNT - sum(_row_count(alarm, width) for alarm in alarms))
+        room = max(
+            1, height - HEAD_ROW_COUNT - bool(status.eval_metrics) - sum(_row_count(alarm, width) for alarm in alarms)
+        )
     return Group(
-        Text(f"{about.title}, {count} member{'' if count == 1 else 's'}: {about.run}", overflow="fold"),
+        Text(f"{about.title}{members_word}: {about.run}", overflow="fold"),
         draw_bar(min(status.tokens.applied, status.horizon), status.horizon, f"{about.unit} counted", width),
         *facts(about, status),
         *([Text(sparkline(losses, width), style="cyan")] if losses else []),
@@ -84,6 +87,7 @@ def facts(about: About, status: SwarmStatus) -> list[Text]:
     return [
         Text(f"{format_duration(status.elapsed)} elapsed{'' if ended else now}"),
         Text(f"training loss {format_figure(status.loss):5} (last 20 steps of each)   held-out loss {held_out}"),
+        *([Text(metrics_line(status.eval_metrics), no_wrap=True, overflow="ellipsis")] if status.eval_metrics else []),
         Text(
             f"commit {version}   goodput {goodput}   {about.unit}: {tokens.outstanding:,} in flight, "
             f"{tokens.lost:,} lost, {tokens.dropped:,} dropped"

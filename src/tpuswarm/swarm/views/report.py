@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from tpuswarm.config.formatting import format_figure
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -86,7 +87,8 @@ def write_report(folder: Path) -> Path:
         ),
         (
             "Commits",
-            html_image("weight of each member in each commit", commits_picture(commits)) + _commits(commits.newest),
+            html_image("weight of each member in each commit", to_png(draw_commits(commits)))
+            + _commits(commits.newest),
         ),
         (run.unit.capitalize(), facts_table(f"{run.unit} by fate", _tokens(run)) + _totals(commits.totals)),
         ("What happened", _events(events)),
@@ -214,8 +216,8 @@ def members_picture(spans: Sequence[Span], marks: Sequence[Mark], seconds: float
     return to_png(figure)
 
 
-def commits_picture(commits: Overview) -> bytes:
-    """Draw a PNG of members by versions, colored by weight, with a dot for each contribution that was not counted."""
+def draw_commits(commits: Overview) -> Figure:
+    """Draw members by versions, colored by weight, with a dot for each contribution that was not counted."""
     names = [total.member for total in commits.totals]
     row = {name: number for number, name in enumerate(names)}
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(names)), dpi=110, layout="constrained")
@@ -232,7 +234,8 @@ def commits_picture(commits: Overview) -> bytes:
         axes.legend(loc="upper left", fontsize=TEXT_SIZE)
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="commit")
-    return to_png(figure)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
 
 
 def _facts(config: Mapping[str, Any], run: RunView, commits: Overview, seconds: float) -> list[tuple[str, str]]:

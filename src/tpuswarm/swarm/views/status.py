@@ -2,7 +2,7 @@
 
 import time as clock
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -83,6 +83,8 @@ class SwarmStatus:
     """Pids of coordinator and aggregators, by name."""
     carried: int = 0
     """Bytes transferred with all members: a payload there and a version back for each contribution."""
+    eval_metrics: dict[str, float | None] = field(default_factory=dict)
+    """The recipe's own metrics of the newest evaluation, by column of metrics.jsonl."""
 
     @property
     def elapsed(self) -> float:
@@ -101,6 +103,7 @@ class Progress:
     eval_version: int | None = None
     carried: int = 0
     """Bytes transferred in the whole run."""
+    eval_metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 FINISHED, STOPPED = "the run is finished", "the run was stopped"
@@ -145,6 +148,7 @@ def compose(
         address=address,
         processes=processes,
         carried=progress.carried,
+        eval_metrics=progress.eval_metrics,
     )
 
 

@@ -95,7 +95,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows.append(("total", f"{total_s:,.1f} s", ""))
     if summary["tokens_per_s"] is not None:
         rows.append((f"{summary['unit']}/s while training", f"{summary['tokens_per_s']:,.0f}", ""))
-    rows.append(("MFU (model FLOPs utilisation)", "–" if summary["mfu"] is None else f"{summary['mfu']:.1%}", ""))
+    if summary["mfu"] is not None:
+        rows.append(("MFU (model FLOPs utilisation)", f"{summary['mfu']:.1%}", ""))
     return rows
 
 

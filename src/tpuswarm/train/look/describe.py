@@ -1,12 +1,39 @@
-"""Describe a compiled run: its parameters, and the memory of one device."""
+"""Describe a run at its start: model, data and settings; its parameters, and the memory of one device."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+from rich.console import Console
+from rich.table import Table
 
+from tpuswarm.train.look.widgets import Column, make_table
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.mesh import bytes_per_device
+from tpuswarm.train.recipe import Recipe, Source
+from tpuswarm.train.user_code import blame
+
+LOG_WIDTH = 120
+
+
+def describe_start(
+    recipe: Recipe, settings: Mapping[str, Any], parameters: int, form: str, source: Source, held_out_rows: int
+) -> dict[str, str]:
+    """Describe model, data and settings; form: how the program is divided over the devices."""
+    with blame(f"describe of {recipe.name} fails"):
+        words = dict(recipe.describe())
+    rows = getattr(source, "rows_per_epoch", None)
+    trained = "a stream of rows" if rows is None else f"{rows:,} rows to train on"
+    held_out = f"{held_out_rows:,} held out" if held_out_rows else "none held out"
+    rate = f"learning rate {words['learning rate']}" if "learning rate" in words else ""
+    parts = {
+        "model": (words.get("model"), f"{parameters:,} parameters"),
+        "data": (words.get("data") or f"{trained}, {held_out}",),
+        "settings": (f"{settings['batch']:,} rows a step", rate, settings["precision"], form),
+    }
+    return {name: ", ".join(filter(None, facts)) for name, facts in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -70,3 +97,37 @@ def memory_sentence(compiled: Compiled) -> str:
         f"+ {(state - parameters) / mib:.1f} MiB {rest} "
         f"+ {compiled.memory.temporaries / mib:.1f} MiB temporaries"
     )
+
+
+def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
+    """Show a row for each parameter; a dtype or sharding that all share moves below the table."""
+    common = [word for word in ("dtype", "sharding") if len({getattr(row, word) for row in rows}) == 1]
+    names = ("parameter", "shape", "dtype", "sharding", "frozen", "decayed", "tied", "statistic", "KiB/device")
+    cells = [
+        (
+            row.path,
+            "x".join(map(str, row.shape)) or "scalar",
+            "" if "dtype" in common else row.dtype,
+            "" if "sharding" in common else row.sharding,
+            "yes" if row.frozen else "",
+            "yes" if row.decayed else "",
+            row.tied,
+            "yes" if row.statistic else "",
+            f"{row.bytes_per_device / 1024:,.1f}",
+        )
+        for row in rows
+    ]
+    table = make_table([Column(name, right=name == "KiB/device") for name in names], cells, width)
+    if common:
+        table.caption = f"all {', '.join(getattr(rows[0], word) for word in common)}"
+        table.caption_justify = "left"
+    return table
+
+
+def parameters_text(compiled: Compiled) -> str:
+    """Return the memory of one device and a row for each parameter, for the log of a run."""
+    console = Console(width=LOG_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(parameter_table(parameter_rows(compiled), LOG_WIDTH))
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    return "\n".join([memory_sentence(compiled), *lines])

@@ -1,13 +1,12 @@
 """Show progress on stderr: a live view on a terminal or in a notebook, otherwise a few lines."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
@@ -26,16 +25,18 @@ from tpuswarm.train.look.widgets import (
 from tpuswarm.train.process.terminal import echo_on_console
 from tpuswarm.train.process.timestamps import writes_timestamped_log
 from tpuswarm.train.process.waiting import stderr_console
+from tpuswarm.train.recipe import EVALUATION_COLUMNS, RESERVED
 
 if TYPE_CHECKING:  # slow imports
     import numpy as np
 
-    from tpuswarm.train.look.describe import ParameterRow
 
 PLAIN_WIDTH = 120
 """Columns of a log file or pipe."""
 FIXED_ROWS = 6
-"""Rows of the view without the generated picture."""
+"""Rows of the view without metrics and the generated picture."""
+SMOOTHING = 0.98
+"""Weight of the past in the smoothed loss, a mean of some 50 steps."""
 REDRAW_INTERVAL_S = 0.25
 
 
@@ -50,7 +51,6 @@ class RunHeader:
     tokens_per_step: int
     unit: str
     """tokens, or rows if a row counts as one."""
-    parameters: "Sequence[ParameterRow]"
     sentences: Sequence[str]
     seconds: float = 0.0
     """Since the start of the process."""
@@ -67,13 +67,15 @@ class Display:
     def open(self, header: RunHeader) -> None:
         self._header = header
         echo_on_console(self.console, f"{header.title} on {header.devices}, {header.steps:,} steps, in {header.run}")
-        if not writes_timestamped_log():
-            self.console.print(parameter_table(header.parameters, self.console.width))
         for sentence in header.sentences:
-            self.note(sentence)
+            self.event(sentence)
 
     def note(self, text: str) -> None:
         echo_on_console(self.console, text)
+
+    def event(self, text: str) -> None:
+        """Print an event of the run."""
+        self.note(text)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Receive a row of metrics.jsonl."""
@@ -96,6 +98,13 @@ class Display:
         """Stop drawing; may be called twice."""
 
 
+class LogDisplay(Display):
+    """Prints to a log that is read together with the run's events, which it leaves out."""
+
+    def event(self, text: str) -> None:
+        """Print nothing: the reader has the run's events."""
+
+
 @dataclass(frozen=True)
 class ViewState:
     """The content of the live view."""
@@ -108,8 +117,11 @@ class ViewState:
     unit: str
     steps_per_s: float | None = None
     loss: float | None = None
+    smoothed_loss: float | None = None
     eval_loss: float | None = None
     eval_step: int | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """The recipe's own, of the newest update and evaluation."""
     losses: Sequence[float] = ()
     """Losses of this process."""
     generated: "np.ndarray | None" = None
@@ -125,9 +137,9 @@ class LiveDisplay(Display):
         super().__init__(console)
         self._live: Live | None = None
         self._state: ViewState | None = None
-        self._pace, self._curve = Pace(), Curve()
-        self._newest: tuple[int, float | None] | None = None
-        """Step and loss."""
+        self._pace, self._curve, self._smoothed = Pace(), Curve(), SmoothedLoss()
+        self._newest: Mapping[str, Any] = {}
+        """Row of the newest update."""
         self._started_at = self._updated_at = 0.0
 
     def open(self, header: RunHeader) -> None:
@@ -143,24 +155,27 @@ class LiveDisplay(Display):
     def row(self, row: Mapping[str, Any]) -> None:
         assert self._state is not None
         if "eval_loss" in row:
-            self._state = replace(self._state, eval_loss=row["eval_loss"], eval_step=row["step"])
+            metrics = {**self._state.metrics, **own_metrics(row)}
+            self._state = replace(self._state, eval_loss=row["eval_loss"], eval_step=row["step"], metrics=metrics)
         if "loss" not in row:
             return
         now = time.monotonic()
-        self._newest = row["step"], row["loss"]
+        self._newest = row
         self._pace.add(now, row["step"])
         if row["loss"] is not None:
             self._curve.add(row["loss"])
+            self._smoothed.add(row["loss"])
         if now - self._updated_at >= REDRAW_INTERVAL_S or row["step"] == self._state.steps:
             self._updated_at = now
             self._update()
 
     def _update(self) -> None:
-        if self._state is not None and self._newest is not None:
-            step, loss = self._newest
+        if self._state is not None and self._newest:
             self._state = replace(
-                self._state, step=step, steps_per_s=self._pace.per_second, loss=loss, losses=self._curve.means
-            )
+                self._state, step=self._newest["step"], steps_per_s=self._pace.per_second, loss=self._newest["loss"],
+                smoothed_loss=self._smoothed.value, losses=self._curve.means,
+                metrics={**self._state.metrics, **own_metrics(self._newest)},
+            )  # fmt: skip
 
     def picture(self, picture: "np.ndarray") -> None:
         assert self._state is not None
@@ -181,6 +196,28 @@ class LiveDisplay(Display):
         return draw_run(self._state, time.monotonic() - self._started_at, width, height)
 
 
+class SmoothedLoss:
+    """The exponential mean of a loss over some 50 steps, corrected for its start as in Adam."""
+
+    def __init__(self, losses: Iterable[float] = ()) -> None:
+        self._sum, self._weight = 0.0, 0.0
+        for loss in losses:
+            self.add(loss)
+
+    def add(self, loss: float) -> None:
+        self._sum = SMOOTHING * self._sum + (1 - SMOOTHING) * loss
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._weight if self._weight else None
+
+
+def own_metrics(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the metrics in a row of metrics.jsonl that the recipe or a hook gave."""
+    return {name: value for name, value in row.items() if name not in (*RESERVED, *EVALUATION_COLUMNS)}
+
+
 def draw_run(state: ViewState, elapsed_s: float, width: int, height: int) -> RenderableType:
     speed = state.steps_per_s
     left = None if speed is None else (state.steps - state.step) / speed
@@ -193,13 +230,26 @@ def draw_run(state: ViewState, elapsed_s: float, width: int, height: int) -> Ren
         Text(f"{state.title}: {state.run}", overflow="fold"),
         draw_bar(state.step, state.steps, "steps", width),
         Text(f"{format_duration(elapsed_s)} elapsed{'' if state.ended else pace}"),
-        Text(f"loss {format_figure(state.loss):9}   held-out loss {format_figure(state.eval_loss)}{eval_step}"),
+        Text(
+            f"loss {format_figure(state.loss):9} smoothed {format_figure(state.smoothed_loss):9} "
+            f"held-out loss {format_figure(state.eval_loss)}{eval_step}"
+        ),
     ]
+    if state.metrics:
+        parts.append(Text(metrics_line(state.metrics), no_wrap=True, overflow="ellipsis"))
     if state.losses:
         parts.append(Text(sparkline(state.losses, width), style="cyan"))
-    if state.generated is not None and height > FIXED_ROWS:
-        parts.append(draw_picture(state.generated, width, height - FIXED_ROWS))
+    room = height - FIXED_ROWS - bool(state.metrics)
+    if state.generated is not None and room > 0:
+        parts.append(draw_picture(state.generated, width, room))
     return Group(*parts)
+
+
+def metrics_line(metrics: Mapping[str, float | None]) -> str:
+    """Format `accuracy 0.8125   held-out accuracy 0.7900`."""
+    names = sorted(metrics, key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))
+    words = {name: f"held-out {name[5:]}" if name.startswith("eval_") else name for name in names}
+    return "   ".join(f"{words[name]} {format_figure(metrics[name]):7}" for name in names).rstrip()
 
 
 def draw_picture(picture: "np.ndarray", width: int, height: int) -> Text:
@@ -225,33 +275,10 @@ def auto_display(quiet: bool = False) -> Display:
     """Return a live view on a terminal or in a notebook, otherwise lines; nothing if `quiet`."""
     if quiet:
         return Display(Console(quiet=True))
+    if writes_timestamped_log():
+        return LogDisplay()
     console = stderr_console()
     return LiveDisplay(console) if can_draw(console) else Display()
-
-
-def parameter_table(rows: "Sequence[ParameterRow]", width: int) -> Table:
-    """Show a row for each parameter; a dtype or sharding that all share moves below the table."""
-    common = [word for word in ("dtype", "sharding") if len({getattr(row, word) for row in rows}) == 1]
-    names = ("parameter", "shape", "dtype", "sharding", "frozen", "decayed", "tied", "statistic", "KiB/device")
-    cells = [
-        (
-            row.path,
-            "x".join(map(str, row.shape)) or "scalar",
-            "" if "dtype" in common else row.dtype,
-            "" if "sharding" in common else row.sharding,
-            "yes" if row.frozen else "",
-            "yes" if row.decayed else "",
-            row.tied,
-            "yes" if row.statistic else "",
-            f"{row.bytes_per_device / 1024:,.1f}",
-        )
-        for row in rows
-    ]
-    table = make_table([Column(name, right=name == "KiB/device") for name in names], cells, width)
-    if common:
-        table.caption = f"all {', '.join(getattr(rows[0], word) for word in common)}"
-        table.caption_justify = "left"
-    return table
 
 
 def row_sentence(row: Mapping[str, Any], header: RunHeader) -> str:

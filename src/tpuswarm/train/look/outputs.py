@@ -108,7 +108,7 @@ class Outputs:
         """Write an event and display it; nothing for None."""
         if message is not None:
             self.write_event(step, event, message, **facts)
-            self._display.note(message)
+            self._display.event(message)
 
     def write_hook_result(self, step: int, hook: int, result: Any) -> None:
         """Write a text or picture that a hook returned; ignore anything else."""
@@ -116,7 +116,7 @@ class Outputs:
             return
         if isinstance(result, str):
             self.write_event(step, SAMPLE_EVENT, f"a hook at step {step}", text=result)
-            self._display.note(f"step {step}: {result}")
+            self._display.event(f"step {step}: {result}")
         elif len(getattr(result, "shape", ())) == 3:
             self._write_picture(step, f"hook {hook}", f"{step:08d}-{hook}.png", np.asarray(result))
 

@@ -15,7 +15,7 @@ from tpuswarm.train.loop.hooks import Hooks, ScaleLearningRate, Step, Stop, merg
 from tpuswarm.train.loop.progress import Progress
 from tpuswarm.train.loop.result import eval_metrics
 from tpuswarm.train.loop.run_config import LR_SCALE
-from tpuswarm.train.losses import RESERVED
+from tpuswarm.train.recipe import EVALUATION_COLUMNS, RESERVED
 from tpuswarm.train.run.directory import METRICS, read_rows
 from tpuswarm.train.user_code import describe_failure
 
@@ -34,7 +34,7 @@ class HookRunner:
             self._require_scale()
         names = [*self._session.eval_names, *self._session.compiled.step.out_info[1]]  # type: ignore[attr-defined]
         evaluations.require_names(hooks, names)
-        self._columns = {*RESERVED, "eval_rows", "eval_rows_total", *names}
+        self._columns = {*RESERVED, *EVALUATION_COLUMNS, *names}
 
     def call(self, due: Sequence[int], evaluation: dict[str, Any] | None) -> list[Step]:
         """Call hooks; write their numbers into the row of an evaluation, if there is one, or into a row of their own.

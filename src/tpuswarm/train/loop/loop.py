@@ -15,7 +15,7 @@ from tpuswarm.errors import RunFailed, TpuswarmError, first_line, message_of
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
-from tpuswarm.train.look.describe import memory_sentence, parameter_rows
+from tpuswarm.train.look.describe import describe_start, parameter_rows, parameters_text
 from tpuswarm.train.look.display import Display, RunHeader
 from tpuswarm.train.look.guarded_logger import GuardedLogger, Report
 from tpuswarm.train.look.outputs import Outputs
@@ -143,6 +143,10 @@ class Loop:
     def _open(self) -> None:
         session, compiled, step = self._session, self._session.compiled, self._progress.step
         mesh = compiled.mesh
+        parameters = sum(row.count for row in parameter_rows(compiled) if not row.statistic)
+        held_out = session.validation.source.rows_per_epoch if session.validation else 0
+        form = compiled.choice.why
+        about = describe_start(session.recipe, session.settings, parameters, form, session.source, held_out)
         self._outputs.open(self._loggers)
         self._display.open(
             RunHeader(
@@ -153,13 +157,14 @@ class Loop:
                 steps=session.steps,
                 tokens_per_step=session.tokens_per_step,
                 unit=token_unit(compiled.program.tokens_per_row),
-                parameters=parameter_rows(compiled),
-                sentences=[memory_sentence(compiled), *session.notes],
+                sentences=[*(f"{name}: {text}" for name, text in about.items()), *session.notes],
                 seconds=self._diagnostics.stopwatch.seconds(*phases.PHASES),
             )
         )
         facts = {"command": command_line(), "pid": os.getpid(), "done": session.updates_done}
         self._outputs.write_event(step, "started", f"from step {step}", **facts)
+        for kind, text in {**about, "parameters": parameters_text(compiled)}.items():
+            self._progress.event(kind, text)
         for note in session.notes:
             self._progress.event("note", note)
         self._outputs.announce_findings(step, self._diagnostics.at_start(compiled, session.settings["batch"]))

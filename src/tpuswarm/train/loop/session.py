@@ -224,7 +224,7 @@ def prepare(
         "data": (config or {}).get("data") or first_row,
     }
 
-    notes = [f"{choice.why}; {compiled.options.precision}", *capability_note(capability), *found_batch]
+    notes = [*capability_note(capability), *found_batch]
     if first_row and new_config["data"] != first_row:
         notes.append(
             "the first row of the data is not the one that this run began with: other data, another order, or random "

@@ -34,7 +34,7 @@ class Underfilled:
     def __str__(self) -> str:
         return (
             f"a dimension of {self.size} fills only {format_share(self.fill)} of the {self.unit}x{self.unit} matrix "
-            f"unit and wastes {format_share(self.waste)} of its time; use a multiple of {self.unit}"
+            f"unit and wastes {format_share(self.waste)} of its time; a multiple of {self.unit} fills it"
         )
 
 

@@ -294,6 +294,9 @@ def test_up_fails_with_a_reason_if_some_machines_cannot_be_created(cli):
     out = cli.run("up --yes --scale five=6 --scale small=1", code=1)
     assert "some machines cannot be created: 1 of pool five: europe-west4-a: no grant covers another v3-8" in out
     assert len(cli.ready) == 6
+    why = "1 v3-8 missing: europe-west4-a: no grant covers another v3-8"
+    assert f"pool five: {why}" in cli.run("list") and why in json.loads(cli.run("list --json"))["missing"][0]["why"]
+    assert "no grant covers another v3-8" in cli.run("doctor cloud", code=1)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])

@@ -1,6 +1,7 @@
 """Keepers survive kills, damaged state, full disks, sleep and clock jumps, and one at a time leads a fleet."""
 
 import errno
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.keeper.keeper import LEASE_S, MACHINE_VARIABLE, Keeper
 from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket, with_job
 from tpuswarm.fleet.store.history import History
+from tpuswarm.fleet.view import fleet_object, summary_lines
 
 
 def test_tick_lists_all_machines_with_one_request(tmp_path):
@@ -306,3 +308,25 @@ def test_only_the_keeper_on_the_head_looks_often_while_another_one_leads(tmp_pat
         fleet.keeper(name).run(lambda tick: None, lambda tick, found=found: len(found) == 2, found.append)
         leader.tick()
     assert max(pauses["head"]) < min(pauses["other"])
+
+
+def test_others_see_why_machines_are_missing_and_when_they_are_requested_again(tmp_path):
+    fleet = ManagedFleet(tmp_path, desired(pool(count=5, zones=(A,))))
+    fleet.cloud.capacity[A], fleet.cloud.refuses_late = 2, False
+    keeper = fleet.keeper()
+    tick = fleet.run(keeper, 120)
+
+    def shown() -> str:
+        document, now = fleet.document, fleet.cloud.now
+        listing = fleet.cloud.machines((A,))
+        (missing,) = fleet_object(document, listing, (), now)["missing"]
+        (line,) = [line for line in summary_lines(document, listing, now) if "missing" in line]
+        assert missing["pool"] == "small" and missing["why"] in line
+        return line
+
+    assert tick.leads and re.search(r"3 v2-8 missing: .*no capacity for v2-8.*; next try (in \d+ s|now)", shown())
+    keeper.release()
+    assert "no capacity for v2-8" in shown() and "next try" not in shown(), "nobody tries again"
+    fleet.cloud.capacity.clear()
+    fleet.run(fleet.keeper(), 600)
+    assert not fleet_object(fleet.document, fleet.cloud.machines((A,)), (), fleet.cloud.now)["missing"]

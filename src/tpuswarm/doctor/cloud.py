@@ -87,7 +87,7 @@ def check_missing(document: Document, listing: Listing, where: str, now: float) 
     """Report pools (`where`: POOL or `all`) that lack machines, except in zones that do not answer."""
     machines = document.desired.own(listing.machines)
     unknown = {pool.name for pool in document.desired.pools if not listing.unreachable.isdisjoint(pool.zones)}
-    for missing in list_missing(document.desired, machines, sorted(document.events), now):
+    for missing in list_missing(document, machines, sorted(document.events), now):
         if where in (ALL, missing.pool) and missing.pool not in unknown:
             yield _finding(missing.pool, REACH, missing.why, RECREATE)
 

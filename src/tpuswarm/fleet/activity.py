@@ -6,8 +6,8 @@ from typing import Literal
 
 from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.formatting import format_age
-from tpuswarm.fleet.decide.actions import Event
-from tpuswarm.fleet.decide.desired import Desired, PoolSpec
+from tpuswarm.fleet.decide.actions import Event, Wait
+from tpuswarm.fleet.decide.desired import PoolSpec
 from tpuswarm.fleet.decide.jobs import all_assignments
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.store.document import Document
@@ -41,7 +41,7 @@ def list_activities(
         member = (by_id or {}).get(f"j-{machine.name}")
         kind, why = _kind_and_reason(machine, document, events, by_id is not None, member, now)
         found.append(MachineActivity(machine.pool or "", machine.name, kind, why, member))
-    found += list_missing(desired, [machine for machine in own if machine.state != "dead"], events, now)
+    found += list_missing(document, [machine for machine in own if machine.state != "dead"], events, now)
     own_members = {f"j-{machine.name}" for machine in own}
     own_members |= {f"j-{event.machine}" for event in events if event.kind in LOSS_EVENTS}
     for member in members or ():
@@ -53,23 +53,28 @@ def list_activities(
 
 
 def list_missing(
-    desired: Desired, existing: Sequence[Machine], events: Sequence[Event], now: float
+    document: Document, existing: Sequence[Machine], events: Sequence[Event], now: float
 ) -> list[MachineActivity]:
     found = []
-    for pool in () if desired.down else desired.pools:
+    for pool in () if document.desired.down else document.desired.pools:
         if (missing := pool.count - sum(machine.pool == pool.name for machine in existing)) > 0:
-            found.append(MachineActivity(pool.name, "", "missing", _why_missing(pool, missing, events, now)))
+            wait = next((wait for wait in document.waits if wait.pool == pool.name and wait.missing), None)
+            found.append(MachineActivity(pool.name, "", "missing", _why_missing(pool, missing, wait, events, now)))
     return found
 
 
-def _why_missing(pool: PoolSpec, count: int, events: Sequence[Event], now: float) -> str:
+def _why_missing(pool: PoolSpec, count: int, wait: Wait | None, events: Sequence[Event], now: float) -> str:
     own = [event for event in events if event.pool == pool.name]
     last_ready = max((number for number, event in enumerate(own) if event.kind == "ready"), default=-1)
     since = own[last_ready + 1 :]
     reasons = []
     if losses := [event for event in since if event.kind in ("preempted", "lost")]:
         reasons.append(f"{losses[-1].machine} was {losses[-1].kind} {format_age(now - losses[-1].at)} ago")
-    if refusals := [event for event in since if event.kind == "refused"]:
+    if wait is not None:
+        reasons.append(wait.why)
+        if wait.until is not None:
+            reasons.append(f"next try in {format_age(wait.until - now)}" if wait.until > now else "next try now")
+    elif refusals := [event for event in since if event.kind == "refused"]:
         reasons.append(f"waiting since {format_age(now - refusals[0].at)}: {refusals[-1].text}")
     if not reasons:
         reasons.append(f"requested in {', '.join(pool.zones)}")

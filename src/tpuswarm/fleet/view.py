@@ -203,6 +203,7 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
     else:
         lines = ["no keeper runs, so nothing lost is replaced and no limit is enforced: `tpuswarm keep`"]
     lines += [f"{failure.says}; `tpuswarm logs {failure.job.name}`" for failure in find_failures(document.jobs)]
+    lines += [f"pool {missing.pool}: {missing.why}" for missing in _list_missing(document, listing, now)]
     for use in grant_uses(desired, listing, now):
         left = "" if use.days_left is None else f", {use.days_left:.0f} days left"
         what = f"{use.type} chips" if is_generation(use.type) else use.type
@@ -215,6 +216,13 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
     if desired.down is not None:
         lines.append(f"it comes down: {desired.down}")
     return lines
+
+
+def _list_missing(document: Document, listing: Listing, now: float) -> "list[MachineActivity]":
+    from tpuswarm.fleet.activity import list_missing
+
+    alive = [machine for machine in document.desired.own(listing.machines) if machine.state != "dead"]
+    return list_missing(document, alive, sorted(document.events), now)
 
 
 def total_spending(document: Document, listing: Listing, now: float) -> Spending:
@@ -251,6 +259,8 @@ def fleet_object(document: Document, listing: Listing, events: Iterable[Event], 
             {"name": pool.name, "type": pool.type, "how": pool.how, "count": pool.count} for pool in desired.pools
         ],
         "machines": [asdict(row) for row in machine_rows(desired, listing, events, now)],
+        "missing": [{"pool": it.pool, "why": it.why} for it in _list_missing(document, listing, now)],
+        "waits": [wait._asdict() for wait in document.waits],
         "grants": [asdict(use) for use in grant_uses(desired, listing, now)],
         "dollars": total_spending(document, listing, now).dollars,
         "unreachable": sorted(listing.unreachable),

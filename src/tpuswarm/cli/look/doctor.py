@@ -25,6 +25,7 @@ from tpuswarm.doctor.report import (
 )
 from tpuswarm.doctor.run import check_run
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.decide.names import ALL
 from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
@@ -169,7 +170,8 @@ def _check_cloud(fleet_name: str | None, as_json: bool) -> int:
             ]
         can_ask = not any(finding.check in FIRST_CHECKS for finding in findings)
         if can_ask and (document := fleet.store(cloud).load()) is not None:
-            findings += check_fleet(document, cloud.machines(document.zones), time.time())
+            listing, now = cloud.machines(document.zones), time.time()
+            findings += [*check_fleet(document, listing, now), *check_missing(document, listing, ALL, now)]
             findings += check_jobs(document)
     return _report("fleet", fleet.full_name, findings, as_json)
 

@@ -163,6 +163,7 @@ class Keeper:
         self._unsaved_events = [*self._unsaved_events, *events][-MAX_EVENTS:]
         document = with_events(replace(document, spending=spending, traffic=traffic), self._unsaved_events)
         plan = make_plan(document.desired, observed, now)
+        document = replace(document, waits=plan.waits)
         role = self._take_role(document, listing, plan, steady, now)
         if role == "watches":  # the leader reports the events
             self._unsaved_events, self._unsaved_jump = [], 0.0
@@ -227,7 +228,9 @@ class Keeper:
             if document is None:
                 raise DocumentGone(f"{self._store.where} is gone")
             is_ours = document.lease is not None and document.lease.holder == self._id
-            return with_events(replace(document, lease=None), self._unsaved_events) if is_ours else document
+            waits = tuple(wait._replace(until=None) for wait in document.waits)  # nobody tries again by itself
+            released = replace(document, lease=None, waits=waits)
+            return with_events(released, self._unsaved_events) if is_ours else document
 
         self._store.change(release)
         self._unsaved_events.clear()

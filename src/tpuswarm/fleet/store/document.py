@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from tpuswarm.cloud.errors import Changed, Unreachable
 from tpuswarm.cloud.protocol import Bucket, Stored
 from tpuswarm.errors import RunFailed
-from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.actions import Event, Wait
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.flags import Flag
 from tpuswarm.fleet.decide.fleet_state import WorkStatus
@@ -70,6 +70,8 @@ class Document:
     flags: tuple[Flag, ...] = ()
     """Set by `tpuswarm flags`; they win over the file's."""
     events: tuple[Event, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    """Why machines are missing, as the last keeper saw it."""
     asked_by: str = ""
     """USER@HOST who last changed the desired state."""
     asked_at: float = 0.0

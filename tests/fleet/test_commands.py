@@ -98,7 +98,7 @@ def test_fleet_from_up_to_down(cli, golden):
     cli.cloud.preempt((A, "v2-usc1f-1"))
     out = cli.run("up --yes")
     assert "1. delete v2-8 in us-central1-f: v2-usc1f-1; the cloud took it away (PREEMPTED)" in out
-    assert "2. create v2-8 (spot) in us-central1-f: v2-usc1f-1; $1.35 an hour" in out
+    assert "2. create v2-8 (spot, TPU API) in us-central1-f: v2-usc1f-1; $1.35 an hour" in out
     assert "total: 6 machines" in out and len(cli.ready) == 6
     preemptions = {row["name"]: row["preemptions"] for row in json.loads(cli.run("list --json"))["machines"]}
     assert preemptions["v2-usc1f-1"] == 1 and preemptions["v2-usc1f-0"] == 0
@@ -285,7 +285,7 @@ def test_wrong_change_of_a_running_fleet_is_refused(cli):
     cli.cloud.requests.clear()
     assert "there is no machine 'nobody'" in cli.run("down nobody", code=2)
     cli.write(SWARM.replace('type = "v2-8"', 'type = "v3-8"'))
-    assert "pool small is of v2-8 (spot) and would become v3-8 (spot)" in cli.run("up --yes", code=2)
+    assert "pool small is of v2-8 (spot, TPU API) and would become v3-8 (spot, TPU API)" in cli.run("up --yes", code=2)
     assert set(cli.cloud.requests) <= {"machines"}
 
 

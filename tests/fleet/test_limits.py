@@ -41,13 +41,14 @@ def tpu(name: str, created: float, type_: str = "v2-8", zone: str = ZONE, how: s
 )
 def test_grant_covers_its_type_zone_and_provisioning(type_, is_spot, wanted, how, is_covered):
     cover = money.GrantCover([grant(type_, is_spot)], NOW)
-    assert cover.claim(wanted, ZONE, how) == is_covered
-    assert not cover.claim(wanted, B, how)
+    assert not cover.claim(replace(tpu("a", 0.0, wanted, how=how), api="compute")), "grants are for the TPU API"
+    assert cover.claim(tpu("a", 0.0, wanted, how=how)) == is_covered
+    assert not cover.claim(tpu("a", 0.0, wanted, B, how))
 
 
 def test_grant_covers_the_oldest_machines_up_to_its_count():
     found, left = money.covered_machines([tpu("new", 3.0), tpu("old", 1.0), tpu("middle", 2.0)], [grant()], NOW)
-    assert found == {(ZONE, "old"), (ZONE, "middle")} and not left.claim("v2-8", ZONE, "spot")
+    assert found == {(ZONE, "old"), (ZONE, "middle")} and not left.claim(tpu("next", 4.0))
 
 
 def test_prices_of_machines_and_disks_and_their_sums():

@@ -1,7 +1,17 @@
 """Look up facts about TPUs and GPUs: TOML files with a source and a date for each figure."""
 
 from tpuswarm.catalog import network
-from tpuswarm.catalog.accelerators import Accelerator, Compiler, Gke, accelerators, find, usual_slice
+from tpuswarm.catalog.accelerators import (
+    APIS,
+    Accelerator,
+    Api,
+    Compiler,
+    Gke,
+    accelerator_of_machine,
+    accelerators,
+    find,
+    usual_slice,
+)
 from tpuswarm.catalog.figures import Figure, Source
 from tpuswarm.catalog.generations import Generation, HostSize, generation_of, generations
 from tpuswarm.catalog.gpus import Gpu, Hardware, find_hardware, gpus, memory_bandwidth, peak_flops
@@ -10,7 +20,9 @@ from tpuswarm.catalog.preemptions import SpotRecord, spot_records
 from tpuswarm.catalog.prices import Price
 
 __all__ = [
+    "APIS",
     "Accelerator",
+    "Api",
     "Compiler",
     "Figure",
     "Generation",
@@ -22,6 +34,7 @@ __all__ = [
     "Price",
     "Source",
     "SpotRecord",
+    "accelerator_of_machine",
     "accelerators",
     "find",
     "find_hardware",

@@ -15,6 +15,9 @@ from tpuswarm.errors import InputError
 Access = Literal["open", "single tenant", "sold"]
 """Anyone with quota; a single tenant; unknown, but on a price list."""
 ACCESSES: tuple[Access, ...] = get_args(Access)
+Api = Literal["tpu", "compute"]
+APIS: dict[Api, str] = {"tpu": "TPU API", "compute": "Compute Engine"}
+"""Google's names of the APIs that create TPUs."""
 
 
 class Gke(NamedTuple):
@@ -119,6 +122,25 @@ class Accelerator:
         return tuple(dict.fromkeys(name for name in found if name))
 
     @property
+    def apis(self) -> tuple[Api, ...]:
+        """The APIs that can create it, the default one first.
+
+        The TPU API is the default where it has the type: grants and quotas of TPUs are its own, and do not count in
+        Compute Engine (https://docs.cloud.google.com/tpu/docs/tpus-in-compute-engine).
+        """
+        known = self.generation.apis
+        return tuple(api for api, name in APIS.items() if name in known and (api == "compute" or self.api_name))
+
+    @property
+    def machine_type(self) -> str | None:
+        """The machine type of each host in Compute Engine; None if it is not offered there."""
+        return self.gke.machine if self.gke and "compute" in self.apis else None
+
+    def image(self, api: Api) -> str:
+        """Return what the hosts boot: a runtime version of the TPU API, or PROJECT/FAMILY in Compute Engine."""
+        return (self.generation.runtime if api == "tpu" else self.generation.image) or ""
+
+    @property
     def offers(self) -> tuple[Offer, ...]:
         return tuple(
             Offer(block["access"], tuple(block["zones"]), find_source(block["source"]))
@@ -146,6 +168,12 @@ class Accelerator:
 def format_topology(topology: tuple[int, ...]) -> str:
     """Write (2, 4) as 2x4."""
     return "x".join(map(str, topology))
+
+
+@cache
+def accelerator_of_machine(machine_type: str) -> Accelerator | None:
+    """Return the TPU that one machine of Compute Engine holds; None for a machine without TPU."""
+    return next((tpu for tpu in accelerators() if tpu.hosts == 1 and tpu.machine_type == machine_type), None)
 
 
 @cache

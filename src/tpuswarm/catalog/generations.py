@@ -47,7 +47,9 @@ class Generation:
     chip_config: str | None
     """`chip_config_name` for the compiler: megacore for v4 and v5p."""
     runtime: str | None
-    """Image of the TPU VM; None: Compute Engine machines, which have their own images."""
+    """Runtime version of the TPU API; None: not offered there."""
+    image: str | None
+    """PROJECT/FAMILY of its image in Compute Engine; None: not offered there."""
     apis: tuple[str, ...]
     frameworks: tuple[str, ...]
     hosts: Mapping[int, HostSize] = field(hash=False, repr=False)
@@ -106,6 +108,7 @@ def _parse_generation(name: str, section: Mapping[str, Any]) -> Generation:
         pod_chips=value("pod_chips"),
         chip_config=value("chip_config"),
         runtime=value("runtime"),
+        image=value("image"),
         apis=value("apis"),
         frameworks=value("frameworks"),
         hosts={int(chips): _parse_host(host, own) for chips, host in section["hosts"].items()},

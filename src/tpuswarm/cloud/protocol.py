@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
+from tpuswarm.catalog import Api
 from tpuswarm.cloud.errors import CloudError
 
 How = Literal["spot", "on-demand", "queued", "reserved"]
@@ -54,6 +55,8 @@ class TpuSpec:
     fleet: str
     pool: str
     runtime: str
+    """A runtime version of the TPU API, or an image PROJECT/FAMILY of Compute Engine."""
+    api: Api = "tpu"
     network: str = "default"
     subnetwork: str | None = None
     external_ips: bool = True
@@ -95,6 +98,8 @@ class VmSpec:
     ends: float | None = None
     """Unix seconds when the cloud deletes it. The TPU API has no such option."""
 
+    api: ClassVar[Api] = "compute"
+
     @property
     def how(self) -> How:
         return "spot" if self.spot else "on-demand"
@@ -130,6 +135,8 @@ class Machine:
     symptoms: tuple[str, ...] = ()
     """Problems that the cloud noticed; a healthy machine may have some."""
     how: How = "on-demand"
+    api: Api = "tpu"
+    """The API that a TPU was created through."""
     created: float = 0.0
     """Unix seconds."""
     workers: tuple[Worker, ...] = ()
@@ -156,6 +163,11 @@ class Machine:
     @property
     def pool(self) -> str | None:
         return self.labels.get(POOL_LABEL)
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is an instance of Compute Engine: a plain VM, or a TPU created there."""
+        return self.kind == "vm" or self.api == "compute"
 
     @property
     def spot(self) -> bool:
@@ -227,7 +239,7 @@ class Provider(Protocol):
         """Return the state of an operation; one that the cloud has forgotten is done."""
 
     def types(self, zone: str) -> Sequence[str]:
-        """Return the TPU types that the zone offers to this project, by the cloud's names."""
+        """Return the TPU types that the zone offers to this project, by the TPU API's names."""
 
     def runtimes(self, zone: str) -> Sequence[str]:
         """Return the runtime versions that the zone offers."""

@@ -251,6 +251,6 @@ def test_vms_come_from_all_pages_and_unreachable_zones_are_named(monkeypatch):
         },
     }
     monkeypatch.setattr(Access, "get", lambda self, doing, url, pageToken="", **query: pages[pageToken])
-    vms, unreachable = GoogleProvider(Access("p"))._vms()
+    vms, unreachable = GoogleProvider(Access("p"))._instances()
     assert [vm.name for vm in vms] == ["head", "other"]
     assert unreachable == {"asia-east1-c", "me-west1-a"}

@@ -1,12 +1,19 @@
 """Real gcloud, if installed, takes the local cloud for Google's."""
 
 import os
+import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
+from tests.local_cloud import until
+from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.provider import GoogleProvider
+from tpuswarm.cloud.protocol import Disk, TpuSpec, VmSpec
 from tpuswarm.cloud.rehearsal.connect import gcloud_variables
+from tpuswarm.fleet.apply import gcloud as gcloud_line
 
 needs_gcloud = pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
 pytestmark = [pytest.mark.long, needs_gcloud]
@@ -44,3 +51,44 @@ def test_gcloud_manages_vms(gcloud):
     gcloud("instances", "create", "head", ZONE, "--machine-type=n2-standard-8", *image, "--tags=a")
     assert gcloud("instances", "list", "--format=value(name,status)") == ["head", "RUNNING"]
     gcloud("instances", "delete", "head", ZONE)
+
+
+IMAGE = "ubuntu-os-accelerator-images/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
+TPU = TpuSpec("a", "us-east5-a", "v6e-8", "on-demand", "f1e2", "small", IMAGE, "compute", tags=("t",))
+SPECS = {
+    "on demand": replace(TPU, name="a", disks=(Disk("data", True),), metadata={"text": "a,b"}),
+    "spot": replace(TPU, name="b", how="spot", external_ips=False, subnetwork="default"),
+    "TPU API": replace(TPU, name="c", how="spot", api="tpu", runtime="v2-alpha-tpuv6e"),
+    "VM": VmSpec("d", TPU.zone, "n2-highmem-8", "f1e2", "head", "debian-cloud/debian-12", 50, spot=True, ends=4e9),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_printed_line_makes_the_machine_that_the_product_makes(place, endpoints, gcloud, spec):
+    ours, theirs = (GoogleProvider(Access(project, endpoints)) for project in ("by-product", "by-gcloud"))
+    if spec.name == "a":
+        for cloud in (ours, theirs):
+            disks = cloud._zone_url(spec.zone, "disks")
+            cloud.access.post("making a disk", disks, {"name": "data"})
+    ours.create(spec)
+    line = gcloud_line.create(spec, "by-gcloud")
+    gcloud(*shlex.split(line)[2:])
+    made = [until(lambda cloud=cloud: described(cloud, spec.name)) for cloud in (ours, theirs)]
+    assert made[0] == made[1]
+
+
+def described(cloud, name):
+    """Return what must be equal of a machine that is ready."""
+    machine = next((machine for machine in cloud.machines([]).machines if machine.name == name), None)
+    if machine is None or machine.state != "ready":
+        return None
+    fields = {key: getattr(machine, key) for key in ("type", "zone", "kind", "how", "api", "labels", "disk_gib")}
+    fields["metadata"] = {key: value for key, value in machine.metadata.items() if key in ("text", "a")}
+    fields["external"] = bool(machine.workers[0].external)
+    if machine.is_instance:
+        shown = cloud.access.get("looking", cloud._instance_url(machine))
+        keys = ("provisioningModel", "onHostMaintenance", "instanceTerminationAction", "terminationTime")
+        fields["scheduling"] = {key: (shown["scheduling"].get(key) or "")[:19] for key in keys}
+        fields["tags"], fields["disks"] = shown["tags"]["items"], [disk.get("mode") for disk in shown["disks"]]
+        fields["scopes"] = shown["serviceAccounts"][0]["scopes"]
+    return fields

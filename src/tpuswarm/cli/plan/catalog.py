@@ -204,6 +204,9 @@ def _list_facts(tpu: Accelerator) -> list[tuple[str, str, list[Source]]]:
     add_figure("host", host.figures.get("vcpus"), lambda value: f"{value} vCPUs")
     add_figure("", host.figures.get("memory_gb"), lambda value: f"{value:g} GB of memory")
     add_figure("runtime", figures.get("runtime"), str)
+    if tpu.machine_type:
+        hosts = f"{tpu.hosts:,} × " if tpu.hosts > 1 else ""
+        add("Compute Engine", f"{hosts}{tpu.machine_type}, image {tpu.image('compute')}", figures["image"].source)
     add_figure("available through", figures["apis"], ", ".join)
     add_figure("frameworks", figures["frameworks"], ", ".join)
     add_figure("device kind in JAX", figures["device_kinds"], " or ".join)
@@ -227,6 +230,8 @@ def _type_object(tpu: Accelerator, zone: str | None = None) -> dict[str, Any]:
         "name": tpu.name,
         "names": tpu.names,
         "api_name": tpu.api_name,
+        "apis": tpu.apis,
+        "machine_type": tpu.machine_type,
         "gke": tpu.gke and {**tpu.gke._asdict(), **_source_object(tpu.gke.source)},
         "compiler": tpu.compiler._asdict(),
         "generation": tpu.generation.name,

@@ -53,7 +53,7 @@ def _list_groups(file: SwarmFile) -> Iterator[MachineGroup]:
     cover = GrantCover(grants, time.time())
     for pool in file.pool:
         type_, zone, is_spot = pool.type, pool.zones[0], pool.how == "spot"
-        if free := sum(cover.claim(type_, zone, pool.how) for _ in range(pool.count)):
+        if free := sum(cover.claim(pool.wanted[0]) for _ in range(pool.count)):
             own_key = quota_key(type_, zone, is_spot)
             own_grants = [grant for grant in grants if quota_key(grant.type, grant.zone, grant.spot) == own_key]
             ends = min((grant.expires for grant in own_grants if grant.expires), default=None)

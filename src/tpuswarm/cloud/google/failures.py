@@ -66,7 +66,8 @@ CODES_BY_STATUS = {
 }
 """For REST answers without a code name. Server errors (5xx) have none."""
 ZONE_LACKS_TYPE = re.compile(
-    r"was not found in zone |requested zone \"[^\"]+\" is not supported|model is not supported for accelerator type"
+    r"was not found in zone |does not exist in zone '|"
+    r"requested zone \"[^\"]+\" is not supported|model is not supported for accelerator type"
 )
 """In answers with INVALID_ARGUMENT; other zones may offer the type."""
 REGION_LIMIT = re.compile(r"You have reached (\w+) limit")

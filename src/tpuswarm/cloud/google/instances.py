@@ -1,12 +1,17 @@
-"""Convert VMs between our types and Compute Engine's messages."""
+"""Convert VMs and TPUs of one host between our types and Compute Engine's messages.
+
+https://docs.cloud.google.com/compute/docs/tpus/create-tpu-vm-instance
+https://docs.cloud.google.com/compute/docs/reference/rest/v1/instances/insert
+"""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from tpuswarm.catalog import accelerator_of_machine, find
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.google.nodes import LOGIN, SCOPE, labels_of, parse_timestamp
-from tpuswarm.cloud.protocol import Machine, State, VmSpec, Worker
+from tpuswarm.cloud.protocol import How, Machine, Spec, State, TpuSpec, VmSpec, Worker
 
 STATES: dict[str, State] = {
     "PENDING": "creating",
@@ -22,35 +27,67 @@ STATES: dict[str, State] = {
     "TERMINATED": "stopped",
     "DEPROVISIONING": "deleting",
 }
+TPU_DISK_GIB = 100
+"""The boot disk of a TPU, as the TPU API makes it (https://cloud.google.com/tpu/docs/setup-persistent-disk). Without a
+size, Compute Engine takes the image's, 10 GB."""
+MODELS: dict[str, How] = {"SPOT": "spot", "RESERVATION_BOUND": "reserved"}
+"""Values of scheduling.provisioningModel; others are on demand."""
 
 
-def instance_from_spec(spec: VmSpec, project: str) -> dict[str, Any]:
+def instance_from_spec(spec: Spec, project: str) -> dict[str, Any]:
     """Return the body of instances.insert."""
-    image_project, _, family = spec.image.partition("/")
-    disk: dict[str, Any] = {
-        "sourceImage": f"projects/{image_project}/global/images/family/{family}",
-        "diskSizeGb": str(spec.disk_gib),
-        "labels": labels_of(spec),
-    }
-    if spec.disk_type:
-        disk["diskType"] = f"zones/{spec.zone}/diskTypes/{spec.disk_type}"
+    place = f"zones/{spec.zone}"
+    disks = [{"boot": True, "autoDelete": True, "initializeParams": _boot_disk(spec)}]
+    if isinstance(spec, TpuSpec):
+        disks += [
+            {
+                "source": f"projects/{project}/{place}/disks/{disk.name}",
+                "mode": "READ_ONLY" if disk.read_only else "READ_WRITE",
+            }
+            for disk in spec.disks
+        ]
     interface: dict[str, Any] = {"network": f"projects/{project}/global/networks/{spec.network}"}
     if spec.subnetwork:
         interface["subnetwork"] = f"projects/{project}/regions/{region_of(spec.zone)}/subnetworks/{spec.subnetwork}"
     if spec.external_ips:
         interface["accessConfigs"] = [{"name": "external-nat", "type": "ONE_TO_ONE_NAT"}]
-    return {
+    body = {
         "name": spec.name,
-        "machineType": f"zones/{spec.zone}/machineTypes/{spec.type}",
-        "disks": [{"boot": True, "autoDelete": True, "initializeParams": disk}],
+        "machineType": f"{place}/machineTypes/{machine_type_of(spec)}",
+        "disks": disks,
         "networkInterfaces": [interface],
-        "canIpForward": spec.ip_forward,
+        "canIpForward": isinstance(spec, VmSpec) and spec.ip_forward,
         "scheduling": _scheduling(spec),
         "serviceAccounts": [{"email": spec.service_account or "default", "scopes": [SCOPE]}],
         "tags": {"items": list(spec.tags)},
         "labels": labels_of(spec),
         "metadata": to_metadata({**LOGIN, **spec.metadata}),
     }
+    if isinstance(spec, TpuSpec) and spec.reservation:
+        body["reservationAffinity"] = {
+            "consumeReservationType": "SPECIFIC_RESERVATION",
+            "key": "compute.googleapis.com/reservation-name",
+            "values": [spec.reservation],
+        }
+    return body
+
+
+def machine_type_of(spec: Spec) -> str:
+    """Return the machine type of a VM, or of each host of a TPU."""
+    return spec.type if isinstance(spec, VmSpec) else find(spec.type).machine_type or spec.type
+
+
+def _boot_disk(spec: Spec) -> dict[str, Any]:
+    image_project, _, family = (spec.image if isinstance(spec, VmSpec) else spec.runtime).partition("/")
+    disk: dict[str, Any] = {
+        "sourceImage": f"projects/{image_project}/global/images/family/{family}",
+        "diskSizeGb": str(spec.disk_gib if isinstance(spec, VmSpec) else TPU_DISK_GIB),
+        "labels": labels_of(spec),
+    }
+    # TPUs take the disk type that their series has by default: v6e supports Hyperdisk only, v5p Persistent Disk.
+    if isinstance(spec, VmSpec) and spec.disk_type:
+        disk["diskType"] = f"zones/{spec.zone}/diskTypes/{spec.disk_type}"
+    return disk
 
 
 def to_metadata(items: Mapping[str, str], fingerprint: str | None = None) -> dict[str, Any]:
@@ -63,6 +100,8 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
     """Convert an instance from REST."""
     said, scheduling = instance.get("status", ""), instance.get("scheduling", {})
     spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible", False)
+    machine_type = instance["machineType"].rsplit("/", 1)[-1]
+    tpu = accelerator_of_machine(machine_type)
     state = STATES.get(said, "repairing")
     if said in ("PROVISIONING", "STAGING") and "lastStopTimestamp" in instance:
         state = "starting"
@@ -71,12 +110,13 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
     return Machine(
         name=instance["name"],
         zone=instance["zone"].rsplit("/", 1)[-1],
-        kind="vm",
-        type=instance["machineType"].rsplit("/", 1)[-1],
+        kind="tpu" if tpu else "vm",
+        type=tpu.name if tpu else machine_type,
         state=state,
         said=said,
         why=instance.get("statusMessage", ""),
-        how="spot" if spot else "on-demand",
+        how="spot" if spot else MODELS.get(scheduling.get("provisioningModel", ""), "on-demand"),
+        api="compute",
         created=parse_timestamp(instance.get("creationTimestamp")),
         workers=_workers(instance.get("networkInterfaces", ())),
         labels=instance.get("labels", {}),
@@ -85,13 +125,14 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
     )
 
 
-def _scheduling(spec: VmSpec) -> dict[str, str]:
-    scheduling = {"provisioningModel": "SPOT" if spec.spot else "STANDARD"}
-    if spec.spot:
+def _scheduling(spec: Spec) -> dict[str, str]:
+    scheduling = {"provisioningModel": next((name for name, how in MODELS.items() if how == spec.how), "STANDARD")}
+    ends = spec.ends if isinstance(spec, VmSpec) else None
+    if spec.how == "spot" or isinstance(spec, TpuSpec):  # TPUs cannot migrate while they run
         scheduling["onHostMaintenance"] = "TERMINATE"
-    if spec.ends is not None:
-        scheduling["terminationTime"] = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
-    if spec.spot or spec.ends is not None:
+    if ends is not None:
+        scheduling["terminationTime"] = datetime.fromtimestamp(ends, UTC).isoformat(timespec="seconds")
+    if spec.how in ("spot", "reserved") or ends is not None:
         # A preempted or expired machine is deleted with its disk, so that it costs nothing.
         scheduling["instanceTerminationAction"] = "DELETE"
     return scheduling

@@ -179,6 +179,22 @@ class Project:
             for quota in resource.get("quotas", ())
         }
 
+    def machine_types(self, zone: str) -> tuple[str, ...]:
+        """Return the machine types that a zone offers to this project."""
+        url = self._compute(f"zones/{zone}/machineTypes")
+        types = self._list_all(f"listing the machine types of {zone}", url, "items", {"maxResults": "500"})
+        return tuple(sorted(resource["name"] for resource in types))
+
+    def has_image(self, image: str) -> bool:
+        """Return whether Compute Engine has an image PROJECT/FAMILY."""
+        owner, _, family = image.partition("/")
+        path = f"compute/v1/projects/{owner}/global/images/family/{family}"
+        try:
+            self._access.get(f"looking for image {image}", self._access.url(COMPUTE_HOST, path))
+        except NotFound:
+            return False
+        return True
+
     def has_nat(self, network: str, region: str) -> bool:
         """Return whether Cloud NAT connects machines without external addresses to the internet."""
         routers = self._list_all(

@@ -1,11 +1,10 @@
-"""A project at Google as a Provider: TPUs through the TPU API, VMs through Compute Engine."""
+"""A project at Google as a Provider: TPUs through the TPU API or Compute Engine, VMs through Compute Engine."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tpuswarm.catalog import find
 from tpuswarm.cloud.errors import CloudError, Invalid, NoQuota, NotFound, Unreachable
 from tpuswarm.cloud.google import instances, nodes
 from tpuswarm.cloud.google.access import REQUEST_TIMEOUT_S, Access
@@ -29,29 +28,27 @@ class GoogleProvider:
         return self.access.project
 
     def machines(self, zones: Iterable[str]) -> Listing:
-        """Make one call for all nodes, one for all VMs, and one a zone for queued requests; more for more pages.
+        """Make one call for all nodes, one for all instances, and one a zone for queued requests; more for more pages.
 
         Uses plain REST, because importing the clients takes longer than everything else.
         """
         with ThreadPoolExecutor(16) as pool:
-            vms = pool.submit(self._vms)
+            listed_instances = pool.submit(self._instances)
             # Requests before nodes: the node of an active request is then among the nodes.
             requests = list(pool.map(self._requests, sorted(set(zones))))
             tpus, unreachable = self._nodes()
-            virtual, unreachable_for_vms = vms.result()
-        unreachable |= unreachable_for_vms | {zone for zone, listed in requests if listed is None}
+            from_compute, unreachable_for_compute = listed_instances.result()
+        unreachable |= unreachable_for_compute | {zone for zone, listed in requests if listed is None}
         queued_resources = (resource for _, listed in requests for resource in listed or ())
         queued = nodes.machines_from_requests(queued_resources, tpus, unreachable, self.project)
-        return Listing((*tpus, *queued, *virtual), unreachable)
+        return Listing((*tpus, *queued, *from_compute), unreachable)
 
     def create(self, spec: Spec) -> str:
         doing = f"creating {spec.name} in {spec.zone}"
         parent = self._parent(spec.zone)
-        if isinstance(spec, VmSpec):
+        if isinstance(spec, VmSpec) or spec.api == "compute":
             instance = instances.instance_from_spec(spec, self.project)
             return self._compute(doing, "POST", self._zone_url(spec.zone, "instances"), instance)
-        if find(spec.type).api_name is None:
-            raise Invalid(f"{doing}: the TPU API has no {spec.type}, and tpuswarm supports no other API yet")
         if spec.how in ("queued", "reserved"):
             request = nodes.request_from_spec(spec, self.project)
             begin = functools.partial(
@@ -68,7 +65,7 @@ class GoogleProvider:
     def delete(self, machine: Machine) -> str:
         """Delete a machine; deleting the request of a TPU deletes its node."""
         doing = f"deleting {machine.name} in {machine.zone}"
-        if machine.kind == "vm":
+        if machine.is_instance:
             return self._compute(doing, "DELETE", self._instance_url(machine))
         if machine.request:
             name = f"{self._parent(machine.zone)}/queuedResources/{machine.request}"
@@ -89,7 +86,7 @@ class GoogleProvider:
             )
         if machine.spot:
             raise Invalid(f"{machine.name} is a spot machine, which could not be started again; delete it instead")
-        if machine.kind == "vm":
+        if machine.is_instance:
             return self._compute(doing, "POST", f"{self._instance_url(machine)}/stop")
         return self._tpu(doing, functools.partial(self.access.tpu.stop_node, request={"name": self._node(machine)}))
 
@@ -97,7 +94,7 @@ class GoogleProvider:
         doing = f"starting {machine.name} in {machine.zone}"
         if machine.spot:
             raise Invalid(f"{machine.name} is a spot machine, which cannot be started again; create a new one")
-        if machine.kind == "vm":
+        if machine.is_instance:
             return self._compute(doing, "POST", f"{self._instance_url(machine)}/start")
         return self._tpu(doing, functools.partial(self.access.tpu.start_node, request={"name": self._node(machine)}))
 
@@ -129,7 +126,7 @@ class GoogleProvider:
     def set_metadata(self, machine: Machine, metadata: Mapping[str, str]) -> str:
         """Set keys of a machine's metadata. Both APIs replace all keys, so the current ones are read first."""
         doing = f"setting {', '.join(sorted(metadata))} on {machine.name} in {machine.zone}"
-        if machine.kind == "vm":
+        if machine.is_instance:
             current = self.access.get(doing, self._instance_url(machine))["metadata"]
             old = {item["key"]: item["value"] for item in current.get("items", ())}
             new = instances.to_metadata({**old, **metadata}, current.get("fingerprint"))
@@ -146,7 +143,7 @@ class GoogleProvider:
     def guest_attributes(self, machine: Machine, worker: int, path: str) -> Mapping[str, str]:
         doing = f"reading the guest attributes of {machine.name} in {machine.zone}"
         try:
-            if machine.kind == "vm":
+            if machine.is_instance:
                 url = f"{self._instance_url(machine)}/getGuestAttributes"
                 items = self.access.get(doing, url, queryPath=path).get("queryValue", {}).get("items", ())
                 return {item["key"]: item["value"] for item in items}
@@ -179,12 +176,12 @@ class GoogleProvider:
             return zone, None
         return zone, [resource for page in pages for resource in page.get("queuedResources", ())]
 
-    def _vms(self) -> tuple[list[Machine], frozenset[str]]:
+    def _instances(self) -> tuple[list[Machine], frozenset[str]]:
         url = self.access.url(COMPUTE_HOST, f"compute/v1/projects/{self.project}/aggregated/instances")
         query = {"maxResults": str(PAGE_SIZE), "returnPartialSuccess": "true"}
         machines: list[Machine] = []
         unreachable: set[str] = set()
-        for page in self.access.get_pages("listing VMs", url, **query):
+        for page in self.access.get_pages("listing instances", url, **query):
             unreachable |= {zone.rsplit("/", 1)[-1] for zone in page.get("unreachables", ())}
             for scope, listed in page.get("items", {}).items():
                 if listed.get("warning", {}).get("code") == "UNREACHABLE":

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from tpuswarm.catalog import find
+from tpuswarm.cloud.google.instances import TPU_DISK_GIB, machine_type_of
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Machine, Spec, TpuSpec, VmSpec
 
 TPU_VM = ("gcloud", "compute", "tpus", "tpu-vm")
@@ -14,13 +15,15 @@ INSTANCES = ("gcloud", "compute", "instances")
 
 def create(spec: Spec, project: str) -> str:
     """Return the command that creates a machine, without SSH keys: gcloud adds its own."""
-    return _create_vm(spec, project) if isinstance(spec, VmSpec) else _create_tpu(spec, project)
+    if isinstance(spec, TpuSpec) and spec.api == "tpu":
+        return _create_tpu(spec, project)
+    return _create_instance(spec, project)
 
 
 def delete(machine: Machine, project: str) -> str:
     """Return the command that deletes a machine, with its queued request."""
     options = [f"--project={project}", f"--zone={machine.zone}", "--quiet"]
-    if machine.kind == "vm":
+    if machine.is_instance:
         return shlex.join([*INSTANCES, "delete", machine.name, *options])
     if machine.request:
         return shlex.join([*QUEUED, "delete", machine.request, *options, "--force"])
@@ -28,7 +31,7 @@ def delete(machine: Machine, project: str) -> str:
 
 
 def stop_or_start(machine: Machine, verb: str, project: str) -> str:
-    words = TPU_VM if machine.kind == "tpu" else INSTANCES
+    words = INSTANCES if machine.is_instance else TPU_VM
     return shlex.join([*words, verb, machine.name, f"--project={project}", f"--zone={machine.zone}"])
 
 
@@ -49,31 +52,41 @@ def _create_tpu(spec: TpuSpec, project: str) -> str:
     words += ["--spot"] if spec.how == "spot" else []
     words += [f"--reservation={spec.reservation}", "--reserved"] if spec.reservation else []
     words += [f"--valid-until-duration={spec.wait_s:.0f}s"] if queued and spec.wait_s else []
-    words += _common_options(spec, "--internal-ips")
+    words += _common_options(spec, "--internal-ips", "--subnetwork")
     for disk in spec.disks:
         source = f"projects/{project}/zones/{spec.zone}/disks/{disk.name}"
         words += [f"--data-disk=source={source},mode={'read-only' if disk.read_only else 'read-write'}"]
     return shlex.join(words)
 
 
-def _create_vm(spec: VmSpec, project: str) -> str:
-    image_project, family = spec.image.split("/")
+def _create_instance(spec: Spec, project: str) -> str:
+    image_project, _, family = (spec.image if isinstance(spec, VmSpec) else spec.runtime).partition("/")
     words = [*INSTANCES, "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
-    words += [f"--machine-type={spec.type}", f"--image-project={image_project}", f"--image-family={family}"]
-    words += [f"--boot-disk-size={spec.disk_gib}GB"]
-    words += [f"--boot-disk-type={spec.disk_type}"] if spec.disk_type else []
-    words += ["--provisioning-model=SPOT"] if spec.spot else []
-    if spec.ends is not None:
-        ends = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
-        words += [f"--termination-time={ends}", "--instance-termination-action=DELETE"]
-    words += ["--can-ip-forward"] if spec.ip_forward else []
-    words += _common_options(spec, "--no-address")
+    words += [f"--machine-type={machine_type_of(spec)}", f"--image-project={image_project}", f"--image-family={family}"]
+    words += [f"--boot-disk-size={spec.disk_gib if isinstance(spec, VmSpec) else TPU_DISK_GIB}GB"]
+    if spec.how == "spot" or isinstance(spec, TpuSpec):
+        words += ["--maintenance-policy=TERMINATE"]
+    words += ["--provisioning-model=SPOT"] if spec.how == "spot" else []
+    if isinstance(spec, VmSpec):
+        words += [f"--boot-disk-type={spec.disk_type}"] if spec.disk_type else []
+        words += ["--can-ip-forward"] if spec.ip_forward else []
+        if spec.ends is not None:
+            ends = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
+            words += [f"--termination-time={ends}"]
+    elif spec.reservation:
+        words += ["--provisioning-model=RESERVATION_BOUND", "--reservation-affinity=specific"]
+        words += [f"--reservation={spec.reservation}"]
+    if spec.how in ("spot", "reserved") or (isinstance(spec, VmSpec) and spec.ends is not None):
+        words += ["--instance-termination-action=DELETE"]
+    words += _common_options(spec, "--no-address", "--subnet")
+    if isinstance(spec, TpuSpec):
+        words += [f"--disk=name={disk.name},mode={'ro' if disk.read_only else 'rw'}" for disk in spec.disks]
     return shlex.join([*words, "--scopes=cloud-platform"])
 
 
-def _common_options(spec: Spec, no_external_ips: str) -> list[str]:
+def _common_options(spec: Spec, no_external_ips: str, subnet: str) -> list[str]:
     words = [] if spec.network == "default" else [f"--network={spec.network}"]
-    words += [f"--subnetwork={spec.subnetwork}"] if spec.subnetwork else []
+    words += [f"{subnet}={spec.subnetwork}"] if spec.subnetwork else []
     words += [f"--tags={','.join(spec.tags)}"] if spec.tags else []
     words += [] if spec.external_ips else [no_external_ips]
     labels: Mapping[str, str] = {**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool}

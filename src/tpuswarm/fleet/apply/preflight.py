@@ -97,7 +97,10 @@ def run_checks(
     for pool in file.pool:
         checks.append(_quota(pool, facts))
         checks += [_type(pool, zone, facts) for zone in pool.zones]
-        checks += dict.fromkeys(_runtime(pool, zone, facts) for zone in pool.zones)
+        if pool.chosen_api == "compute":
+            checks.append(_image(pool.image, facts))
+        else:
+            checks += dict.fromkeys(_runtime(pool, zone, facts) for zone in pool.zones)
     checks += [_bucket(file, file.storage.bucket, facts)] if file.storage else []
     checks += [_addresses(file, key, facts) for key in facts.subnetworks]
     checks += [_region_quota(file, quota, facts) for quota in REGION_QUOTAS]
@@ -148,6 +151,8 @@ def _apis(facts: ProjectFacts) -> Verdict:
 def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
     if pool.how == "reserved":
         return "a reservation includes its quota"
+    if pool.chosen_api == "compute":
+        return f"pool {pool.name} takes quota of Compute Engine: the first creation tells how much there is"
     spot = pool.how == "spot"
     quotas = _answer(facts.quotas)
     allowances = {zone: allowance(quotas, pool.type, spot, zone) for zone in pool.zones}
@@ -168,11 +173,24 @@ def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
 @_check("type")
 def _type(pool: Pool, zone: str, facts: ProjectFacts) -> Verdict:
     tpu = find(pool.type)
-    if tpu.api_name in _answer(facts.types[zone]):
+    if pool.chosen_api == "compute":
+        is_offered = tpu.machine_type in _answer(facts.machine_types[zone])
+    else:
+        is_offered = tpu.api_name in _answer(facts.types[zone])
+    if is_offered:
         return f"{zone} offers {pool.type}"
     others = [other for other in tpu.zones() if other != zone]
     remedy = f"take one of the zones that have it: {', '.join(others)}" if others else "take another type"
     return f"{zone} offers no {pool.type} to project {facts.project}", remedy
+
+
+@_check("image", optional=True)
+def _image(image: str, facts: ProjectFacts) -> Verdict:
+    if _answer(facts.images[image]):
+        return f"Compute Engine has image {image}"
+    project, _, family = image.partition("/")
+    remedy = f"gcloud compute images list --project={project} --no-standard-images --filter=family:{family[:12]}"
+    return f"Compute Engine has no image {image}", f"{remedy} lists others for `runtime`"
 
 
 @_check("runtime")
@@ -362,7 +380,7 @@ def _price(file: SwarmFile, now: float, paid: bool) -> Iterator[Check]:
     cover, rate, outside = money.GrantCover(grants, now), money.Rate(), Counter[str]()
     for pool in file.pool:
         for _ in range(pool.count):
-            if not any(cover.claim(pool.type, zone, pool.how) for zone in pool.zones):
+            if not any(map(cover.claim, pool.wanted)):
                 prices = [money.tpu_price(pool.type, zone, pool.how == "spot") for zone in pool.zones]
                 rate = rate.plus(max((price for price in prices if price is not None), default=None))
                 outside[f"{pool.type} of pool {pool.name}"] += 1

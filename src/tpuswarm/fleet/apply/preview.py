@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+from tpuswarm.catalog import APIS
 from tpuswarm.cloud.protocol import Listing, Machine, Spec, TpuSpec
 from tpuswarm.fleet.apply import gcloud
 from tpuswarm.fleet.decide.actions import Action, Create, Delete, Grow, Plan, Start, Stop, Wait
@@ -57,7 +58,7 @@ def make_preview(
         free, paid = free + is_free, paid + (not is_free)
         rate = rate if is_free else rate.plus(vm_prices.get(machine.pool or "", machine_price(machine)))
     for spec in (action.spec for action in actions if isinstance(action, Create)):
-        is_free = isinstance(spec, TpuSpec) and cover.claim(spec.type, spec.zone, spec.how)
+        is_free = isinstance(spec, TpuSpec) and cover.claim(spec)
         free, paid = free + is_free, paid + (not is_free)
         rate = rate if is_free else rate.plus(spec_price(spec))
     return Preview(tuple(steps), plan.waits, free, paid, rate)
@@ -92,7 +93,7 @@ def _step_key(action: Action) -> tuple[object, ...]:
 
 def _steps(group: Sequence[Action], project: str, cover: GrantCover) -> Iterable[PreviewStep]:
     specs = [action.spec for action in group if isinstance(action, Create)]
-    covered = [isinstance(spec, TpuSpec) and cover.claim(spec.type, spec.zone, spec.how) for spec in specs]
+    covered = [isinstance(spec, TpuSpec) and cover.claim(spec) for spec in specs]
     for is_free in (True, False):
         if same := [spec for spec, free in zip(specs, covered, strict=True) if free == is_free]:
             yield _creation(same, is_free, project)
@@ -116,8 +117,8 @@ def _steps(group: Sequence[Action], project: str, cover: GrantCover) -> Iterable
 
 def _creation(specs: list[Spec], free: bool, project: str) -> PreviewStep:
     spec, names = specs[0], [spec.name for spec in specs]
-    kind = "VM " if not isinstance(spec, TpuSpec) else ""
-    says = f"create {_times(len(specs))}{kind}{spec.type} ({spec.how}) in {spec.zone}: {_name_range(names)}"
+    kind, through = ("", f", {APIS[spec.api]}") if isinstance(spec, TpuSpec) else ("VM ", "")
+    says = f"create {_times(len(specs))}{kind}{spec.type} ({spec.how}{through}) in {spec.zone}: {_name_range(names)}"
     rate = Rate()
     for one in specs:
         rate = rate.plus(spec_price(one))

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from tpuswarm.catalog import APIS
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied
 from tpuswarm.cloud.google.accounts import Grantee
@@ -40,6 +41,10 @@ class ProjectFacts:
     types: Mapping[str, tuple[str, ...] | CloudError] = field(default_factory=dict)
     """The cloud's names of TPU types, by zone."""
     runtimes: Mapping[str, tuple[str, ...] | CloudError] = field(default_factory=dict)
+    machine_types: Mapping[str, tuple[str, ...] | CloudError] = field(default_factory=dict)
+    """Compute Engine's, by zone."""
+    images: Mapping[str, bool | CloudError] = field(default_factory=dict)
+    """Whether Compute Engine has each image PROJECT/FAMILY of the pools."""
     bucket: "BucketSettings | CloudError | None" = None
     """None if there is no bucket, or the file names none."""
     subnetworks: "Mapping[NetworkKey, Subnetwork | CloudError | None]" = field(default_factory=dict)
@@ -64,7 +69,8 @@ class ProjectFacts:
     @property
     def denies_all(self) -> bool:
         """Whether the project does not exist, or belongs to somebody else."""
-        return isinstance(self.apis, CloudError) and all(isinstance(types, Denied) for types in self.types.values())
+        answers = (*self.types.values(), *self.machine_types.values())
+        return isinstance(self.apis, CloudError) and all(isinstance(answer, Denied) for answer in answers)
 
 
 def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile) -> ProjectFacts:
@@ -72,6 +78,10 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
     if isinstance(apis, CloudError) and not isinstance(apis, Denied):
         return ProjectFacts(project.id, apis)
     zones = sorted({zone for pool in file.pool for zone in pool.zones})
+    by_api = {
+        api: sorted({zone for pool in file.pool if pool.chosen_api == api for zone in pool.zones}) for api in APIS
+    }
+    image_names = sorted({pool.image for pool in file.pool if pool.chosen_api == "compute"})
     keys = sorted(network_keys(file), key=str)
     with ThreadPoolExecutor(MAX_THREADS) as threads:
 
@@ -79,8 +89,10 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
             return threads.submit(_answer_or_error, question, *about).result
 
         billing, quotas = ask(project.billing), ask(project.quotas)
-        types = {zone: ask(lambda zone: tuple(google.types(zone)), zone) for zone in zones}
-        runtimes = {zone: ask(lambda zone: tuple(google.runtimes(zone)), zone) for zone in zones}
+        types = {zone: ask(lambda zone: tuple(google.types(zone)), zone) for zone in by_api["tpu"]}
+        runtimes = {zone: ask(lambda zone: tuple(google.runtimes(zone)), zone) for zone in by_api["tpu"]}
+        machine_types = {zone: ask(project.machine_types, zone) for zone in by_api["compute"]}
+        images = {image: ask(project.has_image, image) for image in image_names}
         storage = file.storage
         bucket = ask(project.find_bucket, storage.bucket, storage.project) if storage else lambda: None
         subnetworks = {key: ask(project.subnetwork, key.network, key.region, key.subnetwork) for key in keys}
@@ -107,6 +119,8 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
             quotas(),
             {zone: answer() for zone, answer in types.items()},
             {zone: answer() for zone, answer in runtimes.items()},
+            {zone: answer() for zone, answer in machine_types.items()},
+            {image: answer() for image, answer in images.items()},
             bucket(),
             {key: answer() for key, answer in subnetworks.items()},
             {region: answer() for region, answer in region_quotas.items()},

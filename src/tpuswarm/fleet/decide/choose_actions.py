@@ -335,7 +335,7 @@ class _Planner:
         for zone in pool.zones:
             names = self._free_names(pool, zone)
             quota = spec_quota(replace(pool.spec, zone=zone))
-            key = backoff_key(zone, pool.type, pool.how)
+            key = backoff_key(zone, pool.type, pool.how, pool.spec.api)
             while missing > 0:
                 refusal = self._refuse_zone(key, zone, quota)
                 name = None if refusal else next(names, None)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from tpuswarm.catalog import Api
 from tpuswarm.cloud.protocol import Listing, Machine, Spec
 from tpuswarm.fleet.decide.traffic import Traffic
 
@@ -26,17 +27,17 @@ def spec_key(spec: Spec) -> str:
     return f"{spec.zone}/{spec.name}"
 
 
-def backoff_key(zone: str, type_: str, how: str) -> str:
+def backoff_key(zone: str, type_: str, how: str, api: Api) -> str:
     """Creations with the same key succeed or fail together, and share their backoff."""
-    return f"{zone}/{type_}/{how}"
+    return f"{zone}/{type_}/{how}" + ("/compute" if api == "compute" else "")
 
 
 def spec_backoff_key(spec: Spec) -> str:
-    return backoff_key(spec.zone, spec.type, spec.how)
+    return backoff_key(spec.zone, spec.type, spec.how, spec.api)
 
 
 def machine_backoff_key(machine: Machine) -> str:
-    return backoff_key(machine.zone, machine.type, machine.how)
+    return backoff_key(machine.zone, machine.type, machine.how, "compute" if machine.is_instance else "tpu")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from tpuswarm.catalog import find
+from tpuswarm.catalog import Api, find
 from tpuswarm.cloud.protocol import Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import Desired
@@ -74,7 +74,7 @@ class Limits:
         budget, zone = self._desired.budget, spec.zone
         if refusal := self._refuse_traffic(spec):
             return refusal
-        if isinstance(spec, TpuSpec) and self._cover.has_room(spec.type, zone, spec.how):
+        if isinstance(spec, TpuSpec) and self._cover.has_room(spec):
             return None
         price = spec_price(spec)
         if not self._desired.paid and isinstance(spec, TpuSpec):
@@ -104,7 +104,7 @@ class Limits:
 
     def reserve(self, spec: Spec) -> Spec:
         """Count a planned machine. Return its spec; a VM's with the time at which the cloud itself deletes it."""
-        if not isinstance(spec, TpuSpec) or not self._cover.claim(spec.type, spec.zone, spec.how):
+        if not isinstance(spec, TpuSpec) or not self._cover.claim(spec):
             self._future_rate += spec_price(spec) or 0.0
         when = self._desired.down_when
         if isinstance(spec, TpuSpec) or when is None or when.at is None or when.at - self._now > MAX_VM_LIFETIME_S:
@@ -117,26 +117,29 @@ def is_billable(machine: Machine) -> bool:
 
 
 def spec_quota(spec: Spec) -> QuotaKey:
-    return _quota("tpu" if isinstance(spec, TpuSpec) else "vm", spec.type, spec.zone, spec.how == "spot")
+    return _quota("tpu" if isinstance(spec, TpuSpec) else "vm", spec.api, spec.type, spec.zone, spec.how == "spot")
 
 
 def machine_quota(machine: Machine) -> QuotaKey:
-    return _quota(machine.kind, machine.type, machine.zone, machine.spot)
+    return _quota(machine.kind, machine.api, machine.type, machine.zone, machine.spot)
 
 
-def _quota(kind: str, type_: str, zone: str, spot: bool) -> QuotaKey:
+def _quota(kind: str, api: Api, type_: str, zone: str, spot: bool) -> QuotaKey:
+    """Return the key of the quota that a machine takes; each API has quotas of its own."""
     if kind == "vm":
         return QuotaKey("vm", False, zone, False)
     try:
         key, is_for_serving = quota_key(type_, zone, spot), find(type_).is_for_serving
     except InputError:  # the catalogue does not know the type
         return QuotaKey(type_, False, zone, spot)
+    if api == "compute":
+        return QuotaKey(f"{key.generation} in Compute Engine", False, zone, spot)
     return key._replace(generation=f"{key.generation} for serving") if is_for_serving else key
 
 
 def _grant_key(machine: Machine) -> QuotaKey | None:
-    """Return the key of grants that cover the machine; None if the catalogue does not know its type."""
+    """Return the key of grants that cover the machine; None in Compute Engine, and for unknown types."""
     try:
-        return quota_key(machine.type, machine.zone, machine.spot)
+        return None if machine.is_instance else quota_key(machine.type, machine.zone, machine.spot)
     except InputError:
         return None

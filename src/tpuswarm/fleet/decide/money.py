@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from tpuswarm.catalog import find, generations, machines, network
+from tpuswarm.catalog import Api, find, generations, machines, network
 from tpuswarm.cloud.protocol import How, Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 
@@ -71,6 +71,19 @@ def quota_key(type_: str, zone: str, spot: bool) -> QuotaKey:
     return QuotaKey(found.generation.name, has_pod_quota and found.hosts > 1, zone, spot)
 
 
+class Tpu(Protocol):
+    """What grants need to know of a TPU, wanted or existing."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def zone(self) -> str: ...
+    @property
+    def how(self) -> How: ...
+    @property
+    def api(self) -> Api: ...
+
+
 class GrantCover:
     """The chips that grants still cover, counted down as machines claim them."""
 
@@ -81,21 +94,22 @@ class GrantCover:
                 key = quota_key(grant.type, grant.zone, grant.spot)
                 self._chips[key] = self._chips.get(key, 0) + grant.chips
 
-    def has_room(self, type_: str, zone: str, how: How) -> bool:
-        if not self._chips or how == "reserved":
+    def has_room(self, tpu: Tpu) -> bool:
+        """Whether the grants cover one more TPU. They are quota of the TPU API, not of Compute Engine."""
+        if not self._chips or tpu.how == "reserved" or tpu.api == "compute":
             return False
-        return self._chips.get(quota_key(type_, zone, how == "spot"), 0) >= find(type_).chips
+        return self._chips.get(quota_key(tpu.type, tpu.zone, tpu.how == "spot"), 0) >= find(tpu.type).chips
 
-    def claim(self, type_: str, zone: str, how: How) -> bool:
+    def claim(self, tpu: Tpu) -> bool:
         """Take the chips of one more TPU; return whether there was room."""
-        if not self.has_room(type_, zone, how):
+        if not self.has_room(tpu):
             return False
-        self._chips[quota_key(type_, zone, how == "spot")] -= find(type_).chips
+        self._chips[quota_key(tpu.type, tpu.zone, tpu.how == "spot")] -= find(tpu.type).chips
         return True
 
     def claim_machine(self, machine: Machine) -> bool:
         try:
-            return machine.kind == "tpu" and self.claim(machine.type, machine.zone, machine.how)
+            return machine.kind == "tpu" and self.claim(machine)
         except InputError:  # the catalogue does not know the type
             return False
 

@@ -287,7 +287,7 @@ class Routes:
         machine = target.machine
         if jump is not None:
             return shlex.join([*openssh_command(jump, self.key), "-W", "%h:%p", f"{jump.user}@{jump.address}"])
-        if machine.kind == "vm":
+        if machine.is_instance:
             return shlex.join(
                 ["gcloud", "compute", "start-iap-tunnel", machine.name, "%p", "--listen-on-stdin", "--zone",
                  machine.zone, "--project", self._cloud.project]

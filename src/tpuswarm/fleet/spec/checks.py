@@ -71,12 +71,6 @@ def _check_names(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
 
 def _check_pool(file: SwarmFile, pool: Pool) -> Iterator[tuple[TomlPath, str]]:
     tpu = find(pool.type)
-    if tpu.api_name is None:
-        yield (
-            ("type",),
-            f"{pool.type} exists in Compute Engine and GKE only, not in the TPU API, so tpuswarm cannot create it yet; "
-            f"`tpuswarm plan RECIPE --on {pool.type}` tells what it would do",
-        )
     offered = {zone for access in ACCESSES for zone in tpu.zones(access)}
     key = money.quota_key(pool.type, "", True)
     granted = {grant.zone for grant in file.grant if money.quota_key(grant.type, "", True) == key}
@@ -103,7 +97,7 @@ def _check_budget(file: SwarmFile) -> Iterator[tuple[TomlPath, str]]:
     grants = {money.quota_key(grant.type, grant.zone, grant.how == "spot") for grant in file.grant}
     for pool in file.pool:
         spot = pool.how == "spot"
-        if any(money.quota_key(pool.type, zone, spot) in grants for zone in pool.zones):
+        if pool.chosen_api == "tpu" and any(money.quota_key(pool.type, zone, spot) in grants for zone in pool.zones):
             continue
         known = [price for zone in pool.zones if (price := money.tpu_price(pool.type, zone, spot)) is not None]
         if not known:
@@ -137,6 +131,10 @@ def read_price(region: str, bucket_region: str) -> str:
 def _warnings(file: SwarmFile) -> Iterator[str]:
     usual_runtimes = {generation.runtime for generation in generations() if generation.runtime}
     for pool in file.pool:
+        if pool.chosen_api == "compute":
+            if file.grant:
+                yield f"pool {pool.name}: grants are for the TPU API; in Compute Engine its machines cost money"
+            continue
         usual = find(pool.type).generation.runtime
         if pool.runtime and pool.runtime not in usual_runtimes and not RUNTIME_PATTERN.fullmatch(pool.runtime):
             yield (

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tpuswarm.catalog import find
+from tpuswarm.catalog import APIS, find
 from tpuswarm.cloud.google.firewall import network_tag
 from tpuswarm.cloud.google.settings import find_zone
 from tpuswarm.cloud.protocol import SSH_KEYS, Disk, Listing, TpuSpec, VmSpec
@@ -71,7 +71,8 @@ def _pool_spec(file: tables.SwarmFile, pool: tables.Pool, fleet: str, public_key
         zone=pool.zones[0],
         how=pool.how,
         pool=pool.name,
-        runtime=pool.runtime or find(pool.type).generation.runtime or "",
+        runtime=pool.image,
+        api=pool.chosen_api,
         disks=tuple(Disk(disk.name, disk.read_only) for disk in pool.disks),
         reservation=pool.reservation,
         wait_s=pool.wait,
@@ -237,11 +238,15 @@ def require_same_types(before: Desired | None, desired: Desired) -> None:
     old_pools = {pool.name: pool for pool in before.pools} if before and before.down is None else {}
     for pool in desired.pools:
         old = old_pools.get(pool.name)
-        if old and old.count and (old.type, old.how) != (pool.type, pool.how):
+        if old and old.count and (old.type, old.how, old.spec.api) != (pool.type, pool.how, pool.spec.api):
             raise InputError(
-                f"pool {pool.name} is of {old.type} ({old.how}) and would become {pool.type} ({pool.how}): give the "
+                f"pool {pool.name} is of {_kind(old)} and would become {_kind(pool)}: give the "
                 f"new pool another name, or delete the old machines first: `tpuswarm up --scale {pool.name}=0`"
             )
+
+
+def _kind(pool: PoolSpec) -> str:
+    return f"{pool.type} ({pool.how}, {APIS[pool.spec.api]})"
 
 
 def without_machine(desired: Desired, listing: Listing, text: str) -> Desired:

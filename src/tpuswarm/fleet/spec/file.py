@@ -1,14 +1,15 @@
 """The tables of swarm.toml: machines, budget, grants, set-up and training."""
 
+import re
 import tomllib
 from collections.abc import Callable
 from datetime import UTC, date, datetime, time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
-from tpuswarm.catalog import find, generations
+from tpuswarm.catalog import APIS, Api, find, generations
 from tpuswarm.cloud.protocol import FLEET_LABEL, How
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.toml_file import Name, StrictTable, match_pattern, read_toml
@@ -96,9 +97,9 @@ LabelKey = Annotated[
 TpuType = Annotated[str, AfterValidator(_validated(lambda text: find(text).name))]
 GrantedType = Annotated[str, AfterValidator(_validated(lambda text: text if is_generation(text) else find(text).name))]
 MachineType = Annotated[str, match_pattern(r"[a-z0-9]+-[a-z0-9-]+", "a machine type such as n2-highmem-8")]
-Image = Annotated[
-    str, match_pattern(r"[a-z0-9.:-]+/[a-z0-9-]+", "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64")
-]
+IMAGE_PATTERN = r"[a-z0-9.:-]+/[a-z0-9-]+"
+IMAGE_EXAMPLE = "PROJECT/FAMILY such as ubuntu-os-cloud/ubuntu-2404-lts-amd64"
+Image = Annotated[str, match_pattern(IMAGE_PATTERN, IMAGE_EXAMPLE)]
 ProjectId = Annotated[str, match_pattern(r"[a-z][a-z0-9.:-]{4,61}[a-z0-9]", "a project's id such as my-project-123")]
 UnixSeconds = Annotated[float, BeforeValidator(_unix_seconds)]
 Seconds = Annotated[float, BeforeValidator(_validated(lambda value: parse_seconds(value, "it")))]
@@ -133,6 +134,15 @@ class MachineTable(StrictTable):
         return self.subnetwork or (None if self.network == "default" else self.network)
 
 
+class PoolTpu(NamedTuple):
+    """A TPU of a pool in one of its zones."""
+
+    type: str
+    zone: str
+    how: How
+    api: Api
+
+
 class Pool(MachineTable):
     """[[pool]]: equal machines."""
 
@@ -141,6 +151,8 @@ class Pool(MachineTable):
     zones: Annotated[tuple[Zone, ...], Field(min_length=1)]
     count: MachineCount = 1
     how: How = "spot"
+    api: Api | None = None
+    """None: the type's default."""
     runtime: str | None = None
     disks: tuple[DiskTable, ...] = ()
     reservation: str | None = None
@@ -148,8 +160,32 @@ class Pool(MachineTable):
     """How long a queued request waits before the next zone is tried; None: 4 h, in the last zone without limit."""
     flags: Flags = Field(default_factory=dict)
 
+    @property
+    def chosen_api(self) -> Api:
+        return self.api or find(self.type).apis[0]
+
+    @property
+    def image(self) -> str:
+        """The runtime version of the TPU API, or the image PROJECT/FAMILY of Compute Engine."""
+        return self.runtime or find(self.type).image(self.chosen_api)
+
+    @property
+    def wanted(self) -> tuple[PoolTpu, ...]:
+        """Its TPU in each zone."""
+        return tuple(PoolTpu(self.type, zone, self.how, self.chosen_api) for zone in self.zones)
+
     @model_validator(mode="after")
     def _check(self) -> "Pool":
+        tpu = find(self.type)
+        if self.chosen_api not in tpu.apis:
+            others = " or ".join(f'"{api}"' for api in tpu.apis)
+            raise ValueError(f"{APIS[self.chosen_api]} has no {self.type}: write api = {others}, or leave api out")
+        if self.chosen_api == "compute" and self.how == "queued":
+            raise ValueError('Compute Engine has no queue of requests: how = "spot", "on-demand" or "reserved"')
+        if self.chosen_api == "compute" and tpu.hosts > 1:
+            raise ValueError(f"{self.type} has {tpu.hosts} hosts, and tpuswarm creates only TPUs of one host there")
+        if self.chosen_api == "compute" and self.runtime and not re.fullmatch(IMAGE_PATTERN, self.runtime):
+            raise ValueError(f"Compute Engine boots an image {IMAGE_EXAMPLE}, not the runtime {self.runtime!r}")
         if len(set(self.zones)) < len(self.zones):
             raise ValueError("zones has the same zone twice")
         if (self.how == "reserved") != (self.reservation is not None):

@@ -73,8 +73,11 @@ class ZoneFaults:
 
     def _quota(self, zone: str, accelerator: Accelerator) -> int | None:
         generation = accelerator.generation.name
-        names = [f"{generation}-serving"] if accelerator.is_for_serving else []
-        limits = (self._quotas.get(f"{zone} {name}") for name in (*names, generation, "*"))
+        return self.limit(zone, *([f"{generation}-serving"] if accelerator.is_for_serving else []), generation)
+
+    def limit(self, zone: str, *names: str) -> int | None:
+        """Return the first limit that was set in a zone, for these names or for all."""
+        limits = (self._quotas.get(f"{zone} {name}") for name in (*names, "*"))
         return next((limit for limit in limits if limit is not None), None)
 
     def check_quota(

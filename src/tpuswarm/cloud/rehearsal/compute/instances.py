@@ -1,4 +1,4 @@
-"""VMs of Compute Engine, from PROVISIONING to their end."""
+"""Instances of Compute Engine, VMs and TPUs, from PROVISIONING to their end."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -10,6 +10,15 @@ from tpuswarm.cloud.rehearsal.common.region_quotas import Held, RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, fingerprint, format_now, zone_region
+from tpuswarm.cloud.rehearsal.compute.tpus import (
+    find_exhausted_quota,
+    is_spot,
+    list_offers,
+    no_machine_type,
+    quota_message,
+    tpu_attributes,
+    tpu_of,
+)
 
 CREATE_S, DELETE_S, STOP_S, START_S, CHANGE_S = 20, 20, 20, 15, 2
 PREEMPTION_NOTICE_S, REPAIR_S = 30, 60
@@ -51,7 +60,9 @@ class Instances:
         attributes = {item["key"]: item.get("value", "") for item in instance["metadata"].get("items", [])}
         machine_type = instance["machineType"].rsplit("/", 1)[-1]
         tags, account = instance["tags"].get("items", []), requested_account(instance, project)
-        return Facts(project, zone, machine_type, attributes, tags, _is_spot(instance), account)
+        if tpu := tpu_of(instance):
+            attributes = {**tpu_attributes(tpu, host, self._hosts.list_workers(host.owner), zone), **attributes}
+        return Facts(project, zone, machine_type, attributes, tags, is_spot(instance), account)
 
     # Faults.
 
@@ -82,6 +93,8 @@ class Instances:
         path = f"projects/{project}/zones/{zone}/instances/{body.get('name', '')}"
         if not body.get("machineType"):
             raise Rejected(400, "required", "Required field 'resource.machineType' not specified")
+        if tpu_of(body) and _last(body["machineType"]) not in list_offers().get(zone, ()):
+            raise Rejected(400, "invalid", no_machine_type(zone, project, _last(body["machineType"])))
         interfaces = body.get("networkInterfaces") or [{}]
         for interface in interfaces:
             network = f"projects/{project}/global/networks/{_last(interface.get('network') or 'default')}"
@@ -115,8 +128,15 @@ class Instances:
         fields["disks"] = [
             self._make_disk(disk, number, project, zone, body.get("name", "")) for number, disk in enumerate(disks)
         ]
+        others = self._resources.under(f"projects/{project}/zones/{zone}/instances/")
+        exhausted = find_exhausted_quota(self._zone_faults, zone, fields, others)
         instance = self._resources.add(path, fields, "instance")
-        return self._resources.begin("insert", path, CREATE_S, "instance created", path, instance["id"])
+        operation = self._resources.begin("insert", path, CREATE_S, "instance created", path, instance["id"])
+        if exhausted:
+            self._remove(path)
+            operation_path = operation["selfLink"].removeprefix(BASE)
+            self._resources.fail(operation_path, "QUOTA_EXCEEDED", quota_message(*exhausted, zone))
+        return operation
 
     def _make_disk(self, disk: Resource, number: int, project: str, zone: str, name: str) -> Resource:
         disk = {"type": "PERSISTENT", "mode": "READ_WRITE", "deviceName": f"persistent-disk-{number}", **disk}
@@ -205,7 +225,10 @@ class Instances:
         if instance is None:
             return
         _, project, _, zone, *_ = path.split("/")
-        if self._zone_faults.has_fault(zone, "vm-stockout"):
+        tpu = tpu_of(instance)
+        if self._zone_faults.has_fault(zone, "stuck") and tpu:
+            return
+        if self._zone_faults.has_fault(zone, "stockout" if tpu else "vm-stockout"):
             self._remove(path)
             self._resources.fail(
                 operation,
@@ -214,7 +237,7 @@ class Instances:
                 "request. Try a different zone, or try again later.",
             )
             return
-        self._hosts.add(path, 0, _has_external(instance["networkInterfaces"]))
+        self._hosts.add(path, 0, _has_external(instance["networkInterfaces"]), tpu)
         self._set_running(path)
 
     def _deleted(self, path: str, instance_id: str, operation: str) -> None:
@@ -298,10 +321,6 @@ def _has_external(interfaces: Iterable[Resource]) -> bool:
 def requested_account(instance: Resource, project: str) -> str:
     email = next((account.get("email") for account in instance.get("serviceAccounts", ())), None)
     return default_account(project) if email in (None, "default") else str(email)
-
-
-def _is_spot(instance: Resource) -> bool:
-    return instance["scheduling"].get("provisioningModel") == "SPOT" or bool(instance["scheduling"].get("preemptible"))
 
 
 def _check_fingerprint(given: str | None, current: str) -> None:

@@ -7,6 +7,7 @@ from tpuswarm.cloud.rehearsal.common.api import INVALID_ARGUMENT, Call, Refused,
 from tpuswarm.cloud.rehearsal.common.policies import default_account
 from tpuswarm.cloud.rehearsal.common.region_quotas import RegionQuotas
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
+from tpuswarm.cloud.rehearsal.compute import tpus
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, zone_region
 from tpuswarm.cloud.rehearsal.tpu.offers import list_offers
 
@@ -27,7 +28,7 @@ DEFAULT_RULES: dict[str, Resource] = {
 
 
 def list_zones() -> list[str]:
-    return sorted({*list_offers(), *OTHER_ZONES})
+    return sorted({*list_offers(), *tpus.list_offers(), *OTHER_ZONES})
 
 
 def list_regions() -> list[str]:
@@ -260,11 +261,20 @@ class Networks:
         }
 
     def machine_type(self, call: Call) -> Resource:
-        machine_types = [machine.name for machine in catalog.machines()]
-        return _machine_type(call, _check_known(call.path["name"], machine_types, "machineTypes"))
+        return _machine_type(call, _check_known(call.path["name"], _machine_types(call), "machineTypes"))
+
+    def image_of_family(self, call: Call) -> Resource:
+        """Return the newest image of a family: for TPUs one of the catalogue's, otherwise any."""
+        project, family = call.path["project"], call.path["name"]
+        known = [generation.image for generation in catalog.generations() if generation.image]
+        if any(image.startswith(f"{project}/") for image in known) and f"{project}/{family}" not in known:
+            path = f"projects/{project}/global/images/family/{family}"
+            raise Rejected(404, "notFound", f"The resource '{path}' was not found")
+        link = f"{BASE}projects/{project}/global/images/{family}-v20261101"
+        return {"kind": "compute#image", "name": f"{family}-v20261101", "family": family, "selfLink": link}
 
     def list_machine_types(self, call: Call) -> Resource:
-        machine_types = [_machine_type(call, machine.name) for machine in catalog.machines()]
+        machine_types = [_machine_type(call, name) for name in _machine_types(call)]
         return self._resources.page(machine_types, call, "machineType")
 
 
@@ -280,14 +290,22 @@ def _zone(project: str, zone: str) -> Resource:
     return {"kind": "compute#zone", "name": zone, "status": "UP", "region": region, "selfLink": f"{link}zones/{zone}"}
 
 
+def _machine_types(call: Call) -> list[str]:
+    return [*(machine.name for machine in catalog.machines()), *tpus.list_offers().get(call.path["zone"], ())]
+
+
 def _machine_type(call: Call, name: str) -> Resource:
-    machine = next(machine for machine in catalog.machines() if machine.name == name)
-    zone = call.path["zone"]
+    zone, tpu = call.path["zone"], catalog.accelerator_of_machine(name)
+    if tpu:
+        vcpus, memory_mb = tpu.host.vcpus or 1, int((tpu.host.memory_gb or 1) * 1000)
+    else:
+        machine = next(machine for machine in catalog.machines() if machine.name == name)
+        vcpus, memory_mb = machine.vcpus, int(machine.memory_gib * 1024)
     return {
         "kind": "compute#machineType",
         "name": name,
-        "guestCpus": machine.vcpus,
-        "memoryMb": int(machine.memory_gib * 1024),
+        "guestCpus": vcpus,
+        "memoryMb": memory_mb,
         "zone": zone,
         "selfLink": f"{BASE}projects/{call.path['project']}/zones/{zone}/machineTypes/{name}",
     }

@@ -85,9 +85,9 @@ def compute_routes(cloud: Cloud) -> list[Route]:
         Route(scope + "/operations/{name}/wait", _wait(cloud, operation), methods=["POST"])
         for scope in (ZONE, REGION, f"{PROJECT}/global")
     ]
-    return waits + routes(
-        cloud.answer, [(verb, path, _checked(cloud, verb, path, handler)) for verb, path, handler in table]
-    )
+    checked = [(verb, path, _checked(cloud, verb, path, handler)) for verb, path, handler in table]
+    public = ("GET", PROJECT + "/global/images/family/{name}", networks.image_of_family)  # Google's own projects
+    return waits + routes(cloud.answer, [public, *checked])
 
 
 def _checked(cloud: Cloud, verb: str, path: str, handler: Handler) -> Handler:

@@ -167,4 +167,4 @@ async def serve(get_host: Callable[[], RehearsedHost | None], port: int, usage: 
 
 @cache
 def _device_memory_bytes(type_name: str) -> int:
-    return next(tpu.generation.hbm_bytes_per_device for tpu in accelerators() if tpu.api_name == type_name)
+    return next(tpu.generation.hbm_bytes_per_device for tpu in accelerators() if type_name in (tpu.api_name, tpu.name))

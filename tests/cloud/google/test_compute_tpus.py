@@ -1,0 +1,126 @@
+"""TPUs that Compute Engine creates, through the product's own calls."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cloud.google.conftest import spec
+from tests.local_cloud import until
+from tpuswarm.catalog import accelerators
+from tpuswarm.cloud.errors import NoCapacity, NoQuota, NotFound
+from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.instances import instance_from_spec, machine_from_instance
+from tpuswarm.cloud.google.project import Project
+from tpuswarm.cloud.google.provider import GoogleProvider
+from tpuswarm.cloud.protocol import Disk, TpuSpec
+from tpuswarm.cloud.rehearsal.connect import send_command
+
+ZONE, IMAGE = "us-east5-a", "ubuntu-os-accelerator-images/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
+SINGLE_HOSTS = [tpu for tpu in accelerators() if tpu.hosts == 1 and tpu.machine_type]
+
+
+@pytest.fixture
+def cloud(endpoints):
+    """A provider of a project of its own, without machines."""
+    cloud = GoogleProvider(Access("by-compute", endpoints))
+    yield cloud
+    for machine in listed(cloud).values():
+        cloud.delete(machine)
+    until(lambda: not listed(cloud))
+
+
+def v6e(name: str, how="spot", zone=ZONE, **fields) -> TpuSpec:
+    return replace(spec(name, zone, "v6e-8", how, **fields), runtime=IMAGE, api="compute")
+
+
+def listed(cloud):
+    return {machine.name: machine for machine in cloud.machines([]).machines}
+
+
+def ready(cloud, name):
+    return until(lambda: (machine := listed(cloud).get(name)) and machine.state == "ready" and machine)
+
+
+def error_of(cloud, operation):
+    return until(lambda: cloud.outcome(operation).error)
+
+
+@pytest.mark.parametrize("tpu", SINGLE_HOSTS, ids=lambda tpu: tpu.name)
+def test_type_goes_to_compute_engine_and_comes_back_under_our_name(tpu):
+    body = instance_from_spec(replace(v6e("a"), type=tpu.name, runtime=tpu.image("compute")), "p")
+    assert body["machineType"].endswith(f"/{tpu.machine_type}")
+    assert tpu.image("compute").rpartition("/")[2] in body["disks"][0]["initializeParams"]["sourceImage"]
+    shown = {**body, "zone": f"zones/{ZONE}", "status": "RUNNING"}
+    machine = machine_from_instance(shown)
+    assert (machine.type, machine.kind, machine.api, machine.how) == (tpu.name, "tpu", "compute", "spot")
+
+
+def test_tpu_has_what_its_pool_asks_for_and_goes_without_a_trace(cloud):
+    disks = f"{Project(cloud.access)._compute('zones')}/{ZONE}/disks"
+    cloud.access.post("making a disk", disks, {"name": "data"})
+    wanted = v6e("one", "on-demand", tags=("t",), metadata={"a": "1"}, disks=(Disk("data", True),))
+    operation = cloud.create(wanted)
+    machine = ready(cloud, "one")
+    assert until(lambda: cloud.outcome(operation).done)
+    assert (machine.type, machine.zone, machine.how, machine.fleet, machine.pool) == (
+        "v6e-8",
+        ZONE,
+        "on-demand",
+        "f1e2",
+        "small",
+    )
+    assert len(machine.workers) == 1 and machine.workers[0].external and machine.metadata["a"] == "1"
+    assert until(lambda: cloud.guest_attributes(machine, 0, "hostkeys/"))["ssh-ed25519"]
+    cloud.stop(machine)
+    until(lambda: listed(cloud)["one"].state == "stopped")
+    cloud.start(listed(cloud)["one"])
+    cloud.set_metadata(ready(cloud, "one"), {"b": "2"})
+    until(lambda: listed(cloud)["one"].metadata.get("b") == "2")
+    cloud.delete(machine)
+    until(lambda: not listed(cloud))
+    assert [disk["name"] for disk in cloud.access.get("disks", disks)["items"]] == ["data"], (
+        "only the user's disk stays"
+    )
+    with pytest.raises(NotFound):
+        cloud.delete(machine)
+
+
+def test_preempted_tpu_is_gone_or_dead_and_can_be_deleted(cloud, place):
+    cloud.create(v6e("brief"))
+    ready(cloud, "brief")
+    send_command(place, "preempt", name="brief")
+    until(lambda: not listed(cloud))
+    # Somebody's own choice: Google only stops it, and it stays listed as TERMINATED.
+    body = instance_from_spec(v6e("kept"), cloud.project)
+    body["scheduling"]["instanceTerminationAction"] = "STOP"
+    cloud.access.post("creating", cloud._zone_url(ZONE, "instances"), body)
+    ready(cloud, "kept")
+    send_command(place, "preempt", name="kept")
+    dead = until(lambda: (machine := listed(cloud).get("kept")) and machine.state == "dead" and machine)
+    assert (dead.said, dead.why) == ("TERMINATED", "Instance was preempted.")
+
+
+def test_refusals_say_whether_capacity_or_quota_lacks_and_leave_nothing(cloud, place):
+    zone = "us-east5-b"
+    send_command(place, "stockout", zone=zone)
+    assert isinstance(error_of(cloud, cloud.create(v6e("full", zone=zone))), NoCapacity)
+    send_command(place, "stockout", zone=zone, over=True)
+    send_command(place, "quota", zone=zone, generation="v6e", limit=8)
+    cloud.create(v6e("first", zone=zone))
+    ready(cloud, "first")
+    error = error_of(cloud, cloud.create(v6e("second", zone=zone)))
+    assert isinstance(error, NoQuota) and error.limit == "PREEMPTIBLE-TPU-V6E-per-project-zone"
+    cloud.create(replace(v6e("other", zone=zone), how="on-demand"))  # a quota of its own
+    cloud.create(replace(v6e("old", zone=zone), api="tpu", runtime="v2-alpha-tpuv6e"))  # so has the TPU API
+    for name in ("other", "old"):
+        ready(cloud, name)
+    assert sorted(listed(cloud)) == ["first", "old", "other"]
+    with pytest.raises(NoQuota, match="'ct6e-standard-8t' does not exist in zone 'us-west4-a'; take this zone out"):
+        cloud.create(v6e("elsewhere", zone="us-west4-a"))
+
+
+def test_project_says_which_machine_types_and_images_there_are(cloud):
+    project = Project(cloud.access)
+    assert {"ct6e-standard-8t", "ct5p-hightpu-4t", "n2-highmem-8"} <= set(project.machine_types(ZONE))
+    assert "ct6e-standard-8t" not in project.machine_types("us-west4-a")
+    assert project.has_image(IMAGE) and not project.has_image(f"{IMAGE}-and-v9")

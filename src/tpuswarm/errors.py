@@ -17,6 +17,16 @@ class NoSuchSplit(InputError):
     """A recipe has no data of this name: without `validation` a run trains all the same, and evaluates nothing."""
 
 
+class UnknownFormat(InputError):
+    """A file that another version of tpuswarm wrote, and this one cannot read."""
+
+    def __init__(self, where: str, found: object, known: object):
+        from importlib.metadata import version
+
+        unknown = f"{where}: format {found} is unknown to tpuswarm {version('tpuswarm')}, which reads format {known}"
+        super().__init__(f"{unknown}; use the version that wrote it, or a newer one")
+
+
 class RunFailed(TpuswarmError):
     """A valid run failed."""
 

@@ -227,6 +227,18 @@ def test_damaged_or_lost_document_is_restored_from_the_file_and_labels(cli):
     assert len(cli.cloud.existing) == 6
 
 
+def test_document_of_a_newer_version_is_never_overwritten(cli):
+    cli.run("up --yes")
+    path = cli.folder / "state/tpuswarm/documents/my-project" / document_path("gpt2")
+    generation, _, text = path.read_text().partition("\n")
+    document = json.loads(text) | {"format": 2}
+    for changed in document, {name: value for name, value in document.items() if name != "desired"}:
+        path.write_text(newer := f"{generation}\n{json.dumps(changed)}")
+        for command in ("list", "up --yes", "down --yes"):
+            assert "gpt2.json: format 2 is unknown to tpuswarm" in cli.run(command, code=2)
+        assert path.read_text() == newer and len(cli.ready) == 6
+
+
 def test_fleet_that_ended_by_itself_comes_up_again_without_its_old_jobs(cli):
     cli.write(SWARM.replace('"idle 30m"', '"done"'))
     cli.run("up --yes")

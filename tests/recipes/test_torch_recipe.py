@@ -86,11 +86,18 @@ def test_file_is_read_as_it_was_written(file):
     np.testing.assert_array_equal(found.arrays["params"]["line.weight"], np.zeros((3, 1)))
 
 
-def test_file_of_an_older_version_is_refused(file):
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (1, r"comes from an older tpuswarm; export it again with tpuswarm\.torch\.save"),
+        (3, "format 3 is unknown to tpuswarm .*, which reads format 2; use the version that wrote it"),
+    ],
+)
+def test_file_of_another_version_is_refused(file, form, message):
     with safe_open(file, "numpy") as opened:
-        about = json.loads(opened.metadata()["tpuswarm"]) | {"format": "tpuswarm torch 1"}
+        about = json.loads(opened.metadata()["tpuswarm"]) | {"format": f"tpuswarm torch {form}"}
     save_file(load_file(file), file, {"tpuswarm": json.dumps(about)})
-    with pytest.raises(InputError, match=r"comes from an older tpuswarm; export it again with tpuswarm\.torch\.save"):
+    with pytest.raises(InputError, match=message):
         read(file)
 
 

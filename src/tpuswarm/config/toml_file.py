@@ -3,7 +3,6 @@
 import re
 import tomllib
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -12,17 +11,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import parse_count
 from tpuswarm.config.validation_errors import describe_error
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, UnknownFormat
 
 FORMAT = 1
 """The `format` of a file; one without it has the first."""
 
 TomlPath = tuple[str | int, ...]
 """Keys and, in arrays of tables, indices from 0."""
-
-
-class UnknownFormat(InputError):
-    """A file that another version of tpuswarm reads."""
 
 
 class StrictTable(BaseModel):
@@ -81,11 +76,7 @@ def parse_toml(text: str, path: Path, kind: type[Table]) -> Table:
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         raise InputError(f"{path} is not valid TOML: {error}") from error
     if (found := given.pop("format", FORMAT)) != FORMAT:
-        where = _format_location(path, text, ("format",))
-        raise UnknownFormat(
-            f"{where}: format {found} is unknown to tpuswarm {version('tpuswarm')}, which reads format {FORMAT}; use "
-            "the version that wrote the file, or a newer one"
-        )
+        raise UnknownFormat(_format_location(path, text, ("format",)), found, FORMAT)
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, UnknownFormat
 from tpuswarm.train.data.contents import report_open
 from tpuswarm.train.process.atomic import partial_path
 
-FORMAT = "tpuswarm torch 2"
+FORMAT_PREFIX, FORMAT = "tpuswarm torch ", "2"
 Group = Literal["params", "buffers", "constants"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -148,7 +148,7 @@ def write(path: Path, exported: ExportedModule) -> None:
     arrays = {f"{group}/{name}": array for group in GROUPS for name, array in exported.arrays[group].items()}
     shapes = {} if exported.has_weights else {name: [str(array.dtype), array.shape] for name, array in arrays.items()}
     header = {
-        "format": FORMAT,
+        "format": FORMAT_PREFIX + FORMAT,
         "name": exported.name,
         "tied": dict(exported.tied),
         "frozen": list(exported.frozen),
@@ -176,10 +176,13 @@ def read(path: Path) -> ExportedModule:
     try:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {}).get("tpuswarm", "{}"))
-            if header.get("format") == "tpuswarm torch 1":
+            form = str(header.get("format"))
+            if form == f"{FORMAT_PREFIX}1":
                 raise InputError(f"{path} comes from an older tpuswarm; export it again with tpuswarm.torch.save")
-            if header.get("format") != FORMAT:
+            if not form.startswith(FORMAT_PREFIX):
                 raise InputError(f"{path} is not an exported module; tpuswarm.torch.save writes one")
+            if form != FORMAT_PREFIX + FORMAT:
+                raise UnknownFormat(str(path), form.removeprefix(FORMAT_PREFIX), FORMAT)
             shapes = header.get("shapes", {})
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no mapping
             found |= {key: zeros_without_memory(shape, dtype) for key, (dtype, shape) in shapes.items()}

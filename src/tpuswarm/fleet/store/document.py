@@ -4,6 +4,7 @@ It lies in the fleet's bucket, so that any computer can take over; without a buc
 fails if somebody else has written since the document was read.
 """
 
+import json
 import random
 import secrets
 import time
@@ -17,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from tpuswarm.cloud.errors import Changed, Unreachable
 from tpuswarm.cloud.protocol import Bucket, Stored
-from tpuswarm.errors import RunFailed
+from tpuswarm.errors import RunFailed, UnknownFormat
 from tpuswarm.fleet.decide.actions import Event, Wait
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.flags import Flag
@@ -147,13 +148,25 @@ class DocumentStore:
         try:
             document = _adapter().validate_json(stored.data)
         except ValidationError as error:
+            self._require_known_format(_find_format(stored.data))
             raise Damaged(
                 f"{self.where} is damaged ({len(stored.data)} bytes): `tpuswarm up` makes it again from swarm.toml and "
                 "the labels of the machines"
             ) from error
-        if document.format != FORMAT:
-            raise Damaged(f"{self.where} was written by another version of tpuswarm; use that one")
+        self._require_known_format(document.format)
         return document
+
+    def _require_known_format(self, found: object) -> None:
+        if found != FORMAT:
+            raise UnknownFormat(self.where, found, FORMAT)
+
+
+def _find_format(data: bytes) -> object:
+    """Return the format of a document that is not as expected; this version's, if it names none."""
+    try:
+        return json.loads(data)["format"]
+    except (ValueError, TypeError, KeyError):
+        return FORMAT
 
 
 class MemoryBucket:

@@ -17,8 +17,8 @@ from typing import Any
 import tomli_w
 
 from tpuswarm.config.nearest import nearest_name
-from tpuswarm.config.toml_file import FORMAT, UnknownFormat, read_toml
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.config.toml_file import FORMAT, read_toml
+from tpuswarm.errors import InputError, RunFailed, UnknownFormat
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.locks import lock, read_lock_holder
 from tpuswarm.train.run import schema

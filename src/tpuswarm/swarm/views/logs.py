@@ -74,7 +74,8 @@ class Logs:
         for line in self._lines(self._folder / EVENTS):
             event = parse_row(EVENTS, line)
             if event and self._name in (None, event.get("member"), event.get("name")):
-                found.append(Line(event["time"], RUN, sentence(event)))
+                lines = [sentence(event), *(f"  {row}" for row in event.get("table", ()))]
+                found += [Line(event["time"], RUN, line) for line in lines]
         return found
 
     def _lines(self, path: Path) -> list[bytes]:

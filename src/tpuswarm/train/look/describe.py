@@ -124,10 +124,9 @@ def parameter_table(rows: Sequence[ParameterRow], width: int) -> Table:
     return table
 
 
-def parameters_text(compiled: Compiled) -> str:
-    """Return the memory of one device and a row for each parameter, for the log of a run."""
+def parameter_lines(compiled: Compiled) -> list[str]:
+    """Return the table of parameters as text, for the log of a run."""
     console = Console(width=LOG_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(parameter_table(parameter_rows(compiled), LOG_WIDTH))
-    lines = [line.rstrip() for line in captured.get().splitlines()]
-    return "\n".join([memory_sentence(compiled), *lines])
+    return [line.rstrip() for line in captured.get().splitlines()]

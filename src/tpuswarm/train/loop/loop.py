@@ -15,7 +15,7 @@ from tpuswarm.errors import RunFailed, TpuswarmError, first_line, message_of
 from tpuswarm.train.data.feed import Feed
 from tpuswarm.train.diagnose import phases
 from tpuswarm.train.diagnose.diagnostics import Diagnostics
-from tpuswarm.train.look.describe import describe_start, parameter_rows, parameters_text
+from tpuswarm.train.look.describe import describe_start, memory_sentence, parameter_lines, parameter_rows
 from tpuswarm.train.look.display import Display, RunHeader
 from tpuswarm.train.look.guarded_logger import GuardedLogger, Report
 from tpuswarm.train.look.outputs import Outputs
@@ -163,8 +163,9 @@ class Loop:
         )
         facts = {"command": command_line(), "pid": os.getpid(), "done": session.updates_done}
         self._outputs.write_event(step, "started", f"from step {step}", **facts)
-        for kind, text in {**about, "parameters": parameters_text(compiled)}.items():
+        for kind, text in about.items():
             self._progress.event(kind, text)
+        self._outputs.write_event(step, "parameters", memory_sentence(compiled), table=parameter_lines(compiled))
         for note in session.notes:
             self._progress.event("note", note)
         self._outputs.announce_findings(step, self._diagnostics.at_start(compiled, session.settings["batch"]))

@@ -135,6 +135,12 @@ class _Finding(TypedDict):
 
 
 @_strict
+class _Parameters(TypedDict):
+    message: str
+    table: list[str]
+
+
+@_strict
 class _Summary(TypedDict):
     seconds: dict[str, float]
     tokens_per_s: float | None
@@ -170,6 +176,7 @@ _EVENTS: dict[str, TypeAdapter[Any]] = {
     "sample": TypeAdapter(_Sample),
     "lr_scale": TypeAdapter(_LearningRateScale),
     "diagnostic": TypeAdapter(_Finding),
+    "parameters": TypeAdapter(_Parameters),
     "summary": TypeAdapter(_Summary),
     "joined": TypeAdapter(_Joined),
     "lost": TypeAdapter(_Lost),

@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,23 @@ def test_without_a_connection_the_cache_is_used_and_nothing_is_retried(hub, tmp_
         rf"\(no connection to {reason}\); try again, set HF_ENDPOINT to another hub, or put the files into a folder",
         missing,
     ), missing
+
+
+def test_network_that_answers_nothing_is_asked_once_for_all_files(hub, monkeypatch):
+    open_published("gpt2").get("model.safetensors", "weights")
+    is_over, asked = threading.Event(), []
+
+    def hang(*args, **options):
+        asked.append(args)
+        is_over.wait(60)
+        raise OSError("no name server answered")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    try:
+        place = open_published("gpt2")
+        assert [place.get(name, "").name for name in ("config.json", "model.safetensors")] and len(asked) == 1
+    finally:
+        is_over.set()
 
 
 def test_half_a_file_is_resumed(hub):

@@ -1,8 +1,11 @@
 """Find files of published models: in a folder, or on a Hugging Face hub (`HF_ENDPOINT`, `HF_HUB_OFFLINE`)."""
 
 import errno
+import math
 import re
 import socket
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,7 +28,9 @@ RELEASED = {
     "1558m": "openai-community/gpt2-xl",
 }
 """OpenAI's released models by name; it labels those of 124 and 355 million parameters 117M and 345M."""
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S, RECHECK_INTERVAL_S = 4.0, 10.0
+_failures: dict[str, tuple[float, str]] = {}
+"""Time and reason of the last failure to connect, by endpoint."""
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -125,18 +130,33 @@ def _fetch(repository: str, file: str, revision: str) -> Path | None:
 def _connection_error(endpoint: str) -> str:
     """Return why the hub, or the proxy to it, takes no connection; empty if it does.
 
-    huggingface_hub would retry for 25 s, also for files in its cache.
+    huggingface_hub would retry for 25 s, also for files in its cache. A failure counts for the next files too.
     """
+    failed_at, error = _failures.get(endpoint, (-math.inf, ""))
+    if time.monotonic() - failed_at < RECHECK_INTERVAL_S:
+        return error
     target = urlsplit(endpoint)
     proxies = {} if proxy_bypass(target.hostname or "") else getproxies()
     proxy = proxies.get(target.scheme) or proxies.get("all")
     if proxy:
         target = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = target.port or (443 if target.scheme == "https" else 80)
+    address = target.hostname or "", target.port or (443 if target.scheme == "https" else 80)
+    errors: list[str] = []
+    # A name server that does not answer takes half a minute, and nothing can interrupt the library that waits for it.
+    thread = threading.Thread(target=lambda: errors.append(_connect(address)), daemon=True)
+    thread.start()
+    thread.join(CONNECT_TIMEOUT_S)
+    error = errors[0] if errors else f"no connection to {address[0]}: no answer in {CONNECT_TIMEOUT_S:g} s"
+    if error:
+        _failures[endpoint] = time.monotonic(), error
+    return error
+
+
+def _connect(address: tuple[str, int]) -> str:
     try:
-        socket.create_connection((target.hostname or "", port), CONNECT_TIMEOUT_S).close()
+        socket.create_connection(address, CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        return f"no connection to {target.hostname}: {error.strerror or error}"
+        return f"no connection to {address[0]}: {error.strerror or error}"
     return ""
 
 

@@ -34,7 +34,8 @@ def test_recipes_options_values_and_runs_complete(complete, tmp_path, monkeypatc
     assert "--lr" not in complete("tpuswarm train own.py:Own --l")
     assert complete("tpuswarm train gpt2-tiny --precision ") == ["bf16", "f32", "highest"]
     assert complete("tpuswarm plan gpt2-tiny --shard f") == ["fsdp"]
-    assert complete("tpuswarm train gpt2-tiny --run ru") == ["runs/mine"]
+    for option in ("--run", "--init-from"):
+        assert complete(f"tpuswarm train gpt2-tiny {option} ") == ["runs/mine"]
     for command in ("status", "sample", "logs", "stop", "page", "evaluate", "ledger show"):
         assert complete(f"tpuswarm {command} m") == ["mine"], command
 

@@ -85,6 +85,9 @@ def test_resuming_a_run_that_is_not_there_names_it(typed, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     code, _, err = typed("resume", "runs/nope")
     assert code == 2 and "runs/nope" in err and "machine" not in err, err
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    code, _, err = typed("resume", "nope")
+    assert code == 2 and "there is no run and no machine nope" in err and "made no fleet" in err, err
 
 
 def test_recipe_file_is_executed_once_unless_it_changes(typed, tmp_path, monkeypatch):

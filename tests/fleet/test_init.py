@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
@@ -216,3 +217,16 @@ def test_tpu_without_a_file_prefers_gclouds_zone(monkeypatch):
     assert file.pool[0].zones[0] == "europe-west4-a" and len(file.pool[0].zones) > 1
     file = file_from_options(TpuOptions("v2-8", ["us-central1-b"]))
     assert file.pool[0].zones == ("us-central1-b",)
+
+
+def test_question_for_zones_names_those_that_only_some_projects_have(typed, signed_out, monkeypatch):
+    asked = []
+
+    def prompt(question, **_):
+        asked.append(question)
+        raise typer.Abort("no")
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("typer.prompt", prompt)
+    typed("init", "--project", "my-project-123", "--type", "v2-8")
+    assert asked == ["zones, in order of preference (some projects have us-central1-f too)"]

@@ -173,13 +173,13 @@ def test_overview_combines_machines_jobs_and_members(overview):
         "s-2": ("not ready", "s-2 is being set up"),
         "s-3": ("joining", "joining"),
         "all-head": ("head", "the head and the keeper"),
-        "j-far": ("other", "alive, on a machine outside the fleet"),
+        "j-far": ("training", "alive, on a machine outside the fleet"),
         "s-0": ("training", "training"),
         "s-1": ("training", "training, lost before"),
     }
     without = {row.machine: row for row in list_activities(document, listing, events, None, NOW)}
     assert (without["s-0"].kind, without["s-0"].why) == ("joining", "waiting for the head")
-    assert count_activities(list(found.values())) == "2 training, 1 other, 1 joining, 2 not ready, 1 missing"
+    assert count_activities(list(found.values())) == "3 training, 1 joining, 2 not ready, 1 missing"
 
 
 ERROR = "error: 12 rows do not divide over 8 devices"

@@ -31,6 +31,11 @@ def complete_runs(incomplete: str) -> list[str]:
     return _beginning_with(incomplete, [*(run.name for run in runs), *map(str, runs)])
 
 
+def complete_run_folders(incomplete: str) -> list[str]:
+    """Return the folders of the runs in ./runs, for options that take no name."""
+    return [word for word in complete_runs(incomplete) if "/" in word]
+
+
 def recipe_option_names(recipe: str) -> list[str]:
     """Return the options of a built-in recipe; of others none, since their files would be executed."""
     from tpuswarm import recipes

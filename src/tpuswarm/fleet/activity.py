@@ -1,6 +1,6 @@
 """Combine machines, jobs and swarm members into an overview of the fleet."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +15,12 @@ from tpuswarm.fleet.training import is_head, is_member
 from tpuswarm.swarm.views.status import MemberStatus
 
 LOSS_EVENTS = ("preempted", "lost", "gone")
-ActivityKind = Literal["missing", "not ready", "lost", "joining", "training", "head", "other"]
-ACTIVITY_ORDER: Sequence[ActivityKind] = ("missing", "not ready", "lost", "joining", "head", "other", "training")
+ActivityKind = Literal["missing", "not ready", "lost", "joining", "training", "head", "idle"]
+ACTIVITY_ORDER: Sequence[ActivityKind] = ("missing", "not ready", "lost", "joining", "head", "idle", "training")
+MEMBER_ACTIVITIES: Mapping[str, ActivityKind] = {
+    "alive": "training", "evaluating": "training", "joining": "joining", "lost": "lost",
+}  # fmt: skip
+"""By the state of a member."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,8 @@ def list_activities(
     own_members |= {f"j-{event.machine}" for event in events if event.kind in LOSS_EVENTS}
     for member in members or ():
         if member.id not in own_members and member.state != "left":
-            found.append(
-                MachineActivity("", member.id, "other", f"{member.state}, on a machine outside the fleet", member)
-            )
+            why = f"{member.state}, on a machine outside the fleet"
+            found.append(MachineActivity("", member.id, MEMBER_ACTIVITIES[member.state], why, member))
     return sorted(found, key=lambda activity: ACTIVITY_ORDER.index(activity.kind))
 
 
@@ -99,7 +102,7 @@ def _kind_and_reason(
     mine = next((assignment for job, assignment in assigned if is_member(job)), None)
     if mine is None:
         if head is None:
-            return "other", "ready"
+            return "idle", "ready"
         if head.phase != "running":
             return "head", f"the head: {head.phase}, {head.why}"
         if head.error:
@@ -110,7 +113,7 @@ def _kind_and_reason(
     if mine.phase == "waiting":
         return "not ready", mine.why + also
     if mine.phase != "running":
-        return "other" if mine.phase in ("done", "stopped") else "not ready", f"{mine.phase}: {mine.why}{also}"
+        return "idle" if mine.phase in ("done", "stopped") else "not ready", f"{mine.phase}: {mine.why}{also}"
     if mine.error:
         also = f"; its last run failed: {mine.error}{also}"
     if not has_head:

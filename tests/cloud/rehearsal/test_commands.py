@@ -70,6 +70,14 @@ def test_only_start_starts_a_cloud(typed, tmp_path, monkeypatch):
     assert json.loads(typed("rehearsal", "status", "--json")[1]) == {"running": False, "folder": str(tmp_path)}
     assert typed("rehearsal", "preempt", "x")[0] == 2 and typed("rehearsal", "status", "--env")[0] == 2
     assert typed("rehearsal", "stop")[1] == f"no local cloud runs in {tmp_path}\n"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "swarm.toml").write_text(
+        'name = "a"\nprovider = "rehearsal"\n[[pool]]\nname = "p"\ntype = "v2-8"\nzones = ["us-central1-f"]\n'
+    )
+    for words in (("list",), ("cost",), ("describe", "p-0", "--fleet", "swarm.toml")):
+        code, _, err = typed(*words)
+        assert code == 2 and f"no local cloud runs in {tmp_path}" in err, err
+    assert typed("rehearsal", "status")[1] == nothing
     with local_cloud(tmp_path):
         assert typed("rehearsal", "stop")[0] == 0
         assert not list((tmp_path / "machines").iterdir())

@@ -43,15 +43,17 @@ def test_empty_columns_are_left_out_and_samples_are_escaped():
     assert samples_section([{"event": "note"}]) == []
 
 
-def test_history_has_the_last_command_and_all_times():
+def test_history_has_the_first_and_the_last_command_and_all_times():
     events = [
         {"time": 0.0, "event": "started", "command": "tpuswarm train gpt2-tiny"},
         {"time": 60.0, "event": "stopped"},
-        {"time": 86_400.0, "event": "started", "command": "tpuswarm train gpt2-tiny --keep 5"},
+        {"time": 86_300.0, "event": "started", "command": "tpuswarm train gpt2-tiny --keep 5"},
+        {"time": 86_400.0, "event": "started", "command": "tpuswarm resume mine"},
         {"time": 90_000.0, "event": "finished"},
     ]
     facts = dict(history_facts(events))
-    assert facts["command"] == "tpuswarm train gpt2-tiny --keep 5"
+    assert facts["command"] == "tpuswarm train gpt2-tiny" and facts["resumed with"] == "tpuswarm resume mine"
+    assert "resumed with" not in dict(history_facts(events[:2]))
     assert re.fullmatch(r"19(69-12-31|70-01-01) .* to 1970-01-0[12] .*", facts["when"])
     assert history_facts([]) == [] and dict(
         history_facts([*events[1:2], {"time": 1.0, "event": "started"}])

@@ -177,8 +177,9 @@ def _ask_machines(
         return grants, pools
     tpu = find(type_ or ask("TPU type, such as v5e-8 (`tpuswarm catalog` lists them)", "--type or --grant", None))
     if not zones:
-        known = ",".join(tpu.zones())
-        zones = ask("zones, in order of preference", "--zone", known or None).replace(",", " ").split()
+        known, sold = ",".join(tpu.zones()), ", ".join(tpu.zones("sold"))
+        more = f" (some projects have {sold} too)" if sold else ""
+        zones = ask(f"zones, in order of preference{more}", "--zone", known or None).replace(",", " ").split()
     return grants, [
         preparation.PoolText(
             tpu.name, tuple(zones), 1 if count is None else count, "on-demand" if on_demand else "spot"

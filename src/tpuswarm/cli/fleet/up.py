@@ -253,6 +253,11 @@ def resume(
     if "/" in name or name == "last" or is_run(Path(run)):
         program: Any = context.find_root().command
         raise typer.Exit(program(["train", "--run", run], prog_name="tpuswarm", standalone_mode=False) or 0)
+    if fleet is None and not DEFAULT_FILE.exists() and not fleets.known_fleets():
+        raise InputError(
+            f"there is no run and no machine {name}: `tpuswarm status` lists the runs in ./runs, and this computer has "
+            "made no fleet"
+        )
     _change_paused(name, fleet, yes, pausing=False)
 
 

@@ -12,6 +12,7 @@ import typer
 from tpuswarm.cli.console import FleetOption, Json, Target, make_console
 from tpuswarm.cloud.errors import CloudError, Unreachable
 from tpuswarm.cloud.protocol import Listing
+from tpuswarm.cloud.rehearsal.connect import default_folder, require_running
 from tpuswarm.config.formatting import format_age
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training, view
@@ -125,6 +126,8 @@ def cost(target: Target = None, as_json: Json = False) -> None:
 def open_fleet(target: str | None) -> tuple[Fleet, FleetReader]:
     """Return a fleet and its reader, which raises InputError if the fleet does not exist."""
     fleet, _ = find_fleet(target)
+    if fleet.provider_name == "rehearsal":
+        require_running(default_folder())  # to look starts nothing
     cloud = fleet.provider()
     store = fleet.store(cloud)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuswarm.cli.completion import complete_choices, complete_recipes, complete_runs
+from tpuswarm.cli.completion import complete_choices, complete_recipes, complete_run_folders
 from tpuswarm.cli.console import option
 from tpuswarm.cli.train.detach import start_detached
 from tpuswarm.cli.train.train_options import TRAINER_OPTIONS, TrainOptions, read_options
@@ -48,7 +48,7 @@ def train(
     batch: Annotated[str | None, option("Rows per step of all devices; auto: as many as fit.", LENGTH)] = None,
     init_from: Annotated[
         str | None,
-        option("Start from these parameters: RUN, gpt2, hf:ORG/NAME or hf:DIR.", LENGTH, values=complete_runs),
+        option("Start from these parameters: RUN, gpt2, hf:ORG/NAME or hf:DIR.", LENGTH, values=complete_run_folders),
     ] = None,
     init_only: Annotated[str | None, option("Take only parameters whose path matches this regex.", LENGTH)] = None,
     seed: Annotated[int | None, option("Random seed: parameters, data order, dropout. Default: 0.", LENGTH)] = None,
@@ -68,7 +68,9 @@ def train(
     ] = None,
     ema: Annotated[float | None, option("Keep a moving average of the parameters, e.g. 0.999.", HOW)] = None,
     deterministic: Annotated[bool | None, option("Use deterministic GPU kernels.", HOW, flag="--deterministic")] = None,
-    run: Annotated[str | None, option("Run directory; an existing one is resumed.", KEPT, values=complete_runs)] = None,
+    run: Annotated[
+        str | None, option("Run directory; an existing one is resumed.", KEPT, values=complete_run_folders)
+    ] = None,
     eval_every: Annotated[str | None, option("Steps (500) or time (5m) between evaluations.", KEPT)] = None,
     eval_batch: Annotated[str | None, option("Rows of a batch in evaluations. Default: as in a step.", KEPT)] = None,
     save_every: Annotated[str | None, option("Steps (500) or time between checkpoints. Default: 5m.", KEPT)] = None,

@@ -115,11 +115,17 @@ def stop(folder: CloudFolder) -> bool:
     return True
 
 
-def send_command(folder: CloudFolder, command: str, **body: Any) -> dict[str, Any]:
-    """Send a command of `control` and return its answer. Raises InputError if no server runs or it refuses."""
+def require_running(folder: CloudFolder) -> Endpoints:
+    """Return the addresses of the folder's cloud. Raise InputError if its server is not running."""
     endpoints = find_running(folder)
     if endpoints is None:
         raise InputError(f"no local cloud runs in {folder.path}; `tpuswarm rehearsal start` starts it")
+    return endpoints
+
+
+def send_command(folder: CloudFolder, command: str, **body: Any) -> dict[str, Any]:
+    """Send a command of `control` and return its answer. Raises InputError if no server runs or it refuses."""
+    endpoints = require_running(folder)
     request = urllib.request.Request(
         f"{endpoints.http}/rehearsal/{command}",
         data=json.dumps(body).encode() if command != "status" else None,

@@ -162,12 +162,15 @@ def _cell_class(cells: Sequence[str]) -> str:
 
 
 def history_facts(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the last command of a run, and its times of start and end."""
+    """Return the command that began a run, the last one that resumed it, and its times of start and end."""
     starts = [event for event in events if event["event"] == "started"]
     commands = [str(event["command"]) for event in starts if event.get("command")]
     times = [event["time"] for event in [*starts[:1], *events[-1:]]]
     dates = [time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_time)) for unix_time in times]
-    return [*(("command", command) for command in commands[-1:]), *([("when", " to ".join(dates))] if dates else [])]
+    facts = {"command": commands[0], "resumed with": commands[-1]} if commands else {}
+    if len(commands) < 2:
+        facts.pop("resumed with", None)
+    return [*facts.items(), *([("when", " to ".join(dates))] if dates else [])]
 
 
 def samples_section(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:

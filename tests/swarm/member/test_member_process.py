@@ -11,7 +11,7 @@ from tpuswarm.swarm.member import loop, member_process
 from tpuswarm.swarm.member.member_process import MAX_FRUITLESS_INCARNATIONS, MemberProcess, MemberSpec
 from tpuswarm.swarm.processes import coordinator
 from tpuswarm.swarm.processes.coordinator import Joining, Wait
-from tpuswarm.swarm.processes.effects import ProcessEnded
+from tpuswarm.swarm.processes.effects import ProcessEnded, Sleep
 from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan, Swarm, code_digest
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
@@ -83,6 +83,24 @@ def test_member_that_is_never_finite_gives_up(tmp_path):
     assert [decision.fate for record in records for decision in record.decisions] == [
         "dropped"
     ] * MAX_FRUITLESS_INCARNATIONS
+
+
+def test_member_that_leaves_reports_what_it_trained_after_its_undecided_push(tmp_path, monkeypatch):
+    def commit_never(head, merge):
+        yield Sleep(0.02)
+
+    monkeypatch.setattr(coordinator.Coordinator, "_commit", commit_never)
+    run = Run(tmp_path, rate=0.05)
+    report = run.member.report
+
+    def report_and_leave(since):
+        found, current = report(since), run.member._loop
+        if found["at_risk"] and current and current.state.undecided and not current.state.todo:
+            run.member.leave()
+        return found
+
+    monkeypatch.setattr(run.member, "report", report_and_leave)
+    assert run.finish() == "left" and report(0)["at_risk"] > 0
 
 
 def test_last_version_is_evaluated_although_the_coordinator_restarts_at_the_end(tmp_path):

@@ -80,6 +80,26 @@ def test_stop_waits_only_for_members_that_have_begun(supervise):
     assert (ended.how, ended.signal) == ("stopped", signal.SIGINT)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_stop_says_how_many_tokens_a_member_could_not_push(supervise, monkeypatch, ends):
+    """It leaves with work that it trained after its last push, or has not pushed when the time is over."""
+
+    def script(supervisor, cluster):
+        yield
+        first = cluster.newest("m0")
+        first.incarnation = "a" * 32
+        yield from rounds(2)
+        signal.raise_signal(signal.SIGINT)
+        if not ends:
+            monkeypatch.setattr(module, "NOTICE_S", 0.0)
+        yield from rounds(2)
+        first.ended = Outcome("left", "")
+
+    assert "7 trained tokens were not pushed in time" in supervise(script).message
+    left = supervise.events("left")
+    assert [event["tokens"] for event in left] == [7] * ends
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_stop_waits_until_the_last_push_is_decided(supervise, is_slow):
     """The coordinator is asked again once the last member has left: an older answer does not know its last push."""

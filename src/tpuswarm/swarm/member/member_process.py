@@ -75,6 +75,8 @@ class MemberProcess:
     _loop: MemberLoop | None = None
     _last_state: MemberState | None = None
     """State of the previous incarnation."""
+    _lost_rows: int = 0
+    """Rows that the previous incarnation trained and did not push."""
     _evaluates_last: bool = False
     """Whether it evaluates the last version."""
     _leaving: bool = False
@@ -114,7 +116,7 @@ class MemberProcess:
             "incarnation": state.incarnation.name if state else None,
             "base": state.base if state else None,
             "tokens": state.processed if state else 0,
-            "at_risk": loop.at_risk * loop.state.terms.tokens_per_row if loop else 0,
+            "at_risk": (loop.at_risk if loop else self._lost_rows) * self.spec.plan.tokens_per_row,
             "rows_per_s": loop.rows_per_s if loop else None,
             "awaits_storage": loop is not None and loop.awaits_storage,
             "evaluating": self._evaluates_last or (loop is not None and loop.evaluating),
@@ -177,6 +179,7 @@ class MemberProcess:
                 return "ended"
             spec.say(f"incarnation ended: {reason}")
             assert self._loop is not None
+            self._lost_rows = self._loop.at_risk
             self._last_state, self._loop = self._loop.state, None  # frees its arrays on the devices
             fruitless = 0 if self._last_state.finite_pushes else fruitless + 1
             if fruitless >= MAX_FRUITLESS_INCARNATIONS:

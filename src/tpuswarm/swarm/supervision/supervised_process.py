@@ -81,6 +81,11 @@ class SupervisedProcess:
         has_work = self.incarnation or self.arguments.get("evaluates")
         return self.is_member and self.actor is not None and not self.left and bool(has_work)
 
+    @property
+    def tokens_at_risk(self) -> int:
+        """Tokens of a member that its death loses, or its end has lost, as it reported last."""
+        return int((self.report or {}).get("at_risk", 0))
+
     def is_hung(self, now: float) -> bool:
         """Whether it must be killed because it does not answer. now: by the supervisor's Clock.
 

@@ -88,6 +88,8 @@ class Supervisor:
         """Members that have had an incarnation."""
         self._traces = TraceCollector(run.folder, self.reporter.event)
         self._stopping_since = 0.0
+        self._lost_at_stop = 0
+        """Tokens that members trained and could not push before the run stopped."""
         self._clock = Clock(time.monotonic)
 
     @property
@@ -122,6 +124,7 @@ class Supervisor:
                         self._give_notice()
                     if self._stop_is_complete() or time.monotonic() - self._stopping_since > NOTICE_S:
                         self._follow_ledger()
+                        self._lost_at_stop += sum(it.tokens_at_risk for it in self.processes.values() if it.is_busy)
                         # SIGTERM takes the machine away: another head will continue the run.
                         self._write_status(STOPPED if stop.requested == SIGINT else "stopped")
                         why = "its terminal closed: " if stop.requested == SIGHUP else ""
@@ -233,7 +236,7 @@ class Supervisor:
         if outcome.how == "ended" or (may_leave and (self._stopping_since or process.is_guest)):
             process.left = True  # its actor stays: members must learn from the coordinator that the run has ended
             if outcome.how == "left":
-                self.reporter.event("left", member=process.name, incarnation=process.incarnation, pid=process.pid)
+                self._report_left(process)
             elif refused:
                 self.reporter.event("note", member=process.name, message=outcome.reason)
                 if process.is_guest and process.node:
@@ -261,20 +264,28 @@ class Supervisor:
         process.last_error = "" if process.rows else error
         process.restart_at = now + min(MIN_BACKOFF_S * 2 ** max(0, process.deaths - 1), MAX_BACKOFF_S)
         if process.is_member:
-            facts = {"member": process.name, "incarnation": process.incarnation, "pid": process.pid}
             if outcome.how == "left":
                 process.restart_at = now + MAX_BACKOFF_S
-                self.reporter.event("left", **facts)
+                self._report_left(process)
             elif process.pid or outcome.how != "dead" or not process.is_guest:  # else Ray lists a lost machine's node
                 reason = error or ("killed" if outcome.how == "dead" else outcome.reason)
-                lost = {"tokens": (process.report or {}).get("at_risk", 0), "unit": self._unit}
-                self.reporter.event("lost", message=reason, own_machine=process.is_guest, **lost, **facts)
+                self.reporter.event("lost", message=reason, own_machine=process.is_guest, **self._loss(process))
         else:
             reason = f"it died{error and f' ({error})'}" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if process.name == COORDINATOR else "shard"
             self.reporter.event(kind, name=process.name, message=f"{reason}; restarting it")
         if is_hopeless or process.deaths >= (MAX_FAILURES if outcome.how == "failed" else MAX_DEATHS):
             self._give_up(process, f"{error} (logs/{process.name}.log)" if error else outcome.reason, now)
+
+    def _report_left(self, process: SupervisedProcess) -> None:
+        self.reporter.event("left", **self._loss(process))
+        if self._stopping_since:
+            self._lost_at_stop += process.tokens_at_risk
+
+    def _loss(self, process: SupervisedProcess) -> dict[str, Any]:
+        """Return the facts of an event about a member that ended, with the tokens that it trained and did not push."""
+        who = {"member": process.name, "incarnation": process.incarnation, "pid": process.pid}
+        return {**who, "tokens": process.tokens_at_risk, "unit": self._unit}
 
     def _give_up(self, process: SupervisedProcess, reason: str, now: float) -> None:
         sentence = f"{process.name} failed {process.deaths} times without any progress: {reason}"
@@ -388,6 +399,8 @@ class Supervisor:
         return self._summary is None or self._summary.tokens.outstanding == 0
 
     def _stopped_at(self) -> str:
-        if (view := self.view) is None:
-            return "stopped before the first commit"
-        return f"stopped at commit {view.version}, {view.tokens:,} {self._unit} counted"
+        where = "before the first commit"
+        if view := self.view:
+            where = f"at commit {view.version}, {view.tokens:,} {self._unit} counted"
+        lost = f"; {self._lost_at_stop:,} trained {self._unit} were not pushed in time" if self._lost_at_stop else ""
+        return f"stopped {where}{lost}"

@@ -55,7 +55,8 @@ def _sentence(event: Mapping[str, Any]) -> str:
         lost = f"about {event['tokens']:,} uncommitted {_unit(event)} lost"
         return f"{event['member']} {how}; {lost}, commits are safe{back}"
     if kind == "left":
-        return f"{event['member']} left cleanly"
+        lost = f"; {event['tokens']:,} uncommitted {_unit(event)} lost" if event.get("tokens") else ""
+        return f"{event['member']} left cleanly{lost}"
     if kind in ("coordinator", "shard"):
         return f"{event['name']}: {event['message']}"
     text = str(event.get("message") or event.get("text") or "")

@@ -1,6 +1,6 @@
 """Validate config.toml, metrics.jsonl and events.jsonl, which a disk, a kill or an editor may have damaged."""
 
-from typing import Annotated, Any, Required
+from typing import Annotated, Any, NotRequired, Required
 
 from pydantic import (
     BaseModel,
@@ -164,6 +164,7 @@ class _Lost(TypedDict):
 @_strict
 class _Left(TypedDict):
     member: str
+    tokens: NotRequired[int]
 
 
 @_strict

@@ -153,13 +153,14 @@ def devices():
 
 @pytest.fixture
 def typed(monkeypatch, capsys):
-    """Run a command in this process; return (code, out, err)."""
+    """Run a command in this process; return (code, out, err). No command may end with an internal error."""
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["tpuswarm", *words])
         with pytest.raises(SystemExit) as end:
             main()
         out, err = capsys.readouterr()
+        assert "internal error" not in err, err
         return end.value.code, out, err
 
     return run

@@ -116,9 +116,11 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    """Return the stdout and stderr of a process; fail unless it ends with `code`."""
+    """Return the stdout and stderr of a process; fail unless it ends with `code`, and for an internal error."""
     out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code, f"exit {process.returncode}, not {code}:\n{out}\n{err}"
+    assert process.returncode == code and "internal error" not in err, (
+        f"exit {process.returncode}, not {code}:\n{out}\n{err}"
+    )
     return out, err
 
 

@@ -24,6 +24,11 @@ MAX_COLUMNS = 80
 """Of `--help`."""
 GCLOUD_PACKAGES = ("google", "grpc")
 """What the extra gcloud installs."""
+SERVICES = {
+    "google": "Google Cloud", "grpc": "Google Cloud", "ray": "Ray", "wandb": "W&B", "httpx": "a web server",
+    "aiohttp": "a web server", "asyncssh": "SSH",
+}  # fmt: skip
+"""By the package of an error's class."""
 UsageError: Any = typer.BadParameter.__base__
 COMMANDS: dict[str, dict[str, str]] = {
     "Learn": {
@@ -176,27 +181,36 @@ def run() -> int:
 
             with blame("the recipe fails"):
                 raise
-    except TpuswarmError as error:
-        return _print_error(error, error.exit_code)
-    except OSError as error:  # a disk, a network, a permission: not a bug
-        return _print_error(error, 1, ": ".join(map(str, filter(None, (error.strerror or error, error.filename)))))
-    except UsageError as error:
-        return _print_error(error, 2, _usage_error(error))
-    except typer.Abort as abort:  # typer's own, for Ctrl-C at a prompt, leaves the cursor on the prompt's line
-        echo("nothing was done" if abort.args else "\nnothing was done", err=True)
-        return 1
     except Exception as error:  # noqa: BLE001  # one sentence, and for a bug how to see more
-        if reason := _outside_cause(error):
-            return _print_error(error, 1, reason)
-        text = " ".join(message_of(error).split())[:300]
-        command = shlex.join(sys.argv[1:])
-        hint = f"Traceback: `tpuswarm --debug {command}`"
-        return _print_error(error, 1, f"internal error: {type(error).__name__}: {text}. {hint}")
+        return _end(error)
     return code if isinstance(code, int) else 0
 
 
+def _end(error: Exception) -> int:
+    """Print an error and return the exit code of the command."""
+    if os.environ.get("TPUSWARM_DEBUG") and not isinstance(error, typer.Abort):
+        raise error
+    while isinstance(error, ExceptionGroup):  # of parallel work
+        error = next((it for it in error.exceptions if isinstance(it, TpuswarmError | OSError)), error.exceptions[0])
+    if isinstance(error, TpuswarmError):
+        return _print_error(message_of(error), error.exit_code)
+    if isinstance(error, OSError):  # a disk, a network, a permission: not a bug
+        return _print_error(": ".join(map(str, filter(None, (error.strerror or error, error.filename)))), 1)
+    if isinstance(error, UsageError):
+        return _print_error(_usage_error(error), 2)
+    if isinstance(error, typer.Abort):  # typer's own, for Ctrl-C at a prompt, leaves the cursor on the prompt's line
+        echo("nothing was done" if error.args else "\nnothing was done", err=True)
+        return 1
+    if reason := _outside_cause(error):
+        return _print_error(reason, 1)
+    text = " ".join(message_of(error).split())[:300]
+    command = shlex.join(sys.argv[1:])
+    hint = f"Traceback: `tpuswarm --debug {command}`"
+    return _print_error(f"internal error: {type(error).__name__}: {text}. {hint}", 1)
+
+
 def _outside_cause(error: Exception) -> str:
-    """Return a sentence about an error that is no bug: of memory, of an installation, of devices; empty for others."""
+    """Return a sentence about an error that is no bug: of memory, an installation, devices, a service; else empty."""
     text = first_line(error)
     if isinstance(error, MemoryError):
         return "this computer has no memory left; use a smaller --batch, or a computer with more"
@@ -210,6 +224,9 @@ def _outside_cause(error: Exception) -> str:
     if jax_errors and isinstance(error, jax_errors.JaxRuntimeError):
         advice = "use a smaller --batch or more devices" if "RESOURCE_EXHAUSTED" in text else "run it again"
         return f"the devices failed ({text}); {advice}"
+    packages = (kind.__module__.partition(".")[0] for kind in type(error).__mro__)
+    if service := next((SERVICES[package] for package in packages if package in SERVICES), ""):
+        return f"{service} failed ({type(error).__name__}: {text}); run it again"
     return ""
 
 
@@ -228,8 +245,6 @@ def _usage_error(error: Any) -> str:
     return f"{text}{'' if text.endswith('?') else '.'} See `{command} --help`"
 
 
-def _print_error(error: BaseException, code: int, text: str | None = None) -> int:
-    if os.environ.get("TPUSWARM_DEBUG"):
-        raise error
-    echo(f"error: {text or message_of(error)}", err=True)
+def _print_error(text: str, code: int) -> int:
+    echo(f"error: {text}", err=True)
     return code

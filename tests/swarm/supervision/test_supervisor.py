@@ -179,7 +179,9 @@ def test_counters_never_fall(supervise):
         assert supervisor.status.tokens == Tokens(32, 16, 8, 0, 8)
 
     supervise.finished(script)
+    first_of_the_second = len(seen)
     supervise.finished(script)
+    assert seen[first_of_the_second]["tpuswarm_tokens_total"] > 0, "before its coordinator answers"
     for name in ("tokens_processed", "tokens_dropped", "carried_bytes", "member_tokens", "tokens", "steps"):
         values = [found[f"tpuswarm_{name}_total"] for found in seen if f"tpuswarm_{name}_total" in found]
         assert values == sorted(values) and len(values) > 6, name

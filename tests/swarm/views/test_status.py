@@ -12,7 +12,16 @@ from tests.train.look.test_widgets import drawn
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.views.drawing import About, draw
-from tpuswarm.swarm.views.status import FILE, MemberStatus, Progress, compose, read_run, read_status, write_status
+from tpuswarm.swarm.views.status import (
+    FILE,
+    MemberStatus,
+    Progress,
+    carry_over,
+    compose,
+    read_run,
+    read_status,
+    write_status,
+)
 from tpuswarm.train.run.directory import Run, append_event
 
 M0 = MemberStatus("m0", "alive", 11, "a" * 32, 4, 700, 50.0, 2.0, 1.0, 0)
@@ -45,6 +54,19 @@ def test_written_status_is_read_back(tmp_path):
     for status in (composed(), composed(summary=None, members=())):
         write_status(tmp_path, status)
         assert read_status(tmp_path) == status
+
+
+def test_run_that_starts_again_shows_its_commits_and_no_old_process(tmp_path):
+    write_status(tmp_path, composed())
+    carry_over(tmp_path, 7.0)
+    seen = read_status(tmp_path)
+    kept = ("version", "epoch", "tokens", "goodput", "eval_loss", "eval_version", "carried", "horizon")
+    assert [getattr(seen, name) for name in kept] == [getattr(composed(), name) for name in kept]
+    assert (seen.members, seen.processes, seen.alarms, seen.began) == ((), {}, (), 7.0)
+    assert seen.phase == "resuming from commit 4"
+    (tmp_path / FILE).write_text("torn")
+    carry_over(tmp_path, 7.0)
+    assert read_status(tmp_path) is None
 
 
 def test_full_disk_is_reported(tmp_path):

@@ -31,7 +31,8 @@ LEDGER_LINES, TEXT_LINES = 3, 3
 
 def demo(
     cloud: Annotated[
-        bool, typer.Option("--cloud", help="Over machines of a local cloud, in four minutes; leaves runs/demo-cloud/.")
+        bool,
+        typer.Option("--cloud", help="Over machines of a local cloud; leaves runs/demo-cloud/."),
     ] = False,
 ) -> None:
     """Train a small GPT-2 as a swarm of three, and kill one of them, in two minutes; leaves runs/demo/.

@@ -24,6 +24,7 @@ from tpuswarm.swarm.views.status import (
     after_the_end,
     compose,
     read_status,
+    resume,
     write_status,
 )
 from tpuswarm.train.look.display import own_metrics
@@ -58,6 +59,7 @@ class RunReporter:
         before = None
         with suppress(InputError):  # a damaged status is replaced
             before = read_status(run.folder)
+        self._before = before
         self._processed = before.tokens.processed if before else 0
         self._carried = before.carried if before else 0
         """Counters, which never fall: a new coordinator or supervisor knows only what the ledger has."""
@@ -158,6 +160,8 @@ class RunReporter:
             own_metrics(self.evaluation),
         )
         self.status = compose(summary, members, horizon, found, self._address, pids, time.time(), progress)
+        if summary is None and self._before is not None:
+            self.status = resume(self.status, self._before)
         if phase:
             self.status = replace(self.status, phase=phase)
         if phase == FINISHED:

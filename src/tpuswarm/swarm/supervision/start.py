@@ -32,8 +32,7 @@ from tpuswarm.swarm.supervision.decide import RunSpec, SwarmOptions, decide, rem
 from tpuswarm.swarm.supervision.supervisor import RunEnd, Supervisor
 from tpuswarm.swarm.views.drawing import About
 from tpuswarm.swarm.views.screen import Screen, auto_screen
-from tpuswarm.swarm.views.status import FILE as STATUS
-from tpuswarm.swarm.views.status import FINISHED, read_run, read_status, write_status
+from tpuswarm.swarm.views.status import FINISHED, carry_over, read_run, read_status, write_status
 from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.describe import describe_start
 from tpuswarm.train.look.guarded_logger import GuardedLogger
@@ -326,8 +325,8 @@ def _supervise(
     ]
     per_row = plan.tokens_per_row
     screen.open(About(recipe.name, shown(run.folder), plan.settings["batch"] * per_row, token_unit(per_row)), sentences)
-    for name in (STATUS, REPORT):
-        (run.folder / name).unlink(missing_ok=True)  # from an earlier start
+    carry_over(run.folder, screen.began)
+    (run.folder / REPORT).unlink(missing_ok=True)  # from an earlier start
     run.write_event("started", message=who, command=command_line())
     ended: RunEnd | None = None
     loggers: list[GuardedLogger] = []

@@ -2,6 +2,7 @@
 
 import time as clock
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -109,6 +110,7 @@ class Progress:
 FINISHED, STOPPED = "the run is finished", "the run was stopped"
 """Final phases, after which machines stop looking for a head in the run's folder."""
 
+EVALUATED = ("eval_loss", "eval_version", "eval_metrics")
 _STATUS: TypeAdapter[SwarmStatus] = TypeAdapter(SwarmStatus)
 
 
@@ -173,6 +175,26 @@ def read_status(folder: Path) -> SwarmStatus | None:
             f"{folder / FILE} is not a swarm status ({where + ': ' if where else ''}{first['msg']}); remove it: "
             "a run rewrites it every second"
         ) from error
+
+
+def carry_over(folder: Path, began: float) -> None:
+    """Write the status of a run that starts again: its commits and counters so far, and no process."""
+    status = None
+    with suppress(InputError):  # a damaged one is replaced
+        status = read_status(folder)
+    if status is None:
+        (folder / FILE).unlink(missing_ok=True)
+        return
+    resumed = compose(None, (), status.horizon, (), "", {}, clock.time(), Progress(began, carried=status.carried))
+    write_status(folder, resume(resumed, status))
+
+
+def resume(status: SwarmStatus, before: SwarmStatus) -> SwarmStatus:
+    """Return a status without knowledge of a coordinator, with the commits and counters of the status before."""
+    if before.version is None:
+        return status
+    known = {name: getattr(before, name) for name in ("version", "epoch", "tokens", "goodput", *EVALUATED)}
+    return replace(status, **known, phase=f"resuming from commit {before.version}")
 
 
 def parse_status(data: bytes) -> SwarmStatus:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import asyncssh
 import pytest
 
-from tests.remote.conftest import HOSTS, SLICE
+from tests.remote.conftest import HOSTS, SLICE, Fleet
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts import setup
 from tpuswarm.remote import connect
@@ -135,6 +135,19 @@ def test_second_computer_makes_its_own_key_and_is_let_in(routes, fleet, tmp_path
     assert not errors()
     admitted.unlink()
     assert routes.key.read_bytes() != (fleet.folder / ".ssh/tpuswarm").read_bytes() and len(theirs) == 5
+
+
+def test_second_person_whose_first_command_is_up_is_let_in_and_nobody_is_locked_out(routes, fleet, tmp_path):
+    before = [machine.metadata["ssh-keys"].splitlines() for machine in routes.snapshot().listing.machines]
+    other = Fleet(tmp_path, fleet.place)
+    other.environment["XDG_STATE_HOME"] = fleet.environment["XDG_STATE_HOME"]
+    (routes.fleet.folder / "admitted.json").unlink(missing_ok=True)
+    other.run("up", "--yes", "--paid", cwd=fleet.folder)
+    assert "5/5 ok" in other.run("exec", "all", "--", "true", cwd=fleet.folder)[1]
+    assert "5/5 ok" in fleet.run("exec", "all", "--", "true")[1]
+    after = [machine.metadata["ssh-keys"].splitlines() for machine in routes.snapshot().listing.machines]
+    assert [set(new) > set(old) for old, new in zip(before, after, strict=True)] == [True] * len(after)
+    (routes.fleet.folder / "admitted.json").unlink()
 
 
 def test_new_machines_are_waited_for_until_they_let_us_in(routes, tmp_path, monkeypatch):

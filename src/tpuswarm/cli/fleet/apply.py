@@ -100,6 +100,8 @@ def preview_and_confirm(
         confirm(yes)
     if network:
         _make_network(cloud, network, network_steps)
+    if document:
+        Routes(fleet, cloud, store).note_new_key(document)
     fleets.store_desired(fleet, store, file, desired, before)
     if before is None:
         label_bucket(cloud, fleet, desired)

@@ -204,6 +204,15 @@ class Routes:
         key = public_key()
         return key is not None and all(add_ssh_key(pool, key) is pool for pool in document.desired.pools)
 
+    def note_new_key(self, document: Document) -> None:
+        """Before a change stores this computer's key: note that existing machines do not know it."""
+        if not self.accepts_own_key(document):
+            self._admitted.reset()
+
+    @property
+    def _admitted(self) -> AdmittedMachines:
+        return AdmittedMachines(self.fleet.folder / "admitted.json")
+
     def _admit_key(self, document: Document, listing: Listing) -> Document:
         """Let this computer's key log in on all machines, now and later.
 
@@ -218,9 +227,9 @@ class Routes:
             pools = tuple(add_ssh_key(pool, key) for pool in found.desired.pools)
             return replace(found, desired=replace(found.desired, pools=pools))
 
-        admitted = AdmittedMachines(self.fleet.folder / "admitted.json")
+        admitted = self._admitted
         if not self.accepts_own_key(document):
-            admitted.reset()
+            self.note_new_key(document)
             document = self._store.change(add_key)
         keys = {pool.name: pool.spec.metadata[SSH_KEYS] for pool in document.desired.pools}
         ready = [machine for machine in document.desired.own(listing.machines) if machine.state == "ready"]
@@ -235,7 +244,9 @@ class Routes:
         if keys is None:
             return True
         try:
-            self.set_metadata(machine, {SSH_KEYS: keys})
+            own = (machine.metadata or {}).get(SSH_KEYS, "")
+            lines = dict.fromkeys((*own.splitlines(), *keys.splitlines()))
+            self.set_metadata(machine, {SSH_KEYS: "\n".join(lines)})
         except (CloudError, RunFailed):
             return False
         return True

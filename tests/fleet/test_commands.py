@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +21,14 @@ from tpuswarm.cli.machine.jobs import run_jobs_until
 from tpuswarm.cloud.errors import Unreachable
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
 from tpuswarm.errors import RunFailed
+from tpuswarm.fleet.decide.choose_actions import DELETE_RETRY_S
 from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Assignment, Job
 from tpuswarm.fleet.hosts.setup import SavedSetup
-from tpuswarm.fleet.store.document import document_path
+from tpuswarm.fleet.store.document import KeeperLease, document_path
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.remote.setup.table import Setup
+from tpuswarm.train.process.computer import computer_id
 
 SWARM, TRC = ((GOLDEN / f"{name}.toml").read_text() for name in ("swarm", "trc"))
 STORAGE = '\n[storage]\nbucket = "my-bucket"\nregion = "us-central1"\n'
@@ -112,8 +116,9 @@ def test_fleet_from_up_to_down(cli, golden):
     assert "v2-usc1f-0 is spot, so it could not be resumed" in cli.run("pause v2-usc1f-0", code=2)
     cli.run("pause v3 --yes")
     assert cli.cloud.names("stopped") == ["v3-euw4a-0"]
+    asked_at = cli.cloud.now
     cli.run("resume v3 --yes")
-    assert len(cli.ready) == 6
+    assert len(cli.ready) == 6 and cli.cloud.now - asked_at < DELETE_RETRY_S, "it waits for the machine alone"
 
     cli.run("down v2-usc1f-0 --yes")
     assert "v2-usc1f-0" not in cli.ready and len(cli.cloud.existing) == 5
@@ -129,6 +134,16 @@ def test_fleet_from_up_to_down(cli, golden):
     assert cli.run("down --yes").startswith("gpt2-abc234 is deleted already: requested by `tpuswarm down`")
     cli.run("up --yes")
     assert len(cli.ready) == 7
+    for end in ("down --yes", "down v3 --yes"):
+        cli.run("pause v3 --yes")
+        cli.run(end)
+        cli.run("up --yes")
+        assert len(cli.ready) == 7, "a pause ends with its machine"
+    cli.run("pause v3 --yes")
+    del cli.cloud.existing[next(key for key in cli.cloud.existing if key[1] == "v3-euw4a-0")]
+    assert "v3-euw4a-0 was paused and no longer exists" in cli.run("pause gpt2-router --yes")
+    cli.run("up --yes")
+    assert len(cli.ready) == 6 and cli.cloud.names("stopped") == ["gpt2-router"]
 
 
 def test_single_tpu_needs_no_file(cli, monkeypatch):
@@ -324,6 +339,21 @@ def test_live_list_fits_its_screen_and_drops_healthy_machines_first(cli, width, 
     assert lines[1].startswith("v2-usc1f-57  v2-8") and "preempted" in lines[1]
     assert any(line.startswith("and ") and line.rstrip().endswith("more") for line in lines)
     assert sum(line.startswith("grant of ") for line in lines) == 2
+
+
+def test_killed_keeper_is_not_believed_and_a_living_one_is_not_denied(cli):
+    cli.run("up --yes")
+    store = FLEET_OF_FILE.store(cli.cloud)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    killed = KeeperLease("k", "here", ended.pid, 1, time.time(), computer_id())
+    store.change(lambda document: replace(document, lease=killed))
+    assert "kept by" not in cli.run("list") and f"process {ended.pid} of this computer, has ended" in cli.run("list")
+    assert "no keeper runs" in cli.run("doctor cloud", code=1)
+    store.change(lambda document: replace(document, lease=replace(killed, pid=os.getpid())))
+    out = cli.run("up --yes")
+    assert "does the work; this command watches it" in out and "no keeper runs" not in out
+    assert "kept by here" in cli.run("list")
 
 
 def test_doctor_finds_machines_that_cost_without_use(cli):

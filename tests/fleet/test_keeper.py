@@ -8,14 +8,18 @@ import pytest
 
 from tests.fleet.fake_cloud import START, FakeCloud, Killed
 from tests.fleet.loop import MANAGED_FLEET, A, B, ManagedFleet, desired, pool
+from tpuswarm.cli.fleet.apply import is_up
 from tpuswarm.cloud.errors import Denied, Unreachable
 from tpuswarm.cloud.protocol import Machine
+from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.desired import Budget, DownWhen
 from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Assignment, Job
+from tpuswarm.fleet.decide.limits import spec_quota
 from tpuswarm.fleet.keeper.clock import Clock
 from tpuswarm.fleet.keeper.keeper import LEASE_S, MACHINE_VARIABLE, Keeper
 from tpuswarm.fleet.store.document import Document, DocumentStore, LocalBucket, with_job
+from tpuswarm.fleet.store.fleets import change_desired
 from tpuswarm.fleet.store.history import History
 from tpuswarm.fleet.view import fleet_object, summary_lines
 
@@ -308,6 +312,24 @@ def test_only_the_keeper_on_the_head_looks_often_while_another_one_leads(tmp_pat
         fleet.keeper(name).run(lambda tick: None, lambda tick, found=found: len(found) == 2, found.append)
         leader.tick()
     assert max(pauses["head"]) < min(pauses["other"])
+
+
+def test_up_beside_a_keeper_ends_with_its_reason_once_the_quota_is_used_up(tmp_path):
+    fleet = ManagedFleet(tmp_path, desired(pool(count=5, zones=(A,))))
+    fleet.cloud.quota[spec_quota(replace(fleet.document.desired.pools[0].spec, zone=A))] = 2
+    leader, watcher = fleet.keeper(), fleet.keeper("other computer")
+    fleet.run(leader, 300)
+    before = fleet.document.desired
+    change_desired(fleet.store, replace(before, revision=before.revision + 1), before)  # the user runs `up`
+
+    def tick_both() -> None:
+        for _ in range(60):
+            fleet.run(leader, 10)
+            tick = watcher.tick()
+            assert not tick.leads and not is_up(tick)
+
+    with pytest.raises(RunFailed, match=r"3 of pool small: us-central1-f: quota of v2-8 .* is used up"):
+        tick_both()
 
 
 def test_others_see_why_machines_are_missing_and_when_they_are_requested_again(tmp_path):

@@ -9,7 +9,7 @@ from tpuswarm.fleet.activity import list_missing
 from tpuswarm.fleet.decide.job_failures import find_failures
 from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.decide.names import ALL
-from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.store.document import Document, is_holder_alive
 from tpuswarm.fleet.view import STALE_LEASE_S, machine_rows, running_rate
 
 LONG_WAIT_S = 24 * 3600.0
@@ -37,7 +37,8 @@ def check_fleet(document: Document, listing: Listing, now: float) -> Iterator[Fi
     desired, lease = document.desired, document.lease
     machines = desired.own(listing.machines)
     billed = [machine for machine in machines if machine.state not in FREE_STATES]
-    if billed and (lease is None or now - lease.at > 2 * STALE_LEASE_S):
+    is_kept = lease is not None and now - lease.at <= 2 * STALE_LEASE_S and is_holder_alive(lease) is not False
+    if billed and not is_kept:
         rate = running_rate(machine_rows(desired, listing, (), now))
         last = "" if lease is None else f"; the last one, on {lease.host}, was seen {format_age(now - lease.at)} ago"
         count = f"{len(billed)} machine{'s' * (len(billed) > 1)}"

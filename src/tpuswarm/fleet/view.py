@@ -28,7 +28,7 @@ from tpuswarm.fleet.decide.money import (
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.decide.observe import observe
 from tpuswarm.fleet.decide.spending import Spending, charge
-from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.store.document import Document, is_holder_alive
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -194,7 +194,9 @@ def summary_lines(document: Document, listing: Listing, now: float) -> list[str]
     spent = format_dollars(total_spending(document, listing, now).dollars)
     if desired.down is not None and not rows and not listing.unreachable:
         return [f"the fleet is down: {desired.down}; it has cost {spent}; `tpuswarm up` brings it back"]
-    if lease is not None:
+    if lease is not None and is_holder_alive(lease) is False:
+        lines = [f"its keeper, process {lease.pid} of this computer, has ended: `tpuswarm keep` takes over"]
+    elif lease is not None:
         age_s = max(0.0, now - lease.at)
         stale = ", so it may be gone: `tpuswarm keep` takes over" if age_s > 2 * STALE_LEASE_S else ""
         lines = [f"kept by {lease.host}, process {lease.pid}, last seen {format_age(age_s)} ago{stale}"]

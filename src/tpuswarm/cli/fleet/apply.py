@@ -81,6 +81,7 @@ def preview_and_confirm(
         echo(f"note: {note}", err=True)
     before = document.desired if document else None
     desired = adjust(fleets.merge_desired(file, fleet.mark, before, paid, make_key()))
+    desired = desired_from_file.without_stale_pauses(desired, listing)
     if keep:
         desired = desired_from_file.with_keeper_home(desired, fleet.bucket)
     desired_from_file.require_same_types(before, desired)
@@ -342,14 +343,14 @@ def is_up(tick: Tick) -> bool:
     if tick.converged:
         return True
     desired = tick.document.desired
-    is_settled = not tick.plan.actions and not tick.observed.state.requests
-    is_moving = any(
-        machine.fleet == desired.fleet and machine.state not in ("ready", "stopped", "dead")
-        for machine in tick.observed.machines
-    )
-    is_stuck = tick.plan.waits and all(wait.until is None for wait in tick.plan.waits)
+    waits, own = tick.plan.waits, desired.own(tick.observed.machines)
+    is_settled = not tick.observed.state.requests and not (tick.leads and tick.plan.actions)
+    is_moving = any(machine.state not in ("ready", "stopped", "dead") for machine in own)
+    alive = sum(machine.state != "dead" for machine in own)
+    is_all_said = alive + sum(wait.missing for wait in waits) >= sum(pool.count for pool in desired.pools)
+    is_stuck = waits and is_all_said and all(wait.until is None for wait in waits)
     if is_settled and not is_moving and is_stuck and desired.down is None:
-        reasons = "; ".join(f"{wait.subject}: {wait.why}" for wait in tick.plan.waits)
+        reasons = "; ".join(f"{wait.subject}: {wait.why}" for wait in waits)
         raise RunFailed(f"some machines cannot be created: {reasons}")
     return False
 

@@ -16,7 +16,7 @@ from tpuswarm.cli.machine import jobs
 from tpuswarm.cli.machine.files import SizeConfirmation, send_folder, store_folder
 from tpuswarm.cli.machine.job_logs import show_job_logs
 from tpuswarm.cloud.protocol import Listing
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.apply.init import NetworkPlan
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.names import resolve_name
@@ -25,7 +25,7 @@ from tpuswarm.fleet.hosts.setup import wait_for_ssh
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.spec.file import DEFAULT_FILE
 from tpuswarm.fleet.store import fleets
-from tpuswarm.fleet.store.document import Document
+from tpuswarm.fleet.store.document import Document, DocumentStore
 from tpuswarm.remote.paths import command_line
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.terminal import echo
@@ -142,8 +142,17 @@ def up(
             echo(f"the keeper runs on {desired.keeper_machine}; you may switch this computer off")
         elif keep:
             echo(f"the keeper runs in the background; its log is {fleet.log}")
-        elif any(pool.how == "spot" for pool in desired.pools) or desired.down_when or desired.budget.total:
+        elif (
+            any(pool.how == "spot" for pool in desired.pools) or desired.down_when or desired.budget.total
+        ) and not _is_kept(fleet, confirmed.store):
             echo("no keeper runs from now on. Start one: `tpuswarm keep`, or `tpuswarm up --keep` in the background")
+
+
+def _is_kept(fleet: fleets.Fleet, store: DocumentStore) -> bool:
+    try:
+        return jobs.has_keeper(jobs.read_document(fleet, store))
+    except TpuswarmError:  # do not hide the first error
+        return False
 
 
 def _send_folder_again(confirmed: apply.Confirmed, fleet: fleets.Fleet, confirmation: SizeConfirmation) -> None:

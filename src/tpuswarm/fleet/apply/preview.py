@@ -71,11 +71,9 @@ def _successors(desired: Desired, own: Sequence[Machine], plan: Plan) -> Iterabl
     for pool in desired.pools if desired.down is None else ():
         alive = [machine for machine in own if machine.pool == pool.name and machine.state != "dead"]
         staying = [machine for machine in alive if _key(machine) not in keys]
-        names = {machine.name for machine in staying}
         created = sum(isinstance(action, Create) and action.spec.pool == pool.name for action in plan.actions)
-        paused = sum(of == pool.name and name not in names for name, of in desired.paused.items())
         waiting = sum(wait.missing for wait in plan.waits if wait.pool == pool.name)
-        missing = max(0, pool.count - len(staying) - created - paused - waiting)
+        missing = max(0, pool.count - len(staying) - created - waiting)
         for machine in [machine for machine in deleted if machine.pool == pool.name][:missing]:
             spec = replace(pool.spec, name=machine.name, zone=machine.zone)
             yield Create(spec, "after the old machine is deleted")

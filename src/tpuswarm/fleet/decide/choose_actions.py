@@ -187,9 +187,12 @@ class _Planner:
             why += "`tpuswarm up --paid` allows it, `tpuswarm down NAME` deletes one"
             self.waits.append(Wait(pool.name, 0, why, None))
         names = {machine.name for machine in alive}
-        paused = sum(of == pool.name and name not in names for name, of in self.desired.paused.items())
+        gone = [name for name, of in self.desired.paused.items() if of == pool.name and name not in names]
+        if gone:
+            why = f"{', '.join(gone)} was paused and no longer exists; `tpuswarm up` replaces it"
+            self.waits.append(Wait(pool.name, len(gone), why, None))
         unlisted = sum(spec.pool == pool.name for spec in self.unlisted)
-        return pool.count - len(alive) - going - paused - unlisted, leftovers
+        return pool.count - len(alive) - going - len(gone) - unlisted, leftovers
 
     def _keep_priority(self, machine: Machine) -> tuple[bool, bool, bool, float, tuple[str, int]]:
         """Sort key: machines that are not ready go first, then idle, then unhealthy ones, then the youngest."""

@@ -85,6 +85,7 @@ class _Observer:
     def forgive_failures(self) -> None:
         self.stopped.clear()
         self.region_limits.clear()
+        self.last_call = {key: at for key, at in self.last_call.items() if key in self.deleting}
         self.backoffs = {
             key: replace(backoff, quota_limit=None, not_before=0.0, replaced=())
             for key, backoff in self.backoffs.items()

@@ -146,7 +146,7 @@ class Keeper:
         self._unsaved_jump += jump
         self._state = self._load_state(now) if self._state is None else self._state.shifted(jump)
         document = self._load()
-        stored_events = document.events
+        stored = document
         answers = [*self._answers, *self._poll_operations()]
         listing = self._provider.machines(dict.fromkeys((*document.desired.zones, *document.zones)))
         state, events = observe(self._state, document.desired, listing, answers, now)
@@ -167,7 +167,8 @@ class Keeper:
         role = self._take_role(document, listing, plan, steady, now)
         if role == "watches":  # the leader reports the events
             self._unsaved_events, self._unsaved_jump = [], 0.0
-            return Tick(document, observed, plan, self._new_events(stored_events), False, now)
+            document, plan = replace(document, waits=stored.waits), plan._replace(waits=stored.waits)
+            return Tick(document, observed, plan, self._new_events(stored.events), False, now)
         self._history.save(state, events, now)
         if role == "leads" and plan.end:
             document = replace(document, desired=replace(document.desired, down=plan.end))

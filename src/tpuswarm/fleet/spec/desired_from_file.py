@@ -219,6 +219,14 @@ def with_machine_name(desired: Desired, name: str | None) -> Desired:
     return replace(desired, pools=(replace(pool, spec=replace(pool.spec, name=name)),))
 
 
+def without_stale_pauses(desired: Desired, listing: Listing) -> Desired:
+    """Drop the pauses of machines that no longer exist, so that the pool gets new ones."""
+    if listing.unreachable:
+        return desired
+    existing = {machine.name for machine in desired.own(listing.machines) if machine.state not in ("dead", "deleting")}
+    return replace(desired, paused={name: pool for name, pool in desired.paused.items() if name in existing})
+
+
 def with_counts(desired: Desired, scale: Sequence[str]) -> Desired:
     counts = {}
     for text in scale:
@@ -255,4 +263,6 @@ def without_machine(desired: Desired, listing: Listing, text: str) -> Desired:
     pools = tuple(
         replace(pool, count=max(0, pool.count - 1)) if pool.name == machine.pool else pool for pool in desired.pools
     )
-    return replace(desired, pools=pools, dropped={**desired.dropped, machine.name: machine.created})
+    paused = {name: pool for name, pool in desired.paused.items() if name != machine.name}
+    dropped = {**desired.dropped, machine.name: machine.created}
+    return replace(desired, pools=pools, paused=paused, dropped=dropped)

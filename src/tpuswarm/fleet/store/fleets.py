@@ -257,7 +257,8 @@ def _with_desired(store: DocumentStore, found: Document, desired: Desired, shown
     now = found.desired
     if shown is None or (now.fleet, now.revision, now.down) != (shown.fleet, shown.revision, shown.down):
         raise InputError(f"{store.where} was changed while this command asked: repeat it to see the new state")
-    return replace(found, desired=_with_keys(desired, now), asked_by=current_user(), asked_at=time.time())
+    desired = _with_keys(desired, now)
+    return replace(found, desired=desired, waits=(), asked_by=current_user(), asked_at=time.time())
 
 
 def _with_keys(desired: Desired, found: Desired) -> Desired:

@@ -320,8 +320,8 @@ def _layout(shared: Any) -> Layout:
 def flat_of(shared: Any) -> jax.Array:
     """Flatten shared parameters into one fragment, f32[n]."""
     leaves = dict(zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True))
-    (paths,) = _layout(shared).paths
-    return jnp.concatenate([leaves[path].ravel() for path in paths])
+    (flat,) = _layout(shared).split(leaves)
+    return flat
 
 
 def tree_of(flat: Any, like: Any) -> Any:

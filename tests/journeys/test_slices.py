@@ -13,7 +13,7 @@ from tests.hosts import free_port
 from tests.processes import PATIENCE
 from tests.waiting import until
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.core.arithmetic.fragments import Leaf
+from tpuswarm.swarm.core.arithmetic.fragments import Piece
 from tpuswarm.swarm.engines.variables import BATCH
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.member.group import Group
@@ -154,7 +154,7 @@ def waiting(answer: Joining) -> MemberProcess:
 @pytest.mark.parametrize(("tokens", "how"), [(59, "left"), (60, "ended")])
 def test_member_waiting_for_a_host_lets_the_run_end(tokens, how):
     """The run has 10 steps of 2 rows of 3 tokens."""
-    founding = Founding(((Leaf("w", (1,)),),), {})
+    founding = Founding(((Piece("w", (1,)),),), {})
     member = waiting(Joining(PLAN.terms(founding), founding, 1, tokens, ("",)))
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(member.run)

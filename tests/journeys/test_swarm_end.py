@@ -48,7 +48,7 @@ class Supervisor:
     def run_to_end(self):
         if not (RUN / FOUNDING).exists():
             self.view = Chain(Store(RUN), Random(3)).grow(9).view
-            (RUN / FOUNDING).write_text('{"fragments": [], "chosen": {}}')
+            (RUN / FOUNDING).write_text('{"fragments": [[["w", [1]]]], "chosen": {}}')
         for member, loss in (("m0", 2.5), ("m1", 9.5)):
             rows = [{"step": 1, "tokens": 16, "loss": loss, "member": member, "version": 1}]
             if member == "m0":

@@ -21,20 +21,20 @@ GIB = 2**30
 def test_too_little_memory_names_the_members_that_fit(monkeypatch):
     monkeypatch.setattr(needs, "available_memory", lambda: 12 * GIB)
     with pytest.raises(InputError, match=r"9 members need about [\d.]+ GiB .* has 12.0 GiB free; use --members 3"):
-        needs.check_memory(9, exchanged=2**28, largest=2**20, state=3 * 2**28, kind="cpu")
-    needs.check_memory(3, exchanged=2**28, largest=2**20, state=3 * 2**28, kind="cpu")
+        needs.check_memory(9, exchanged=2**28, fragment=2**20, state=3 * 2**28, kind="cpu")
+    needs.check_memory(3, exchanged=2**28, fragment=2**20, state=3 * 2**28, kind="cpu")
 
 
 def test_memory_of_aggregators_payloads_and_rays_store_counts(monkeypatch):
-    def needed_gib(others, aggregators, largest):
+    def needed_gib(others, aggregators, fragment):
         with pytest.raises(InputError, match="--expect" if others else "smaller model") as found:
-            needs.check_memory(2, 2 * GIB, largest, 2**20, "cpu", others, aggregators)
+            needs.check_memory(2, 2 * GIB, fragment, 2**20, "cpu", others, aggregators)
         return float(re.search(r"need about ([\d.]+) GiB", str(found.value))[1])
 
     monkeypatch.setattr(needs, "available_memory", lambda: 0)
-    one = needed_gib(0, 1, 2**20)
+    one = needed_gib(0, 1, 2**27)
     small = 10 * (needs.AGGREGATOR_BYTES / GIB + 2 / 8)
-    assert needed_gib(0, 11, 2**20) - one == pytest.approx(small, abs=0.1), "small arrays are sent 128 MiB at a time"
+    assert needed_gib(0, 11, 2**27) - one == pytest.approx(small, abs=0.1), "each takes 128 MiB at a time"
     store = 2 * (1 - 1 / 8) + 2 - 0.25
     assert needed_gib(0, 1, GIB) - one == pytest.approx(store, abs=0.1), "payloads of two members, and the store"
     waiting = needed_gib(98, 7, 2**28) - needed_gib(0, 7, 2**28)

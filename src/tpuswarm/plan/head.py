@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from tpuswarm.catalog import Accelerator, Price, machines
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.traffic import DAY_S, Exchange, Traffic
-from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for
-from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
+from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for, fragments_for
+from tpuswarm.swarm.core.arithmetic.quantize import sent_bytes
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
 from tpuswarm.swarm.core.values import Form, Rule
 from tpuswarm.swarm.simulation.stand_ins import MERGED_PARAMETERS_PER_S
@@ -52,10 +52,10 @@ def count_shared_elements(recipe: Recipe) -> int:
 
 def head_memory_bytes(members: int, elements: int, form: Form, rule: Rule, averaged: bool = False) -> float:
     """Return the memory of a head's processes, with the arrays of one commit and incoming payloads."""
-    payload = elements * bytes_per_element(form)
+    payload = sent_bytes(elements, form)
     copies = 1 + 2 * (rule == "nesterov") + averaged + (form != "plain")  # state; momentum, buffer; mean; error
     update = payload if form != "plain" else 0.0
-    processes = serving_bytes(members, aggregators_for(members), payload, 0.0)
+    processes = serving_bytes(members, aggregators_for(members), payload, payload / fragments_for(elements, members))
     return processes + 8.0 * copies * elements + update + members * payload
 
 

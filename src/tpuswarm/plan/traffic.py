@@ -9,7 +9,7 @@ from typing import get_args
 
 from tpuswarm.catalog import Figure, network
 from tpuswarm.config.units import GIB
-from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
+from tpuswarm.swarm.core.arithmetic.quantize import sent_bytes
 from tpuswarm.swarm.core.values import Form
 
 DAY_S = 86_400.0
@@ -61,7 +61,7 @@ class Traffic:
 
 def member_traffic(exchange: Exchange) -> Traffic:
     """Return the traffic of one member: a contribution and a version per cycle, messages, data."""
-    version_bytes = exchange.elements * bytes_per_element(exchange.form)
+    version_bytes = sent_bytes(exchange.elements, exchange.form)  # however many fragments: only the last is padded
     cycles = DAY_S / exchange.cycle_seconds
     return Traffic(
         {"contributions": cycles * version_bytes, "messages": SENT_MESSAGES_BYTES_PER_S * DAY_S},

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -15,6 +16,7 @@ from tests.swarm.core.arithmetic.test_quantize import same_bits, varied
 from tests.train import toy
 from tpuswarm import Every, Stop, supervised
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.arithmetic.fragments import Layout, Piece
 from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode, feedback
 from tpuswarm.swarm.core.member_state import Adopt
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
@@ -207,13 +209,29 @@ def test_ramp_raises_updates_to_their_full_size():
     )
 
 
-def member(folder, target="tests.train.toy:toy", own=None, **settings):
+def member(folder, target="tests.train.toy:toy", own=None, begun=None, **settings):
     swarm = Swarm("run", 1, cycle=4, outer="average", outer_lr=None, quantize="plain", overlap=False, fragments=1)
     settings = {"batch": 16, "seed": 0, "eval_batch": None, "init_from": None, **settings}
     plan = RunPlan(swarm, target, {}, settings, {}, {}, 1, data="", code=code_digest(target), evaluate_every=None)
+    plan = replace(plan, layout=begun)
     ready = make_program(plan, folder, jax.devices()[:1], True, lambda n, metrics: None, lambda text: None, own)
     assert ready.digests.config == plan.config
     return ready
+
+
+def test_run_begun_with_another_packing_keeps_its_layout(tmp_path):
+    """Earlier versions packed whole leaves. Other leaves are another layout, which the run refuses."""
+    own = member(tmp_path).layout
+    whole = sorted(Piece(path, shape) for path, shape in own.leaves.items())
+    begun = Layout((tuple(whole[1:]), tuple(whole[:1])))
+    assert begun.digest != own.digest
+    program = member(tmp_path, begun=begun)
+    assert program.layout == begun and program.digests.layout == begun.digest
+    state = program.make_state(program.initialize())
+    first = begun.join([arrays["s"] for arrays in state.payload(state.snapshot()).fragments])
+    again = own.join(member(tmp_path).initialize())
+    assert first.keys() == again.keys() and all(same_bits(first[path], again[path]) for path in again)
+    assert member(tmp_path, begun=Layout((tuple(whole[1:]),))).layout == own
 
 
 def with_nan():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.swarm.supervision.fake_cluster import PLAN, SWARM
 from tpuswarm.swarm.core.alarms import alarms
-from tpuswarm.swarm.core.arithmetic.fragments import Layout
+from tpuswarm.swarm.core.arithmetic.fragments import Layout, Piece
 from tpuswarm.swarm.core.coordinator_state import rows_taken
 from tpuswarm.swarm.core.messages import Accepted, Granted, Heartbeat, Merge, Refused
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
@@ -25,7 +25,7 @@ from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 
-LAYOUT = Layout.pack({"b": ((2,), "float32"), "w": ((3,), "float32")}, 2)
+LAYOUT = Layout(((Piece("b", (2,)),), (Piece("w", (3,)),)))
 LONG = replace(PLAN, swarm=replace(SWARM, fragments=2), settings={**PLAN.settings, "steps": 400})
 PLAN_OF_TWO = replace(LONG, settings=PLAN.settings)
 GOOD, BAD = Incarnation("good", "a" * 32), Incarnation("bad", "b" * 32)

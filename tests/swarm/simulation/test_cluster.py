@@ -51,11 +51,12 @@ def test_preemption_costs_half_a_cycle_and_a_push_on_average(seed, members, step
 
 @pytest.mark.parametrize("quantize, bits", [("int8", 8 + 1 / 8), ("int4", 4 + 1 / 8), (None, 32)])
 def test_traffic_is_pushes_and_versions(quantize, bits):
-    """A scale of 32 bits is added to every 256 codes. Each member may have one push under way."""
+    """A scale of 32 bits is added to every 256 codes, the last padded. Each member may have one push under way."""
     exchange = {"quantize": quantize, "fragments": 5}
+    sent = PARAMETERS if quantize is None else 256 * -(-PARAMETERS // 256)
     cluster, found = simulated(scenario(group(3, mbit=1000), hours=0.1, exchange=exchange))
     counted = sum(len(record.decisions) for record in cluster.records.values())
-    pushes = sum(machine.up.bytes for machine in cluster.machines) / (PARAMETERS * bits / 8)
+    pushes = sum(machine.up.bytes for machine in cluster.machines) / (sent * bits / 8)
     assert pushes == pytest.approx(round(pushes)) and counted <= round(pushes) <= counted + 3
     assert found.shard.down_bytes == pytest.approx(found.members.link.up_bytes * 3)
     assert found.shard.up_bytes == pytest.approx(found.members.link.down_bytes * 3)

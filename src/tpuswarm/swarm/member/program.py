@@ -186,7 +186,7 @@ def make_program(
             f"{batch}: omit --batch, or use a schedule of progress"
         )
     compile_cache.upload(say)
-    layout = layout_of(compiled, plan.swarm.fragments)
+    layout = layout_of(compiled, plan.swarm.fragments, plan.layout)
     digests = Digests(layout.digest, plan.config, getattr(source, "digest", ""), code_digest(plan.target))
     say(f"compiled: {compiled.choice.why}")
     rows = held_out(recipe, required=False) if evaluates else None

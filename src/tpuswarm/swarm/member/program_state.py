@@ -29,20 +29,25 @@ RAMP_STEPS = 100
 """A new inner state starts with small updates, which reach their full size after these steps."""
 
 
-def layout_of(compiled: Compiled, fragments: int) -> Layout:
-    """Return the layout of a program's shared parameters. Raise ValueError for leaves that are not float32."""
+def layout_of(compiled: Compiled, fragments: int, begun: Layout | None = None) -> Layout:
+    """Return the layout of a program's shared parameters. Raise ValueError for leaves that are not float32.
+
+    begun: the layout with which the run was begun, which stays if the leaves are the same.
+    """
     shared = compiled.program.exchange().get(compiled.state)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
-    return Layout.pack({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, fragments)
+    found = Layout.pack({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, fragments)
+    return begun if begun and begun.leaves == found.leaves else found
 
 
 def place_fragments(compiled: Compiled, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
     """Bring fragments to the devices, as the shared part of a state."""
     shared = compiled.program.exchange().get(compiled.state)
-    arrays = layout.join(fragments)
+    layout.require_fit(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     return jax.tree.unflatten(
-        jax.tree.structure(shared), [place_array(arrays[path], leaf.sharding) for path, leaf in leaves]
+        jax.tree.structure(shared),
+        [place_array(layout.leaf(path, fragments), leaf.sharding) for path, leaf in leaves],
     )
 
 

@@ -109,7 +109,7 @@ class SharedParams:
 
     def to_devices(self, fragments: Sequence[np.ndarray]) -> Flat:
         """Bring fragments, float32[size] each, to the devices."""
-        self._layout.join(fragments)  # raises for any other sizes
+        self._layout.require_fit(fragments)
         return [
             _fragment_to_devices(fragment, length, self._mesh)
             for fragment, length in zip(fragments, self._lengths, strict=True)
@@ -142,8 +142,7 @@ class SharedParams:
         ]
 
     def _flat(self, shared: Any) -> list[Any]:
-        leaves = dict(zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True))
-        vectors = [jnp.concatenate([leaves[path].ravel() for path in paths]) for paths in self._layout.paths]
+        vectors = self._layout.split(dict(zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)))
         return [
             jnp.pad(vector, (0, length - vector.size)) for vector, length in zip(vectors, self._lengths, strict=True)
         ]

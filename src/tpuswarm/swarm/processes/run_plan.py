@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for
+from tpuswarm.swarm.core.arithmetic.fragments import Layout, aggregators_for
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule, default_momentum
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Rule
@@ -82,6 +82,8 @@ class RunPlan:
     """Paths of shared running statistics, which are averaged under every outer rule."""
     average: MovingAverage | None = None
     """The moving average of the committed parameters, if the program wants one."""
+    layout: Layout | None = None
+    """The layout of a run that goes on; None for a new run."""
 
     @cached_property
     def config(self) -> str:

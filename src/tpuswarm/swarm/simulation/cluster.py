@@ -10,6 +10,7 @@ from math import ceil, inf
 from typing import Any, cast
 
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
+from tpuswarm.swarm.core.arithmetic.quantize import sent_bytes
 from tpuswarm.swarm.core.coordinator_state import CoordinatorState
 from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
@@ -66,12 +67,11 @@ class SimulatedSwarm(Inproc):
             members=tuple(machine.name for machine in self.machines),
             outer=OuterRule("nesterov", downlink=scenario.form),
         )
-        first = genesis(self.terms, scenario.fragments)
+        sizes = scenario.fragments
+        first = genesis(self.terms, len(sizes))
         self.records = {0: first}
         self.shards = {
-            f"aggregator-{index}": TimedShard(
-                self.records, range(index, scenario.fragments, scenario.shards), self._fragment
-            )
+            f"aggregator-{index}": TimedShard(self.records, range(index, len(sizes), scenario.shards), sizes)
             for index in range(scenario.shards)
         }
         self.refusals: Counter[str] = Counter()
@@ -140,19 +140,17 @@ class SimulatedSwarm(Inproc):
         shard.received += size
         return seconds + machine.up.send(size, group.mbit_up, self.now)
 
-    @property
-    def _fragment(self) -> float:
-        return self.scenario.model.parameters / self.scenario.fragments
-
     def _request_bytes(self, call: Call) -> float:
-        return self._fragment * self.scenario.pushed_bytes if call.method == "put" else 0.0
+        if call.method != "put":
+            return 0.0
+        return sent_bytes(self.scenario.fragments[call.arguments[1]], self.scenario.form)
 
     def _answer_bytes(self, call: Call) -> float:
         if call.method == "fetch":
-            return 4 * self._fragment
+            return 4.0 * self.scenario.fragments[call.arguments[0]]
         if call.method == "updates":
-            _, base, version = call.arguments
-            return self._fragment * (update_bytes(self.records, base, version) or 0.0)
+            number, base, version = call.arguments
+            return update_bytes(self.records, base, version, self.scenario.fragments[number]) or 0.0
         return 0.0
 
     def _opened(self) -> None:
@@ -205,7 +203,7 @@ class SimulatedSwarm(Inproc):
             base=newest.version,
             tokens=newest.tokens,
         )
-        device_state = TimedDeviceState(machine, self.scenario.fragments)
+        device_state = TimedDeviceState(machine, len(self.scenario.fragments))
         loop = MemberLoop(state, device_state, COORDINATOR, addresses, lambda: self.now, anchor=newest.state)
         machine.loop = loop
         machine.set_state("alive", self.now)

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from tpuswarm.config.toml_file import Count, StrictTable
-from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for, fragments_for
-from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
+from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for, fragment_sizes, fragments_for
 from tpuswarm.swarm.core.values import Form
 
 MAX_MEMBERS = 10_000
@@ -73,8 +72,8 @@ class Scenario(StrictTable):
             raise ValueError("give either hours or tokens")
         if self.count > MAX_MEMBERS:
             raise ValueError(f"{self.count:,} members are too many: at most {MAX_MEMBERS:,} can be simulated")
-        if self.fragments > self.model.parameters:
-            raise ValueError(f"{self.model.parameters} parameters cannot be split into {self.fragments} fragments")
+        if (asked := self.exchange.fragments or 0) > (most := len(self.fragments)):
+            raise ValueError(f"{self.model.parameters} parameters cannot be split into {asked} fragments, only {most}")
         return self
 
     @property
@@ -97,22 +96,17 @@ class Scenario(StrictTable):
         return sum(group.count * self.tokens_per_step / self.step_s(group) for group in self.members)
 
     @cached_property
-    def fragments(self) -> int:
-        """Number of fragments of the model."""
-        default = fragments_for(4 * self.model.parameters, self.count)
-        return self.exchange.fragments or min(default, self.model.parameters)
+    def fragments(self) -> tuple[int, ...]:
+        """Parameters of each fragment of the model."""
+        parameters = self.model.parameters
+        return fragment_sizes(parameters, self.exchange.fragments or fragments_for(parameters, self.count))
 
     @property
     def shards(self) -> int:
         """Number of aggregators."""
-        return min(self.fragments, aggregators_for(self.count))
+        return min(len(self.fragments), aggregators_for(self.count))
 
     @property
     def form(self) -> Form:
         """How pushes and downloads are encoded."""
         return self.exchange.quantize or "plain"
-
-    @property
-    def pushed_bytes(self) -> float:
-        """Bytes that a member pushes for each parameter."""
-        return bytes_per_element(self.form)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tpuswarm.swarm.core.arithmetic.quantize import sent_bytes
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import Accepted, Merge, ShardResult, Terms
 from tpuswarm.swarm.core.values import Header, Identity, Record
@@ -62,10 +63,12 @@ class TimedUpdates:
         return self.digest
 
 
-def update_bytes(records: Mapping[int, Record], base: int, version: int) -> float | None:
-    """Return the bytes of updates for each parameter; None if the whole version is smaller."""
-    cost = sum(bytes_per_update(records[number]) for number in range(base + 1, version + 1))
-    return cost if cost < FULL_BYTES_PER_ELEMENT else None
+def update_bytes(records: Mapping[int, Record], base: int, version: int, size: int) -> float | None:
+    """Return the bytes of a fragment's updates; None if the whole fragment, of so many parameters, is smaller."""
+    made = [records[number] for number in range(base + 1, version + 1)]
+    if sum(map(bytes_per_update, made)) >= FULL_BYTES_PER_ELEMENT:
+        return None
+    return sum(sent_bytes(size, record.downlink) for record in made if bytes_per_update(record))
 
 
 @dataclass
@@ -75,8 +78,8 @@ class TimedShard:
     records: dict[int, Record]
     own: range
     """Fragments of this shard."""
-    fragment: float
-    """Parameters of a fragment."""
+    sizes: tuple[int, ...]
+    """Parameters of each fragment."""
     received: float = 0.0
     """Bytes received."""
     sent: float = 0.0
@@ -88,7 +91,7 @@ class TimedShard:
         return digest
 
     def updates(self, number: int, base: int, version: int) -> TimedUpdates | None:
-        cost = update_bytes(self.records, base, version)
+        cost = update_bytes(self.records, base, version, self.sizes[number])
         return None if cost is None else TimedUpdates(self.records[version].state[number])
 
     def merge(self, newest: Record, merge: Merge) -> Process:
@@ -96,7 +99,7 @@ class TimedShard:
         if not applied:
             return ShardResult({number: newest.state[number] for number in self.own}, {}, {})
         plain = merge.outer.downlink == "plain"
-        yield Sleep(applied * self.fragment * len(self.own) / MERGED_PARAMETERS_PER_S)
+        yield Sleep(applied * sum(self.sizes[number] for number in self.own) / MERGED_PARAMETERS_PER_S)
         name = hashlib.sha256(f"{merge.version}".encode()).hexdigest()
         made = dict.fromkeys(self.own, name)
         return ShardResult(made, {}, {} if plain else made)

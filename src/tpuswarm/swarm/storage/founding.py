@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tpuswarm.swarm.core.arithmetic.fragments import Layout, Leaf
+from tpuswarm.swarm.core.arithmetic.fragments import Layout, Piece
 from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 
 FOUNDING = "founding.json"
@@ -16,9 +16,13 @@ FOUNDING = "founding.json"
 class Founding:
     """The layout of the shared parameters, reported by the member that created the first ones."""
 
-    fragments: tuple[tuple[Leaf, ...], ...]
+    fragments: tuple[tuple[Piece, ...], ...]
     chosen: dict[str, Any]
     """How its program runs (train/loop/run_config.py)."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the fragments are no layout."""
+        self.layout  # noqa: B018
 
     @cached_property
     def layout(self) -> Layout:

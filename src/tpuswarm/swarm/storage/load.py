@@ -94,8 +94,9 @@ def _arrays(objects: Objects, record: Record) -> tuple[list[np.ndarray], list[np
 def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
     """Bring fragments to the devices, as the shared part of a state."""
     shared = placed.program.exchange().get(placed.state)
-    arrays = layout.join(fragments)
+    layout.require_fit(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     return jax.tree.unflatten(
-        jax.tree.structure(shared), [jax.device_put(arrays[path], leaf.sharding) for path, leaf in leaves]
+        jax.tree.structure(shared),
+        [jax.device_put(layout.leaf(path, fragments), leaf.sharding) for path, leaf in leaves],
     )

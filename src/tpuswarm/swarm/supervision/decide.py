@@ -210,7 +210,7 @@ def _swarm(
         outer_lr=rate,
         quantize=form,
         overlap=overlap,
-        fragments=stored.get("fragments") or fragments_for(sizes.exchanged, members + expected),
+        fragments=stored.get("fragments") or fragments_for(sizes.exchanged // 4, members + expected),
         expected=expected,
     )
 

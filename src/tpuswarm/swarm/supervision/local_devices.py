@@ -151,8 +151,7 @@ class Sizes(NamedTuple):
     """Sizes of a recipe's state, in bytes."""
 
     exchanged: int
-    largest: int
-    """Its largest shared array; arrays are never divided."""
+    """Shared arrays, float32."""
     state: int
     """The whole state."""
     parameters: int
@@ -171,14 +170,14 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     state = abstract_state(program, recipe.name)
     check_exchange(program, recipe.name, state)
     exchanged = program.exchange().get(state)
-    shared = [_bytes(leaf) for leaf in jax.tree.leaves(exchanged)]
+    shared = sum(_bytes(leaf) for leaf in jax.tree.leaves(exchanged))
     rows = program.parameters(state)
     statistics = tuple(path for path, row in zip(leaf_paths(exchanged), rows, strict=True) if row.statistic)
     counted = zip(jax.tree.leaves(exchanged), rows, strict=True)
     parameters = sum(math.prod(leaf.shape) for leaf, row in counted if not row.statistic)
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
     swarm_obstacle = program.swarm_obstacle(state) if isinstance(program, SupervisedProgram) else ""
-    return Sizes(sum(shared), max(shared), total, parameters, statistics, program.exchange().average, swarm_obstacle)
+    return Sizes(shared, total, parameters, statistics, program.exchange().average, swarm_obstacle)
 
 
 def _bytes(leaf: Any) -> int:

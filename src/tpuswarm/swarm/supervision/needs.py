@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.core.arithmetic.fragments import FRAGMENT_BYTES
 from tpuswarm.swarm.engines.variables import CALL_LIMIT, store_bytes
 
 LARGE_FOLDERS = ("objects", "payloads")
@@ -22,28 +21,27 @@ STEP_COPIES = 3
 """Further copies during a step on CPU: gradients, and results before they replace it."""
 
 
-def serving_bytes(members: int, aggregators: int, sent: float, leaf: float) -> float:
+def serving_bytes(members: int, aggregators: int, sent: float, fragment: float) -> float:
     """Estimate the memory for serving members: Ray and its store, the coordinator, and all aggregators with as many
-    arriving payloads as they take at a time. sent: bytes of a contribution; leaf: of its largest array.
+    arriving payloads as they take at a time. sent: bytes of a contribution; fragment: of its largest fragment.
     """
-    fragment = max(leaf, min(FRAGMENT_BYTES, sent))
     arriving = min(CALL_LIMIT, members) * min(aggregators * fragment, sent)
     return RAY_BYTES + aggregators * AGGREGATOR_BYTES + arriving + store_bytes(int(fragment))
 
 
 def check_memory(
-    members: int, exchanged: int, largest: int, state: int, kind: str, others: int = 0, aggregators: int = 1
+    members: int, exchanged: int, fragment: int, state: int, kind: str, others: int = 0, aggregators: int = 1
 ) -> None:
     """Raise InputError, with the memory needed, for more members than this machine can hold. All sizes in bytes.
 
-    exchanged: shared parameters; largest: their largest array; state: a member's whole state; others: members on other
-    machines, which are served from here.
+    exchanged: shared parameters; fragment: their largest fragment; state: a member's whole state; others: members on
+    other machines, which are served from here.
     """
     member_bytes = PROCESS_BYTES + HOST_COPIES * exchanged
     if kind == "cpu":
         member_bytes += state + STEP_COPIES * exchanged
     have = available_memory()
-    own = serving_bytes(members + others, aggregators, exchanged, largest)
+    own = serving_bytes(members + others, aggregators, exchanged, fragment)
     need = own + members * member_bytes
     if have is not None and need > have:
         fit = max(0, int((have - own) // member_bytes))

@@ -13,6 +13,7 @@ import jax
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, TpuswarmError, message_of
+from tpuswarm.swarm.core.arithmetic.fragments import fragment_sizes
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
 from tpuswarm.swarm.core.values import Record
@@ -21,7 +22,7 @@ from tpuswarm.swarm.engines.opening import require_dashboard
 from tpuswarm.swarm.engines.ray import Cluster
 from tpuswarm.swarm.member import data_files as files
 from tpuswarm.swarm.processes.run_plan import RunPlan, member_name
-from tpuswarm.swarm.storage.founding import FOUNDING
+from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.load import load_swarm
 from tpuswarm.swarm.storage.retention import estimate_disk
@@ -168,9 +169,10 @@ class _PreparedRun:
 def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> _PreparedRun:
     """Write the run's configuration and data."""
     swarm, kind, sizes = spec.swarm, spec.kind, spec.sizes
-    needs.check_memory(
-        swarm.members, sizes.exchanged, sizes.largest, sizes.state, kind, swarm.expected, swarm.aggregators
-    )
+    founding = read_founding(Store(run.folder))
+    layout = founding.layout if founding else None
+    fragment = 4 * max(layout.sizes if layout else fragment_sizes(sizes.exchanged // 4, swarm.fragments))
+    needs.check_memory(swarm.members, sizes.exchanged, fragment, sizes.state, kind, swarm.expected, swarm.aggregators)
     settings = spec.resolved.settings
     rows = held_out(recipe, required=False)
     form = f"{spec.per_member} x {kind} for each member" if swarm.members else ""
@@ -184,7 +186,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         needs.check_disk(run.folder, keeps)
     if keeps >= MIN_ANNOUNCED_BYTES:
         notes.append(f"{shown(run.folder)} will hold up to {keeps / 2**30:.1f} GiB")
-    if (parent := settings["init_from"]) and not (run.folder / FOUNDING).exists():
+    if (parent := settings["init_from"]) and layout is None:
         # Members read them again; this finds errors before anything is started.
         placed = place_program(recipe, request(settings), jax.devices())
         initial_parameters(parent, settings["init_only"], recipe, placed, run_key(settings["seed"]))
@@ -204,6 +206,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         evaluate_every=spec.evaluate_every,
         statistics=spec.sizes.statistics,
         average=_average(spec),
+        layout=layout,
     )
     table = {name: value for name, value in asdict(swarm).items() if value is not None} | {
         "devices_per_member": spec.per_member,
@@ -222,7 +225,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         options.token or run.folder / TOKEN,
         options.ray_address,
         spec.per_member,
-        sizes.largest,
+        fragment,
         sizes.exchanged,
         options.ports,
         bool(options.dashboard),

@@ -30,6 +30,11 @@ def bytes_per_element(form: Form) -> float:
     return 4.0 if form == "plain" else BITS[form] / 8 + 4 / BLOCK_SIZE
 
 
+def sent_bytes(size: int, form: Form) -> float:
+    """Return the bytes of `size` elements on the wire: quantized ones are sent in whole blocks."""
+    return bytes_per_element(form) * (size if form == "plain" else -(-size // BLOCK_SIZE) * BLOCK_SIZE)
+
+
 MIN_SCALE = np.float32(2.0**-100)
 """Smaller scales count as 0, and the block stays in the feedback. It is far above the subnormal numbers, which devices
 flush to 0 and NumPy does not."""

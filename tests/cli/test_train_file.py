@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli import my_recipe
+from tpuswarm.cli.train.train import print_next
+from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 
 FILE = """\
 [train]
@@ -131,4 +133,9 @@ def talks():
     Path("mine.py").write_text(Path(my_recipe.__file__).read_text() + talks)
     code, out, err = typed("train", "mine.py:talks", "--steps", "2", "--batch", "8", "--run", "own")
     assert code == 0 and "step 2: words" in f"{out}{err}" and "finished at step 2" in out, err
-    assert "sample" not in out
+    assert "sample" not in out and out.endswith("next: `tpuswarm page own`\n")
+
+
+def test_pictures_are_the_next_to_see_of_a_model_that_makes_them(tmp_path, capsys):
+    print_next(tmp_path, StyleGAN2(resolution=8))
+    assert capsys.readouterr().out == f"next: `tpuswarm sample {tmp_path} --grid 4x4 --out grid.png`\n"

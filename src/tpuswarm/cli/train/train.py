@@ -18,6 +18,7 @@ from tpuswarm.config.train_table import LENGTH_KEYS
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.recipe import Recipe, supports
 from tpuswarm.train.run.directory import EVENTS, SAMPLE_EVENT, has_begun, read_config, read_rows, require_not_in_use
 from tpuswarm.train.run.life import stopped_sentence
 from tpuswarm.train.run.listing import read_status
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tpuswarm.swarm.supervision.start import SwarmResult
     from tpuswarm.train.loop.result import Result
 
-SAMPLE_LINES = 5
+SAMPLE_LINES, REPORT = 5, "report.html"
 LENGTH, HOW, KEPT = "Data and length", "How it trains", "The run"
 HOSTS, SWARM, FLEET = "Several machines as one program", "A swarm", "With a fleet"
 
@@ -207,6 +208,9 @@ def _train_here(options: TrainOptions, params: dict[str, Any]) -> int | None:
     length = {name: getattr(options.table, name) for name in ("steps", "tokens", "epochs", "batch")}
     result = trainer.fit(recipe, run=options.folder, **init, **length)
     print_result(result, params["as_json"])
+    is_leader = (result.run / REPORT).exists()
+    if result.ended == "finished" and is_leader and not params["as_json"]:
+        print_next(result.run, recipe)
     return result.signal
 
 
@@ -219,6 +223,8 @@ def _train_swarm(options: TrainOptions, as_json: bool) -> int | None:
     swarm = decide.SwarmOptions(**options.swarm or {})
     result = start.train(options.recipe, swarm, settings, table.tokens, table.epochs, options.folder)
     print_swarm_result(result, as_json)
+    if result.ended.how == "finished" and not as_json:
+        print_next(result.run, options.recipe)
     return result.ended.signal
 
 
@@ -241,10 +247,8 @@ def print_result(result: "Result", as_json: bool) -> None:
     else:
         losses = _losses(result.metrics, "loss")
         end = f"{shown(result.run)} finished at step {result.step} of {result.steps}"
-        report = result.run / "report.html"  # host 0 alone writes it
+        report = result.run / REPORT  # host 0 alone writes it
         echo(f"{end}: {', '.join(losses)}{f'; {report}' if report.exists() else ''}")
-        if report.exists():
-            _print_sample(result.run)
 
 
 def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
@@ -257,18 +261,22 @@ def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
         tokens = f"{result.tokens:,} {token_unit(read_config(result.run)['chosen']['tokens_per_row'])}"
         facts_text = ", ".join([tokens, *_losses(result.metrics, "training loss")])
         echo(f"{shown(result.run)} finished at commit {result.version}: {facts_text}; {result.run / 'report.html'}")
-        _print_sample(result.run)
 
 
-def _print_sample(run: Path) -> None:
-    """Print the beginning of a run's newest sample, and the command for more; nothing if the model writes no text."""
+def print_next(run: Path, recipe: Recipe) -> None:
+    """Print the beginning of a finished run's newest sample, if its model writes text, and the next command."""
     events = (event for event in read_rows(run / EVENTS) if event["event"] == SAMPLE_EVENT)
     samples = [event["text"] for event in events if "message" not in event]  # texts of hooks have a message
     if samples and (lines := samples[-1].strip("\n").splitlines()[:SAMPLE_LINES]):
         echo("a sample of its text:")
         for line in lines:
             echo(f"  {''.join(letter if letter.isprintable() else '?' for letter in line)}")
+    if supports(recipe, "grids"):
+        echo(f"next: `tpuswarm sample {shown(run)} --grid 4x4 --out grid.png`")
+    elif samples:
         echo(f"next: `tpuswarm sample {shown(run)}`")
+    else:
+        echo(f"next: `tpuswarm page {shown(run)}`")
 
 
 def _losses(metrics: Mapping[str, Any], loss_name: str) -> list[str]:

@@ -15,6 +15,7 @@ from tpuswarm.cli.machine import jobs
 from tpuswarm.cli.machine.files import SizeConfirmation, store_folder, sync
 from tpuswarm.cli.train.batches import check_batches, read_begun, resolve_batches, with_default_batch
 from tpuswarm.cli.train.fleet_data import local_paths, place_data, require_stored_data, with_data
+from tpuswarm.cli.train.train import print_next
 from tpuswarm.cli.train.train_options import check_options, make_recipe
 from tpuswarm.cloud.protocol import Provider
 from tpuswarm.config.train_table import Train
@@ -22,7 +23,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet import training
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.spec import desired_from_file
-from tpuswarm.fleet.spec.file import HEAD, SwarmFile
+from tpuswarm.fleet.spec.file import DEFAULT_FILE, HEAD, SwarmFile
 from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
@@ -95,11 +96,12 @@ def train_on_fleet(
     if not detach:
         try:
             _follow(path, url)
+            print_next(copy_folder(url), recipe)
             return
         except KeyboardInterrupt:
             pass
     echo(f"the training continues. Follow it: `tpuswarm status {url}`, `tpuswarm logs -f {url}`, or this command again")
-    echo("end it and delete all machines: `tpuswarm down`")
+    echo(f"end it and delete all machines: {_down_command(path)}")
 
 
 def describe_finished(url: str, train: Train) -> str:
@@ -220,4 +222,8 @@ def _follow(path: Path, url: str) -> None:
             sys.stdout.flush()
             if not is_finished:
                 time.sleep(POLL_INTERVAL_S)
-    echo(f"{url} has finished. `tpuswarm down` deletes the machines, which still cost money.")
+    echo(f"{url} has finished. {_down_command(path)} deletes the machines, which still cost money.")
+
+
+def _down_command(file: Path) -> str:
+    return f"`tpuswarm down{'' if file == DEFAULT_FILE else f' {file}'}`"

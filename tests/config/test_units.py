@@ -1,8 +1,11 @@
 """Counts, durations, errors and sentences as people type them and read them on a terminal."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from tpuswarm.config.formatting import (
     format_age,
@@ -130,6 +133,17 @@ def test_wrapping_breaks_only_at_spaces(text, width, hang):
     assert found.split() == text.split()
     if "`" not in text:  # a line that is too wide is one word
         assert all(len(line) <= width or len(line.split()) == 1 for line in found.split("\n") if line.strip())
+
+
+WORDS = st.lists(st.sampled_from(["漢", "ア", "한", "😀", "a", "e\u0301"]), min_size=1).map("".join)
+
+
+@given(words=st.lists(WORDS, min_size=1), width=st.integers(2, 30))
+def test_wide_characters_take_two_columns(words, width):
+    lines = wrap_text(" ".join(words), width).split("\n")
+    assert " ".join(lines).split() == words
+    assert all(cell_len(line) <= width or len(line.split()) == 1 for line in lines)
+    assert all(cell_len(f"{one} {two.split()[0]}") > width for one, two in pairwise(lines)), "no line ends early"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 import re
 from datetime import timedelta
+from unicodedata import category, east_asian_width
 
 MIN_FIXED_POINT = 1e-4
 """Smaller figures have an exponent."""
@@ -81,14 +82,22 @@ def wrap_text(text: str, width: int, hang: int = 0) -> str:
     return "\n".join(_wrap_line(line, width, hang) for line in text.split("\n"))
 
 
+def columns_of(text: str) -> int:
+    """Return the columns of a terminal that a text takes: two for each wide character, none for a combining one."""
+    if text.isascii():
+        return len(text)
+    wide = sum(east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(category(letter) in ("Mn", "Me", "Cf") for letter in text)
+
+
 def _wrap_line(line: str, width: int, hang: int) -> str:
-    if len(line) <= width:
+    if columns_of(line) <= width:
         return line
     indent = " " * (hang or len(line) - len(line.lstrip()))
     lines, start, end = [], 0, 0
     room = width
     for word in WORD.finditer(line):
-        if word.end() - start > room and end > start:
+        if columns_of(line[start : word.end()]) > room and end > start:
             lines.append(line[start:end])
             start, room = word.start(1), width - len(indent)
         end = word.end()

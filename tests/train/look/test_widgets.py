@@ -12,6 +12,7 @@ from tpuswarm.train.look.widgets import (
     Curve,
     Pace,
     draw_bar,
+    lay_out,
     make_table,
     sparkline,
 )
@@ -87,3 +88,11 @@ def test_column_keeps_its_place_while_figures_grow_and_markup_is_text():
     heads = {drawn(make_table(COLUMNS, [("runs/a", "toy", step, "")], 80))[0] for step in ("1", "12,345")}
     assert len(heads) == 1
     assert "[red]x[/red]" in drawn(make_table([Column("run")], [("[red]x[/red]",)], 80))[1]
+
+
+@given(st.lists(st.text("ab ", min_size=1, max_size=20).filter(str.strip), min_size=1), st.integers(20, 80))
+def test_facts_stay_whole_on_as_few_lines_as_fit(facts, width):
+    lines = [line.plain for line in lay_out(facts, width)]
+    assert all(len(line) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == "".join(facts).replace(" ", "")
+    assert all(any(line.startswith(fact.lstrip()) for fact in facts) for line in lines), "no line begins inside a fact"

@@ -12,7 +12,7 @@ from rich.text import Text
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
 from tpuswarm.swarm.views.status import FINISHED, MemberStatus, SwarmStatus
 from tpuswarm.train.look.display import format_speed, metrics_line
-from tpuswarm.train.look.widgets import Column, draw_bar, make_table, sparkline
+from tpuswarm.train.look.widgets import Column, draw_bar, lay_out, make_table, sparkline
 
 MAX_LAG = 2
 """A member may be this many commits behind while its push is in flight."""
@@ -65,14 +65,14 @@ def draw(
     return Group(
         Text(f"{about.title}{members_word}: {about.run}", overflow="fold"),
         draw_bar(min(status.tokens.applied, status.horizon), status.horizon, f"{about.unit} counted", width),
-        *facts(about, status),
+        *facts(about, status, width),
         *([Text(sparkline(losses, width), style="cyan")] if losses else []),
         *(instead(room) if instead else members(status, about.unit, width, room)),
         *alarms,
     )
 
 
-def facts(about: About, status: SwarmStatus) -> list[Text]:
+def facts(about: About, status: SwarmStatus, width: int) -> list[Text]:
     """Return lines for time and speed, losses, tokens, and the round."""
     tokens = status.tokens
     version = "–" if status.version is None else f"{status.version}"
@@ -83,15 +83,15 @@ def facts(about: About, status: SwarmStatus) -> list[Text]:
     speed = status.tokens_per_s
     steps, rows = format_step_rate(speed / about.tokens_per_step), format_speed(speed, about.unit)
     ended = about.ended or status.phase == FINISHED
-    now = f"   {format_duration(status.left)} left   {steps:>15}   {rows:>18}"
+    now = [f"{format_duration(status.left)} left", f"{steps:>15}", f"{rows:>18}"]
+    losses = [f"training loss {format_figure(status.loss):5} (last 20 steps of each)", f"held-out loss {held_out}"]
+    fates = f"{about.unit}: {tokens.outstanding:,} in flight, {tokens.lost:,} lost, {tokens.dropped:,} dropped"
+    metrics = [Text(metrics_line(status.eval_metrics), no_wrap=True, overflow="ellipsis")]
     return [
-        Text(f"{format_duration(status.elapsed)} elapsed{'' if ended else now}"),
-        Text(f"training loss {format_figure(status.loss):5} (last 20 steps of each)   held-out loss {held_out}"),
-        *([Text(metrics_line(status.eval_metrics), no_wrap=True, overflow="ellipsis")] if status.eval_metrics else []),
-        Text(
-            f"commit {version}   goodput {goodput}   {about.unit}: {tokens.outstanding:,} in flight, "
-            f"{tokens.lost:,} lost, {tokens.dropped:,} dropped"
-        ),
+        *lay_out([f"{format_duration(status.elapsed)} elapsed", *([] if ended else now)], width),
+        *lay_out(losses, width),
+        *(metrics if status.eval_metrics else []),
+        *lay_out([f"commit {version}", f"goodput {goodput}", fates], width),
         Text(f"round: {status.phase}"),
     ]
 

@@ -18,6 +18,7 @@ from tpuswarm.train.look.widgets import (
     Pace,
     can_draw,
     draw_bar,
+    lay_out,
     make_table,
     sparkline,
     start_live_region,
@@ -222,18 +223,21 @@ def draw_run(state: ViewState, elapsed_s: float, width: int, height: int) -> Ren
     speed = state.steps_per_s
     left = None if speed is None else (state.steps - state.step) / speed
     eval_step = "" if state.eval_step is None else f" at step {state.eval_step:,}"
-    pace = (
-        f"   {format_duration(left)} left   {format_step_rate(speed):>15}   "
-        f"{format_speed((speed or 0.0) * state.tokens_per_step, state.unit):>18}"
-    )
+    pace = [
+        f"{format_duration(left)} left",
+        f"{format_step_rate(speed):>15}",
+        f"{format_speed((speed or 0.0) * state.tokens_per_step, state.unit):>18}",
+    ]
+    losses = [
+        f"loss {format_figure(state.loss):9}",
+        f"smoothed {format_figure(state.smoothed_loss):9}",
+        f"held-out loss {format_figure(state.eval_loss)}{eval_step}",
+    ]
     parts = [
         Text(f"{state.title}: {state.run}", overflow="fold"),
         draw_bar(state.step, state.steps, "steps", width),
-        Text(f"{format_duration(elapsed_s)} elapsed{'' if state.ended else pace}"),
-        Text(
-            f"loss {format_figure(state.loss):9} smoothed {format_figure(state.smoothed_loss):9} "
-            f"held-out loss {format_figure(state.eval_loss)}{eval_step}"
-        ),
+        *lay_out([f"{format_duration(elapsed_s)} elapsed", *([] if state.ended else pace)], width),
+        *lay_out(losses, width),
     ]
     if state.metrics:
         parts.append(Text(metrics_line(state.metrics), no_wrap=True, overflow="ellipsis"))

@@ -119,6 +119,18 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(SPARK_CHARACTERS[round((mean - low) / span * (len(SPARK_CHARACTERS) - 1))] for mean in means)
 
 
+def lay_out(facts: Sequence[str], width: int) -> list[Text]:
+    """Put facts beside each other, in as many lines as they need."""
+    lines: list[str] = []
+    for fact in facts:
+        joined = f"{lines[-1]}   {fact}" if lines else fact
+        if lines and cell_len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(fact.lstrip())
+    return [Text(line, overflow="fold") for line in lines]
+
+
 def draw_bar(done: int, total: int, unit: str, width: int) -> RenderableType:
     """Draw the percentage, a progress bar, and the amounts."""
     share = min(1.0, done / max(total, 1))

@@ -69,16 +69,17 @@ class BatchSearch:
         self._too_many: int | None = None
 
     def _log_attempt(self, rows: int) -> None:
-        known = [f"{self._fits} fit"] if self._fits else []
+        known = [f"{self._fits} fit{'s' * (self._fits == 1)}"] if self._fits else []
         known += [f"{self._too_many} are too many"] if self._too_many else []
-        self._log(f"trying {rows} rows per device" + f" ({', '.join(known)})" * bool(known))
+        self._log(f"trying {_rows_per_device(rows)}" + f" ({', '.join(known)})" * bool(known))
 
     def _log_result(self, rows: int, fits: bool) -> None:
         if fits:
             self._fits = rows
         else:
             self._too_many = rows
-        self._log(f"{rows} rows per device {'fit' if fits else 'are too many'}")
+        verb = f"fit{'s' * (rows == 1)}" if fits else "are too many"
+        self._log(f"{_rows_per_device(rows)} {verb}")
 
     def compile_requested(self) -> CompiledBatch:
         """Compile the request's batch, in as many micro-batches as it needs. Raises DoesNotFit and CompilerRefused."""
@@ -145,6 +146,10 @@ class BatchSearch:
     def _with_rows(self, rows: int) -> Request:
         count = self._micro_batches
         return replace(self._request, batch=rows * len(self._devices) * count, accumulate=count)
+
+
+def _rows_per_device(rows: int) -> str:
+    return f"{rows} row{'s' * (rows != 1)} per device"
 
 
 def next_size(rows: int) -> int:

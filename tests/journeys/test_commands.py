@@ -136,6 +136,21 @@ def test_internal_error_is_one_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("package", "line", "extra"),
+    [
+        ("grpc", "rehearsal start", "gcloud"),
+        ("wandb", "train my_recipe.py:line --steps 2 --wandb project", "wandb"),
+        ("tensorboard", "tensorboard", "tensorboard"),
+    ],
+)
+def test_command_without_its_extra_says_what_to_install(call, monkeypatch, tmp_path, package, line, extra):
+    monkeypatch.setenv("TPUSWARM_REHEARSAL", str(tmp_path / "cloud"))
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    code, _, err = call(line)
+    assert code in (1, 2) and f"pip install 'tpuswarm[{extra}]'" in err, err
+
+
+@pytest.mark.parametrize(
     ("error", "words"),
     [
         (MemoryError(), "no memory left; use a smaller --batch"),

@@ -171,6 +171,8 @@ def _endpoints(folder: CloudFolder) -> Endpoints:
 
 
 def _start(folder: CloudFolder) -> None:
+    import grpc  # noqa: F401  # if it is missing, this command says what to install; the server's log would
+
     # A server started from a machine of the cloud is no process of that machine.
     environment = {name: value for name, value in os.environ.items() if name != MACHINE_VARIABLE}
     with folder.log.open("a") as log:

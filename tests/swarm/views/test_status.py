@@ -1,5 +1,6 @@
 """status.json, and how a swarm of two members or two hundred looks on any screen, alive or not."""
 
+import io
 import json
 import random
 import re
@@ -7,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import tomli_w
+from rich.console import Console
 
 from tests.train.look.test_widgets import drawn
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.views.drawing import About, draw
+from tpuswarm.swarm.views.screen import LiveScreen
 from tpuswarm.swarm.views.status import (
     FILE,
     MemberStatus,
@@ -232,6 +235,17 @@ def test_every_member_is_shown_if_there_is_room_and_counted_if_not():
     assert all(f"\n{member.id} " in text for member in HUNDREDS)
     lines = draw_lines(status_of([member(number) for number in range(200)]), (1.0,), height=16)
     assert "200 members: 200 alive, 3,600 to 3,799 tokens/s each" in " ".join(lines)
+
+
+@pytest.mark.parametrize("summary", [DEMO, None])
+def test_run_that_ends_before_its_first_commit_leaves_one_line(summary):
+    console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
+    live = LiveScreen(console)
+    live.open(ABOUT, ())
+    live.status(status_of([member(0, state="joining")], summary=summary))
+    live.close()
+    last = console.file.getvalue().rpartition("─")[2]
+    assert ("before its first commit" in last) == (summary is None) and ("joining" in last) == (summary is not None)
 
 
 def test_nothing_moves_between_frames():

@@ -98,10 +98,12 @@ class LiveScreen(Screen):
             self._live = None
 
     def _draw(self, width: int, height: int) -> RenderableType:
-        picture = self._picture
+        picture, elapsed = self._picture, format_duration(time.time() - self.began)
         assert picture is not None
         if picture.status is None:
-            return Text(f"starting processes … {format_duration(time.time() - self.began)}")
+            return Text(f"{'ended while' if picture.about.ended else ''} starting processes … {elapsed}".lstrip())
+        if picture.about.ended and picture.status.version is None:
+            return Text(f"ended after {elapsed}, before its first commit")  # the whole view would be empty
         return draw(picture.about, picture.status, picture.losses, width, height)
 
 

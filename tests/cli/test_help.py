@@ -74,7 +74,9 @@ def test_help_lists_a_recipes_options(typed, command):
     for recipe, defaults in (
         ("gpt2-tiny", {"lr NUMBER": "0.001", "lr-end NUMBER": "0.0001", "layers NUMBER": "4", "beta2 NUMBER": "0.99"}),
         ("gpt2-xl", {"lr NUMBER": "0.0002", "layers NUMBER": "48", "vocab NUMBER": "50257", "tokenizer TEXT": "gpt2"}),
+        ("gpt2-124m", {"lr-end NUMBER": "6e-05"}),
         ("stylegan2-32", {"lr NUMBER": "0.004", "r1 NUMBER": "1"}),
+        ("stylegan2-64", {"lr NUMBER": "0.0025", "latent NUMBER": "512", "channels NUMBER": "256"}),
     ):
         _, out, _ = typed(command, recipe, "--help")
         for name, value in defaults.items():

@@ -25,6 +25,8 @@ ENV_VARS_NEW = "tpuswarm-env-vars-new"
 """Metadata key that is TRUE from before a change of ENV_VARS until that service has restarted."""
 FLEET_LABEL, POOL_LABEL = "tpuswarm-fleet", "tpuswarm-pool"
 """Labels of all resources of a fleet: its random id, and the pool."""
+REMAINS = "REMAINS"
+"""`said` of a machine whose hosts are gone: another deletion removes what is left of it."""
 ADDRESSES, INSTANCES = REGION_QUOTAS = "IN_USE_ADDRESSES", "INSTANCES"
 """Quotas that Compute Engine has for a region: external addresses, and machines. Each host of a TPU takes one."""
 
@@ -34,6 +36,8 @@ class Worker(NamedTuple):
 
     internal: str | None
     external: str | None
+    name: str | None = None
+    """The instance's name in Compute Engine; None: the machine's own."""
 
 
 class Disk(NamedTuple):

@@ -86,7 +86,9 @@ def _endpoints(host: Facts) -> Verdict | None:
 
 def _type(host: Facts) -> Verdict | None:
     metadata, accelerator = host["metadata"], _accelerator(host)
-    return None if metadata is None or accelerator is None else _compare(metadata["type"], accelerator.api_name)
+    if metadata is None or accelerator is None or accelerator.api_name is None:
+        return None
+    return _compare(metadata["type"], accelerator.api_name)
 
 
 def _instance_id(host: Facts) -> Verdict | None:

@@ -1,5 +1,6 @@
 """TPUs that Compute Engine creates, through the product's own calls."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,12 @@ import pytest
 from tests.cloud.google.conftest import spec
 from tests.local_cloud import until
 from tpuswarm.catalog import accelerators
-from tpuswarm.cloud.errors import NoCapacity, NoQuota, NotFound
+from tpuswarm.cloud.errors import Invalid, NoCapacity, NoQuota, NotFound, Taken
 from tpuswarm.cloud.google.access import Access
-from tpuswarm.cloud.google.instances import instance_from_spec, machine_from_instance
+from tpuswarm.cloud.google.instances import instance_from_spec, list_aggregated, machine_from_instance
 from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import GoogleProvider
+from tpuswarm.cloud.google.slices import Slices
 from tpuswarm.cloud.protocol import Disk, TpuSpec
 from tpuswarm.cloud.rehearsal.connect import send_command
 
@@ -24,9 +26,7 @@ def cloud(endpoints):
     """A provider of a project of its own, without machines."""
     cloud = GoogleProvider(Access("by-compute", endpoints))
     yield cloud
-    for machine in listed(cloud).values():
-        cloud.delete(machine)
-    until(lambda: not listed(cloud))
+    delete_all(cloud)
 
 
 def v6e(name: str, how="spot", zone=ZONE, **fields) -> TpuSpec:
@@ -83,6 +83,7 @@ def test_tpu_has_what_its_pool_asks_for_and_goes_without_a_trace(cloud):
     )
     with pytest.raises(NotFound):
         cloud.delete(machine)
+    cloud.access.rest("DELETE", f"{disks}/data", {})
 
 
 def test_preempted_tpu_is_gone_or_dead_and_can_be_deleted(cloud, place):
@@ -117,6 +118,99 @@ def test_refusals_say_whether_capacity_or_quota_lacks_and_leave_nothing(cloud, p
     assert sorted(listed(cloud)) == ["first", "old", "other"]
     with pytest.raises(NoQuota, match="'ct6e-standard-8t' does not exist in zone 'us-west4-a'; take this zone out"):
         cloud.create(v6e("elsewhere", zone="us-west4-a"))
+
+
+SLICE = replace(v6e("quad"), type="v6e-16")
+
+
+def left_of_slices(cloud):
+    """Return what a slice may leave behind: its parts by kind, and its hosts and disks."""
+    kinds = ("instanceTemplates", "resourcePolicies", "instanceGroupManagers", "instances", "disks")
+    return {kind: found for kind in kinds if (found := list_aggregated(cloud.access, kind)[0])}
+
+
+def test_slice_comes_with_all_hosts_and_goes_without_a_trace(cloud):
+    operation = cloud.create(replace(SLICE, labels={"mine": "1"}, metadata={"a": "1"}))
+    machine = ready(cloud, "quad")
+    assert cloud.outcome(operation) == (True, None)
+    assert (machine.type, machine.zone, machine.how, machine.api) == ("v6e-16", ZONE, "spot", "compute")
+    assert (machine.fleet, machine.pool, machine.labels["mine"]) == ("f1e2", "small", "1")
+    assert len({worker.internal for worker in machine.workers}) == 4 and machine.metadata["a"] == "1"
+    keys = [until(lambda n=n: cloud.guest_attributes(machine, n, "hostkeys/"))["ssh-ed25519"] for n in range(4)]
+    assert len(set(keys)) == 4, "each host has its own"
+    cloud.set_metadata(machine, {"b": "2"})
+    hosts = list_aggregated(cloud.access, "instances")[0]
+    assert all({"key": "b", "value": "2"} in host["metadata"]["items"] for host in hosts) and len(hosts) == 4
+    with pytest.raises(Invalid, match="4 hosts, which the cloud cannot stop"):
+        cloud.stop(machine)
+    with pytest.raises(Taken):
+        cloud.create(SLICE)
+    delete_all(cloud)
+    assert not left_of_slices(cloud)
+    with pytest.raises(NotFound):
+        cloud.delete(machine)
+
+
+def delete_all(cloud):
+    """Delete what is listed until nothing is, as a keeper does."""
+    while found := listed(cloud):
+        for machine in found.values():
+            if machine.state != "deleting":
+                with suppress(NotFound):
+                    cloud.delete(machine)
+        until(lambda: all(machine.state != "deleting" for machine in listed(cloud).values()))
+
+
+def test_slice_that_loses_one_host_has_ended_as_a_whole(cloud, place):
+    cloud.create(SLICE)
+    machine = ready(cloud, "quad")
+    send_command(place, "preempt", name=machine.workers[2].name)
+    dead = until(lambda: (found := listed(cloud)["quad"]).state == "dead" and found)
+    assert dead.said == "TERMINATED" and "3 of 4 hosts are left" in dead.why
+    delete_all(cloud)
+    assert not left_of_slices(cloud)
+
+
+def test_slice_without_capacity_or_quota_has_no_host_and_says_why(cloud, place):
+    zone = "us-east5-b"
+    send_command(place, "quota", zone=zone, generation="v6e", limit=15)
+    cloud.create(replace(SLICE, zone=zone))
+    dead = until(lambda: (found := listed(cloud)["quad"]).state == "dead" and found)
+    assert isinstance(dead.error, NoQuota) and not dead.workers
+    send_command(place, "quota", zone=zone, generation="v6e", limit=None)
+    delete_all(cloud)
+    send_command(place, "stockout", zone=zone)
+    cloud.create(replace(SLICE, zone=zone))
+    dead = until(lambda: (found := listed(cloud)["quad"]).state == "dead" and found)
+    assert isinstance(dead.error, NoCapacity) and not dead.workers
+    send_command(place, "stockout", zone=zone, over=True)
+    delete_all(cloud)
+    assert not left_of_slices(cloud)
+
+
+@pytest.mark.parametrize("calls", range(3))
+def test_creation_that_is_cut_short_leaves_nothing_that_is_not_listed(cloud, monkeypatch, calls):
+    """The process is killed before its n-th change; whoever lists the project then can delete what it made."""
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(Slices):
+        done = 0
+
+        def _count(self):
+            self.done += 1
+            if self.done > calls:
+                raise Killed
+
+    real_post, dying = cloud.access.post, Dying(cloud.access)
+    with monkeypatch.context() as patch:
+        patch.setattr(cloud.access, "post", lambda *args, **more: (dying._count(), real_post(*args, **more))[1])
+        with suppress(Killed):
+            dying.create(SLICE)
+    assert (set(left_of_slices(cloud)) == set()) == (not listed(cloud))
+    delete_all(cloud)
+    assert not left_of_slices(cloud)
 
 
 def test_project_says_which_machine_types_and_images_there_are(cloud):

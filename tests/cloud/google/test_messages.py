@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 from tpuswarm.catalog import accelerators
 from tpuswarm.cloud.errors import NoQuota
 from tpuswarm.cloud.google.access import Access
-from tpuswarm.cloud.google.instances import instance_from_spec, machine_from_instance, to_metadata
+from tpuswarm.cloud.google.instances import instance_from_spec, list_aggregated, machine_from_instance, to_metadata
 from tpuswarm.cloud.google.nodes import (
     REQUEST_STATES,
     machine_from_node,
@@ -19,7 +19,6 @@ from tpuswarm.cloud.google.nodes import (
     node_from_spec,
     request_from_spec,
 )
-from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Disk, Machine, TpuSpec, VmSpec, Worker
 from tpuswarm.fleet.apply import gcloud
 
@@ -251,6 +250,6 @@ def test_vms_come_from_all_pages_and_unreachable_zones_are_named(monkeypatch):
         },
     }
     monkeypatch.setattr(Access, "get", lambda self, doing, url, pageToken="", **query: pages[pageToken])
-    vms, unreachable = GoogleProvider(Access("p"))._instances()
-    assert [vm.name for vm in vms] == ["head", "other"]
+    vms, unreachable = list_aggregated(Access("p"), "instances")
+    assert [vm["name"] for vm in vms] == ["head", "other"]
     assert unreachable == {"asia-east1-c", "me-west1-a"}

@@ -1,5 +1,6 @@
 """Real gcloud, if installed, takes the local cloud for Google's."""
 
+import json
 import os
 import shlex
 import shutil
@@ -10,7 +11,9 @@ import pytest
 
 from tests.local_cloud import until
 from tpuswarm.cloud.google.access import Access
+from tpuswarm.cloud.google.instances import list_aggregated
 from tpuswarm.cloud.google.provider import GoogleProvider
+from tpuswarm.cloud.google.slices import PARTS, group_from_spec
 from tpuswarm.cloud.protocol import Disk, TpuSpec, VmSpec
 from tpuswarm.cloud.rehearsal.connect import gcloud_variables
 from tpuswarm.fleet.apply import gcloud as gcloud_line
@@ -75,6 +78,32 @@ def test_printed_line_makes_the_machine_that_the_product_makes(place, endpoints,
     gcloud(*shlex.split(line)[2:])
     made = [until(lambda cloud=cloud: described(cloud, spec.name)) for cloud in (ours, theirs)]
     assert made[0] == made[1]
+
+
+def test_printed_lines_of_a_slice_make_the_template_and_topology_that_the_product_makes(endpoints, gcloud):
+    """The group's own line has a flag that gcloud knows since late 2025 only."""
+    from google.cloud import compute_v1
+
+    spec = replace(TPU, name="quad", type="v6e-16", how="spot", subnetwork="default")
+    ours, theirs = (GoogleProvider(Access(project, endpoints)) for project in ("by-product", "by-gcloud"))
+    ours.create(spec)
+    *lines, group = gcloud_line.create(spec, "by-gcloud").split(" && ")
+    for line in lines:
+        gcloud(*shlex.split(line)[2:])
+    parts = [
+        [list_aggregated(cloud.access, kind)[0][0] for kind in ("instanceTemplates", "resourcePolicies")]
+        for cloud in (ours, theirs)
+    ]
+    made, printed = (template["properties"] for template, _ in parts)
+    assert (made["machineType"], made["tags"]) == (printed["machineType"], printed["tags"])
+    assert made["scheduling"].items() <= printed["scheduling"].items()
+    assert made["labels"].items() <= printed["labels"].items()
+    assert parts[0][1]["workloadPolicy"] == parts[1][1]["workloadPolicy"]
+    links = {kind: f"projects/by-gcloud/regions/us-east5/{kind}/quad" for kind in PARTS}
+    body = group_from_spec(spec, links)
+    assert compute_v1.InstanceGroupManager.from_json(json.dumps(body)), "Google's client knows all of its fields"
+    assert f"--template={body['instanceTemplate']}" in group and f"--size={body['targetSize']}" in group
+    assert f"--workload-policy={body['resourcePolicies']['workloadPolicy']}" in group
 
 
 def described(cloud, name):

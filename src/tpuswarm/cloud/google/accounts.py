@@ -17,6 +17,7 @@ from tpuswarm.cloud.google.failures import member_of
 IAM_HOST, PROJECTS_HOST = "iam.googleapis.com", "cloudresourcemanager.googleapis.com"
 MAX_ID_LETTERS = 30
 ACT_AS = "iam.serviceAccounts.actAs"
+SLICE_PARTS = ("instanceTemplates", "instanceGroupManagers", "resourcePolicies")
 PERMISSIONS_BY_ROLE: dict[str, dict[str, tuple[str, ...]]] = {
     "bucket": {
         "roles/storage.objectAdmin": tuple(f"storage.objects.{verb}" for verb in ("create", "delete", "get", "list")),
@@ -27,6 +28,8 @@ PERMISSIONS_BY_ROLE: dict[str, dict[str, tuple[str, ...]]] = {
         "roles/compute.instanceAdmin.v1": (
             *(f"compute.instances.{verb}" for verb in ("create", "delete", "get", "list", "setMetadata")),
             *("compute.disks.create", "compute.subnetworks.use", "compute.subnetworks.useExternalIp"),
+            *(f"compute.{kind}.{verb}" for kind in SLICE_PARTS for verb in ("create", "delete")),
+            *("compute.instanceTemplates.list", "compute.instanceGroupManagers.list"),
         ),
     },
     "account": {"roles/iam.serviceAccountUser": (ACT_AS,)},

@@ -6,12 +6,15 @@ https://docs.cloud.google.com/compute/docs/reference/rest/v1/instances/insert
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpuswarm.catalog import accelerator_of_machine, find
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.google.nodes import LOGIN, SCOPE, labels_of, parse_timestamp
 from tpuswarm.cloud.protocol import How, Machine, Spec, State, TpuSpec, VmSpec, Worker
+
+if TYPE_CHECKING:
+    from tpuswarm.cloud.google.access import Access
 
 STATES: dict[str, State] = {
     "PENDING": "creating",
@@ -27,11 +30,26 @@ STATES: dict[str, State] = {
     "TERMINATED": "stopped",
     "DEPROVISIONING": "deleting",
 }
+COMPUTE_HOST, PAGE_SIZE = "compute.googleapis.com", 500
 TPU_DISK_GIB = 100
 """The boot disk of a TPU, as the TPU API makes it (https://cloud.google.com/tpu/docs/setup-persistent-disk). Without a
 size, Compute Engine takes the image's, 10 GB."""
 MODELS: dict[str, How] = {"SPOT": "spot", "RESERVATION_BOUND": "reserved"}
 """Values of scheduling.provisioningModel; others are on demand."""
+
+
+def list_aggregated(access: "Access", kind: str) -> tuple[list[dict[str, Any]], frozenset[str]]:
+    """List all resources of a kind from REST, and the zones that do not answer."""
+    url = access.url(COMPUTE_HOST, f"compute/v1/projects/{access.project}/aggregated/{kind}")
+    found: list[dict[str, Any]] = []
+    unreachable: set[str] = set()
+    for page in access.get_pages(f"listing {kind}", url, maxResults=str(PAGE_SIZE), returnPartialSuccess="true"):
+        unreachable |= {zone.rsplit("/", 1)[-1] for zone in page.get("unreachables", ())}
+        for scope, listed in page.get("items", {}).items():
+            if listed.get("warning", {}).get("code") == "UNREACHABLE":
+                unreachable.add(scope.rsplit("/", 1)[-1])
+            found += listed.get(kind, ())
+    return found, frozenset(unreachable)
 
 
 def instance_from_spec(spec: Spec, project: str) -> dict[str, Any]:
@@ -51,6 +69,8 @@ def instance_from_spec(spec: Spec, project: str) -> dict[str, Any]:
         interface["subnetwork"] = f"projects/{project}/regions/{region_of(spec.zone)}/subnetworks/{spec.subnetwork}"
     if spec.external_ips:
         interface["accessConfigs"] = [{"name": "external-nat", "type": "ONE_TO_ONE_NAT"}]
+    # The TPU API gives all hosts of a TPU its name by this key.
+    named = {"instance-id": spec.name} if isinstance(spec, TpuSpec) else {}
     body = {
         "name": spec.name,
         "machineType": f"{place}/machineTypes/{machine_type_of(spec)}",
@@ -61,7 +81,7 @@ def instance_from_spec(spec: Spec, project: str) -> dict[str, Any]:
         "serviceAccounts": [{"email": spec.service_account or "default", "scopes": [SCOPE]}],
         "tags": {"items": list(spec.tags)},
         "labels": labels_of(spec),
-        "metadata": to_metadata({**LOGIN, **spec.metadata}),
+        "metadata": to_metadata({**LOGIN, **named, **spec.metadata}),
     }
     if isinstance(spec, TpuSpec) and spec.reservation:
         body["reservationAffinity"] = {
@@ -99,13 +119,13 @@ def to_metadata(items: Mapping[str, str], fingerprint: str | None = None) -> dic
 def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
     """Convert an instance from REST."""
     said, scheduling = instance.get("status", ""), instance.get("scheduling", {})
-    spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible", False)
+    how = how_of(scheduling)
     machine_type = instance["machineType"].rsplit("/", 1)[-1]
     tpu = accelerator_of_machine(machine_type)
     state = STATES.get(said, "repairing")
     if said in ("PROVISIONING", "STAGING") and "lastStopTimestamp" in instance:
         state = "starting"
-    if spot and state == "stopped":  # users do not stop spot machines: it was preempted
+    if how == "spot" and state == "stopped":  # users do not stop spot machines: it was preempted
         state = "dead"
     return Machine(
         name=instance["name"],
@@ -115,7 +135,7 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
         state=state,
         said=said,
         why=instance.get("statusMessage", ""),
-        how="spot" if spot else MODELS.get(scheduling.get("provisioningModel", ""), "on-demand"),
+        how=how,
         api="compute",
         created=parse_timestamp(instance.get("creationTimestamp")),
         workers=_workers(instance.get("networkInterfaces", ())),
@@ -123,6 +143,10 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
         metadata={item["key"]: item.get("value", "") for item in instance.get("metadata", {}).get("items", ())},
         disk_gib=_boot_disk_gib(instance.get("disks", ())),
     )
+
+
+def how_of(scheduling: Mapping[str, Any]) -> How:
+    return "spot" if scheduling.get("preemptible") else MODELS.get(scheduling.get("provisioningModel", ""), "on-demand")
 
 
 def _scheduling(spec: Spec) -> dict[str, str]:

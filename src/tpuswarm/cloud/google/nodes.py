@@ -189,7 +189,7 @@ def _machines_from_request(request: Mapping[str, Any], project: str) -> Iterable
         )
 
 
-def accelerator_of(machine: Machine) -> Accelerator | None:
+def accelerator_of(machine: Machine | Spec) -> Accelerator | None:
     """Return the catalogue's entry for its type, or None."""
     try:
         return find(machine.type)

@@ -6,15 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tpuswarm.cloud.errors import CloudError, Invalid, NoQuota, NotFound, Unreachable
-from tpuswarm.cloud.google import instances, nodes
+from tpuswarm.cloud.google import instances, nodes, slices
 from tpuswarm.cloud.google.access import REQUEST_TIMEOUT_S, Access
 from tpuswarm.cloud.google.answers import answer_from_operation, answer_from_status
 from tpuswarm.cloud.google.buckets import GoogleBucket
 from tpuswarm.cloud.google.failures import cloud_error_for
-from tpuswarm.cloud.protocol import Bucket, Listing, Machine, Outcome, Spec, VmSpec
+from tpuswarm.cloud.protocol import Bucket, Listing, Machine, Outcome, Spec, TpuSpec, VmSpec
 
-PAGE_SIZE = 500
-TPU_HOST, COMPUTE_HOST = "tpu.googleapis.com", "compute.googleapis.com"
+TPU_HOST = "tpu.googleapis.com"
 
 
 class GoogleProvider:
@@ -22,6 +21,8 @@ class GoogleProvider:
 
     def __init__(self, access: Access):
         self.access = access
+
+        self.slices = slices.Slices(access)
 
     @property
     def project(self) -> str:
@@ -33,7 +34,7 @@ class GoogleProvider:
         Uses plain REST, because importing the clients takes longer than everything else.
         """
         with ThreadPoolExecutor(16) as pool:
-            listed_instances = pool.submit(self._instances)
+            listed_instances = pool.submit(self._instances_and_slices)
             # Requests before nodes: the node of an active request is then among the nodes.
             requests = list(pool.map(self._requests, sorted(set(zones))))
             tpus, unreachable = self._nodes()
@@ -46,6 +47,8 @@ class GoogleProvider:
     def create(self, spec: Spec) -> str:
         doing = f"creating {spec.name} in {spec.zone}"
         parent = self._parent(spec.zone)
+        if isinstance(spec, TpuSpec) and _is_slice(spec):
+            return self.slices.create(spec)
         if isinstance(spec, VmSpec) or spec.api == "compute":
             instance = instances.instance_from_spec(spec, self.project)
             return self._compute(doing, "POST", self._zone_url(spec.zone, "instances"), instance)
@@ -65,6 +68,8 @@ class GoogleProvider:
     def delete(self, machine: Machine) -> str:
         """Delete a machine; deleting the request of a TPU deletes its node."""
         doing = f"deleting {machine.name} in {machine.zone}"
+        if _is_slice(machine):
+            return self.slices.delete(machine)
         if machine.is_instance:
             return self._compute(doing, "DELETE", self._instance_url(machine))
         if machine.request:
@@ -127,10 +132,8 @@ class GoogleProvider:
         """Set keys of a machine's metadata. Both APIs replace all keys, so the current ones are read first."""
         doing = f"setting {', '.join(sorted(metadata))} on {machine.name} in {machine.zone}"
         if machine.is_instance:
-            current = self.access.get(doing, self._instance_url(machine))["metadata"]
-            old = {item["key"]: item["value"] for item in current.get("items", ())}
-            new = instances.to_metadata({**old, **metadata}, current.get("fingerprint"))
-            return self._compute(doing, "POST", f"{self._instance_url(machine)}/setMetadata", new)
+            urls = [self._instance_url(machine, number) for number in range(len(machine.workers) or 1)]
+            return [self._set_instance_metadata(doing, url, metadata) for url in urls][-1]
         from google.cloud import tpu_v2
 
         client, name = self.access.tpu, self._node(machine)
@@ -140,11 +143,17 @@ class GoogleProvider:
         update = {"node": tpu_v2.Node(name=name, metadata={**old, **metadata}), "update_mask": {"paths": ["metadata"]}}
         return self._tpu(doing, functools.partial(client.update_node, request=update))
 
+    def _set_instance_metadata(self, doing: str, url: str, metadata: Mapping[str, str]) -> str:
+        current = self.access.get(doing, url)["metadata"]
+        old = {item["key"]: item["value"] for item in current.get("items", ())}
+        new = instances.to_metadata({**old, **metadata}, current.get("fingerprint"))
+        return self._compute(doing, "POST", f"{url}/setMetadata", new)
+
     def guest_attributes(self, machine: Machine, worker: int, path: str) -> Mapping[str, str]:
         doing = f"reading the guest attributes of {machine.name} in {machine.zone}"
         try:
             if machine.is_instance:
-                url = f"{self._instance_url(machine)}/getGuestAttributes"
+                url = f"{self._instance_url(machine, worker)}/getGuestAttributes"
                 items = self.access.get(doing, url, queryPath=path).get("queryValue", {}).get("items", ())
                 return {item["key"]: item["value"] for item in items}
             request = {"name": self._node(machine), "query_path": path, "worker_ids": [str(worker)]}
@@ -159,7 +168,7 @@ class GoogleProvider:
 
     def _nodes(self) -> tuple[list[Machine], frozenset[str]]:
         url = self.access.url(TPU_HOST, f"v2/{self._parent('-')}/nodes")
-        pages = self.access.get_pages("listing TPUs", url, pageSize=str(PAGE_SIZE))
+        pages = self.access.get_pages("listing TPUs", url, pageSize=str(instances.PAGE_SIZE))
         machines = [nodes.machine_from_node(node) for page in pages for node in page.get("nodes", ())]
         return machines, frozenset(zone.rsplit("/", 1)[-1] for page in pages for zone in page.get("unreachable", ()))
 
@@ -167,7 +176,7 @@ class GoogleProvider:
         """Return a zone and its queued resources, or None if it does not answer."""
         url = self.access.url(TPU_HOST, f"v2/{self._parent(zone)}/queuedResources")
         try:
-            pages = self.access.get_pages(f"listing queued TPUs in {zone}", url, pageSize=str(PAGE_SIZE))
+            pages = self.access.get_pages(f"listing queued TPUs in {zone}", url, pageSize=str(instances.PAGE_SIZE))
         except NoQuota:  # the project may not use this zone, so it has nothing there
             return zone, []
         except Unreachable:
@@ -176,24 +185,19 @@ class GoogleProvider:
             return zone, None
         return zone, [resource for page in pages for resource in page.get("queuedResources", ())]
 
-    def _instances(self) -> tuple[list[Machine], frozenset[str]]:
-        url = self.access.url(COMPUTE_HOST, f"compute/v1/projects/{self.project}/aggregated/instances")
-        query = {"maxResults": str(PAGE_SIZE), "returnPartialSuccess": "true"}
-        machines: list[Machine] = []
-        unreachable: set[str] = set()
-        for page in self.access.get_pages("listing instances", url, **query):
-            unreachable |= {zone.rsplit("/", 1)[-1] for zone in page.get("unreachables", ())}
-            for scope, listed in page.get("items", {}).items():
-                if listed.get("warning", {}).get("code") == "UNREACHABLE":
-                    unreachable.add(scope.rsplit("/", 1)[-1])
-                machines += map(instances.machine_from_instance, listed.get("instances", ()))
-        return machines, frozenset(unreachable)
+    def _instances_and_slices(self) -> tuple[list[Machine], frozenset[str]]:
+        parts, unreachable_for_groups = self.slices.list_parts()
+        listed, unreachable = instances.list_aggregated(self.access, "instances")
+        unreachable |= unreachable_for_groups
+        single = [instances.machine_from_instance(one) for one in listed if slices.slice_of(one) is None]
+        return [*single, *slices.machines_from_slices(parts, listed, unreachable, self.project)], unreachable
 
     def _zone_url(self, zone: str, path: str) -> str:
-        return self.access.url(COMPUTE_HOST, f"compute/v1/projects/{self.project}/zones/{zone}/{path}")
+        return self.access.url(instances.COMPUTE_HOST, f"compute/v1/projects/{self.project}/zones/{zone}/{path}")
 
-    def _instance_url(self, machine: Machine) -> str:
-        return self._zone_url(machine.zone, f"instances/{machine.name}")
+    def _instance_url(self, machine: Machine, worker: int = 0) -> str:
+        name = machine.workers[worker].name if worker < len(machine.workers) else None
+        return self._zone_url(machine.zone, f"instances/{name or machine.name}")
 
     def _tpu(self, doing: str, begin: Callable[..., Any]) -> str:
         return self.access.call_once(doing, lambda: begin(timeout=REQUEST_TIMEOUT_S)).operation.name
@@ -217,7 +221,9 @@ class GoogleProvider:
         return Outcome(True, cloud_error_for(answer_from_status(operation.error), doing, self.project))
 
     def _compute_outcome(self, name: str) -> Outcome:
-        operation = self.access.get("asking for an operation", self.access.url(COMPUTE_HOST, f"compute/v1/{name}"))
+        operation = self.access.get(
+            "asking for an operation", self.access.url(instances.COMPUTE_HOST, f"compute/v1/{name}")
+        )
         error: CloudError | None = None
         if answer := answer_from_operation(operation):
             target = operation["targetLink"].rsplit("/", 1)[-1]
@@ -230,3 +236,8 @@ class GoogleProvider:
 
     def _node(self, machine: Machine) -> str:
         return f"{self._parent(machine.zone)}/nodes/{machine.name}"
+
+
+def _is_slice(tpu: TpuSpec | Machine) -> bool:
+    """Whether it is a TPU of several hosts in Compute Engine."""
+    return tpu.api == "compute" and (known := nodes.accelerator_of(tpu)) is not None and known.hosts > 1

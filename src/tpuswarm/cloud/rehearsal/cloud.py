@@ -10,6 +10,7 @@ from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.region_quotas import RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
+from tpuswarm.cloud.rehearsal.compute.groups import Groups
 from tpuswarm.cloud.rehearsal.compute.instances import Instances
 from tpuswarm.cloud.rehearsal.compute.networks import Networks
 from tpuswarm.cloud.rehearsal.compute.resources import Resources
@@ -38,6 +39,7 @@ class Cloud:
         self.resources = Resources(self.records, self.timetable)
         self.region_quotas = RegionQuotas(self.records)
         self.instances = Instances(self.resources, self.timetable, self.zone_faults, self.hosts, self.region_quotas)
+        self.groups = Groups(self.resources, self.timetable, self.zone_faults, self.instances)
         self.networks = Networks(self.resources, self.zone_faults, self.region_quotas)
         operations, offers = Operations(self.records), Offers(self.zone_faults)
         self.nodes = Nodes(

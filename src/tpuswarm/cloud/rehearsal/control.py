@@ -8,6 +8,7 @@ from tpuswarm.catalog import generations
 from tpuswarm.cloud.protocol import REGION_QUOTAS
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.api import Call, Rejected
+from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZONE_FAULTS
 from tpuswarm.cloud.rehearsal.compute.networks import list_regions, list_zones
 from tpuswarm.cloud.rehearsal.connect import CloudFolder
@@ -89,14 +90,28 @@ class Control:
         owner = self._find(call.body["name"])
         if "/nodes/" in owner:
             self._cloud.nodes.preempt(owner, call.body.get("ending") or "preempted")
-        else:
-            self._cloud.instances.preempt(owner)
+        for instance in self._instances(owner):
+            self._cloud.instances.preempt(instance)
         return {"name": owner}
 
     def _maintain(self, call: Call) -> dict[str, Any]:
         owner = self._find(call.body["name"])
-        (self._cloud.nodes if "/nodes/" in owner else self._cloud.instances).maintain(owner)
+        if "/nodes/" in owner:
+            self._cloud.nodes.maintain(owner)
+        for instance in self._instances(owner):
+            self._cloud.instances.maintain(instance)
         return {"name": owner}
+
+    def _instances(self, owner: str) -> list[str]:
+        """Return an instance, or those of a group; none of a node."""
+        if "/instanceGroupManagers/" in owner:
+            return self._cloud.groups.members(owner)
+        return [owner] if "/instances/" in owner else []
+
+    def _hosts(self, owner: str) -> list[RehearsedHost]:
+        if "/instanceGroupManagers/" in owner:
+            return self._cloud.groups.list_hosts(owner)
+        return self._cloud.hosts.list_workers(owner)
 
     def _set_stockout(self, call: Call) -> dict[str, Any]:
         self._cloud.zone_faults.set_fault(_check_zone(call.body["zone"]), "stockout", not call.body.get("over"))
@@ -135,7 +150,7 @@ class Control:
             raise _invalid(f"there is no fault {fault!r}; {did_you_mean(fault, known)}")
         name, _, worker = name.partition("/worker/") if "/worker/" in name else name.partition("/")
         owner = self._find(name)
-        hosts = self._cloud.hosts.list_workers(owner)
+        hosts = self._hosts(owner)
         number = int(worker) if worker.isdigit() else 0
         short_name = owner.rsplit("/", 1)[-1]
         if number >= len(hosts) or not hosts[number].on:
@@ -154,7 +169,7 @@ class Control:
         if name in buckets:
             return [name]
         try:
-            hosts = self._cloud.hosts.list_workers(self._find(name))
+            hosts = self._hosts(self._find(name))
         except Rejected:
             suggestion = did_you_mean(name, buckets) if buckets else "there are no buckets"
             raise _invalid(f"the local cloud has no bucket {name!r}; {suggestion}") from None
@@ -165,6 +180,7 @@ class Control:
     def _find(self, name: str) -> str:
         """Return the path of the machine with this name or path. Raises Rejected for none, and for several."""
         owners = [node.name for node in self._cloud.nodes.all()] + [path for path, _ in self._cloud.instances.all()]
+        owners += self._cloud.groups.paths()
         matches = [owner for owner in owners if name in (owner, owner.rsplit("/", 1)[-1])]
         if not matches:
             names = [owner.rsplit("/", 1)[-1] for owner in owners]

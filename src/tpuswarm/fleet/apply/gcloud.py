@@ -5,24 +5,41 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from tpuswarm.catalog import find
+from tpuswarm.catalog.accelerators import format_topology
+from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.google.instances import TPU_DISK_GIB, machine_type_of
+from tpuswarm.cloud.google.slices import spec_of_hosts
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Machine, Spec, TpuSpec, VmSpec
+from tpuswarm.fleet.decide.region_quotas import host_count
 
 TPU_VM = ("gcloud", "compute", "tpus", "tpu-vm")
 QUEUED = ("gcloud", "compute", "tpus", "queued-resources")
 INSTANCES = ("gcloud", "compute", "instances")
+POLICIES = ("gcloud", "compute", "resource-policies")
+TEMPLATES = ("gcloud", "compute", "instance-templates")
+GROUPS = ("gcloud", "compute", "instance-groups", "managed")
 
 
 def create(spec: Spec, project: str) -> str:
     """Return the command that creates a machine, without SSH keys: gcloud adds its own."""
     if isinstance(spec, TpuSpec) and spec.api == "tpu":
         return _create_tpu(spec, project)
+    if isinstance(spec, TpuSpec) and find(spec.type).hosts > 1:
+        return _create_slice(spec, project)
     return _create_instance(spec, project)
 
 
 def delete(machine: Machine, project: str) -> str:
     """Return the command that deletes a machine, with its queued request."""
     options = [f"--project={project}", f"--zone={machine.zone}", "--quiet"]
+    if machine.is_instance and machine.kind == "tpu" and host_count(machine.type) > 1:
+        region = [f"--project={project}", f"--region={region_of(machine.zone)}", "--quiet"]
+        lines = [
+            [*GROUPS, "delete", machine.name, *options],
+            [*POLICIES, "delete", machine.name, *region],
+            [*TEMPLATES, "delete", machine.name, *region],
+        ]
+        return " && ".join(map(shlex.join, lines))
     if machine.is_instance:
         return shlex.join([*INSTANCES, "delete", machine.name, *options])
     if machine.request:
@@ -59,10 +76,29 @@ def _create_tpu(spec: TpuSpec, project: str) -> str:
     return shlex.join(words)
 
 
+def _create_slice(spec: TpuSpec, project: str) -> str:
+    """Return the commands for a template, a topology, and a group of all hosts."""
+    region, links = region_of(spec.zone), f"projects/{project}/regions/{region_of(spec.zone)}"
+    template = [*TEMPLATES, "create", spec.name, f"--project={project}", f"--instance-template-region={region}"]
+    template += [f"--region={region}"] if spec.subnetwork else []  # the subnetwork's
+    template += _instance_options(spec_of_hosts(spec))
+    policy = [*POLICIES, "create", "workload-policy", spec.name, f"--project={project}", f"--region={region}"]
+    policy += ["--type=HIGH_THROUGHPUT", f"--accelerator-topology={format_topology(find(spec.type).topology)}"]
+    group = [*GROUPS, "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
+    group += [f"--template={links}/instanceTemplates/{spec.name}", f"--size={find(spec.type).hosts}"]
+    group += ["--target-size-policy-mode=bulk", "--default-action-on-vm-failure=do-nothing"]
+    group += [f"--workload-policy={links}/resourcePolicies/{spec.name}"]
+    return " && ".join(map(shlex.join, (template, policy, group)))
+
+
 def _create_instance(spec: Spec, project: str) -> str:
-    image_project, _, family = (spec.image if isinstance(spec, VmSpec) else spec.runtime).partition("/")
     words = [*INSTANCES, "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
-    words += [f"--machine-type={machine_type_of(spec)}", f"--image-project={image_project}", f"--image-family={family}"]
+    return shlex.join(words + _instance_options(spec))
+
+
+def _instance_options(spec: Spec) -> list[str]:
+    image_project, _, family = (spec.image if isinstance(spec, VmSpec) else spec.runtime).partition("/")
+    words = [f"--machine-type={machine_type_of(spec)}", f"--image-project={image_project}", f"--image-family={family}"]
     words += [f"--boot-disk-size={spec.disk_gib if isinstance(spec, VmSpec) else TPU_DISK_GIB}GB"]
     if spec.how == "spot" or isinstance(spec, TpuSpec):
         words += ["--maintenance-policy=TERMINATE"]
@@ -81,7 +117,7 @@ def _create_instance(spec: Spec, project: str) -> str:
     words += _common_options(spec, "--no-address", "--subnet")
     if isinstance(spec, TpuSpec):
         words += [f"--disk=name={disk.name},mode={'ro' if disk.read_only else 'rw'}" for disk in spec.disks]
-    return shlex.join([*words, "--scopes=cloud-platform"])
+    return [*words, "--scopes=cloud-platform"]
 
 
 def _common_options(spec: Spec, no_external_ips: str, subnet: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tpuswarm.catalog import find
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.protocol import Machine, Spec
+from tpuswarm.cloud.protocol import REMAINS, Machine, Spec
 from tpuswarm.fleet.decide.actions import Action, Create, Delete, Plan, Start, Stop, Wait
 from tpuswarm.fleet.decide.desired import Desired, PoolSpec
 from tpuswarm.fleet.decide.fleet_state import (
@@ -35,7 +35,7 @@ QUEUE_TIMEOUT_S = 4 * HOUR_S
 LONG_REPAIR_TIMEOUT_S = 4 * HOUR_S
 """For machines that are not spot, as such capacity may take days to come back, and for unhealthy machines that run a
 job: a guest agent that does not answer says little about the job."""
-DELETE_RETRY_S, DELETE_OVERDUE_S = 120.0, 600.0
+DELETE_RETRY_S, DELETE_OVERDUE_S, REMAINS_RETRY_S = 120.0, 600.0, 2.0
 """An overdue deletion no longer holds up the successor."""
 REFUSAL_WINDOW_S, REFUSAL_MARGIN = 45.0, 1.5
 """A request that is not refused within this time, or within REFUSAL_MARGIN times what the zone took for its last
@@ -92,6 +92,8 @@ def _reason_to_end(desired: Desired, observed: Observed, now: float) -> str | No
 
 
 def _delete_interval_s(machine: Machine) -> float:
+    if machine.said == REMAINS:
+        return REMAINS_RETRY_S
     return DELETE_OVERDUE_S if machine.state == "deleting" else DELETE_RETRY_S
 
 

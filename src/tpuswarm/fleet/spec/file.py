@@ -182,8 +182,6 @@ class Pool(MachineTable):
             raise ValueError(f"{APIS[self.chosen_api]} has no {self.type}: write api = {others}, or leave api out")
         if self.chosen_api == "compute" and self.how == "queued":
             raise ValueError('Compute Engine has no queue of requests: how = "spot", "on-demand" or "reserved"')
-        if self.chosen_api == "compute" and tpu.hosts > 1:
-            raise ValueError(f"{self.type} has {tpu.hosts} hosts, and tpuswarm creates only TPUs of one host there")
         if self.chosen_api == "compute" and self.runtime and not re.fullmatch(IMAGE_PATTERN, self.runtime):
             raise ValueError(f"Compute Engine boots an image {IMAGE_EXAMPLE}, not the runtime {self.runtime!r}")
         if len(set(self.zones)) < len(self.zones):

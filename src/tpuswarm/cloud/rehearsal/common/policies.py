@@ -24,6 +24,7 @@ ROLES = {
     "roles/tpu.admin": ("tpu.*",),
     "roles/compute.instanceAdmin.v1": (
         *("compute.instances.*", "compute.disks.*", "compute.subnetworks.use*", "compute.*.get", "compute.*.list"),
+        *("compute.instanceTemplates.*", "compute.instanceGroupManagers.*", "compute.resourcePolicies.*"),
     ),
     "roles/storage.admin": ("storage.*",),
     "roles/storage.objectAdmin": ("storage.objects.*",),

@@ -1,8 +1,10 @@
 """Instances of Compute Engine, VMs and TPUs, from PROVISIONING to their end."""
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from typing import Any, Literal
 
+from tpuswarm.catalog import Accelerator
 from tpuswarm.cloud.rehearsal.common.api import PERMISSION_DENIED, Call, Refused, Rejected
 from tpuswarm.cloud.rehearsal.common.hosts import Facts, Hosts, RehearsedHost
 from tpuswarm.cloud.rehearsal.common.policies import default_account
@@ -16,6 +18,7 @@ from tpuswarm.cloud.rehearsal.compute.tpus import (
     list_offers,
     no_machine_type,
     quota_message,
+    stockout_message,
     tpu_attributes,
     tpu_of,
 )
@@ -39,6 +42,8 @@ class Instances:
         self._region_quotas = region_quotas
         region_quotas.sources.append(self._hosts_of_project)
         self._resources, self._timetable, self._zone_faults, self._hosts = resources, timetable, zone_faults, hosts
+        self.find_slice: Callable[[Resource], tuple[Accelerator, list[RehearsedHost]] | None] = lambda instance: None
+        """Returns the slice that an instance belongs to, and all its hosts."""
         for what in ("created", "deleted", "stopped", "started", "taken", "repaired"):
             timetable.register(f"instance {what}", getattr(self, f"_{what}"))
 
@@ -61,8 +66,25 @@ class Instances:
         machine_type = instance["machineType"].rsplit("/", 1)[-1]
         tags, account = instance["tags"].get("items", []), requested_account(instance, project)
         if tpu := tpu_of(instance):
-            attributes = {**tpu_attributes(tpu, host, self._hosts.list_workers(host.owner), zone), **attributes}
+            slice_, workers = self.find_slice(instance) or (tpu, self._hosts.list_workers(host.owner))
+            attributes = {**tpu_attributes(slice_, host, workers, zone), **attributes}
         return Facts(project, zone, machine_type, attributes, tags, is_spot(instance), account)
+
+    # Members of groups.
+
+    def add_member(self, path: str, body: Resource, group: str, number: int, tpu: Accelerator | None) -> None:
+        """Add a running instance of a group."""
+        _, project, _, zone, _, name = path.split("/")
+        fields = self._fields({**deepcopy(body), "name": name}, project, zone, [{"key": "created-by", "value": group}])
+        self._resources.add(path, fields, "instance")
+        self._hosts.add(path, number, _has_external(fields["networkInterfaces"]), tpu)
+        self._set_running(path)
+
+    def begin_stop(self, path: str) -> None:
+        self._set_status(path, "STOPPING")
+
+    def list_hosts(self, path: str) -> list[RehearsedHost]:
+        return self._hosts.list_workers(path)
 
     # Faults.
 
@@ -95,6 +117,24 @@ class Instances:
             raise Rejected(400, "required", "Required field 'resource.machineType' not specified")
         if tpu_of(body) and _last(body["machineType"]) not in list_offers().get(zone, ()):
             raise Rejected(400, "invalid", no_machine_type(zone, project, _last(body["machineType"])))
+        held = Held(zone, 1, _has_external(body.get("networkInterfaces") or [{}]))
+        if quota := self._region_quotas.find_exhausted(project, held):
+            region = zone_region(zone)
+            limit = float(self._region_quotas.limit(region, quota))
+            raise Rejected(403, "quotaExceeded", f"Quota '{quota}' exceeded.  Limit: {limit} in region {region}.")
+        fields = self._fields(body, project, zone)
+        others = self._resources.under(f"projects/{project}/zones/{zone}/instances/")
+        exhausted = find_exhausted_quota(self._zone_faults, zone, fields, others)
+        instance = self._resources.add(path, fields, "instance")
+        operation = self._resources.begin("insert", path, CREATE_S, "instance created", path, instance["id"])
+        if exhausted:
+            self.remove(path)
+            operation_path = operation["selfLink"].removeprefix(BASE)
+            self._resources.fail(operation_path, "QUOTA_EXCEEDED", quota_message(*exhausted, zone))
+        return operation
+
+    def _fields(self, body: Resource, project: str, zone: str, more_metadata: Iterable[Resource] = ()) -> Resource:
+        """Return a new instance's fields; makes its disks."""
         interfaces = body.get("networkInterfaces") or [{}]
         for interface in interfaces:
             network = f"projects/{project}/global/networks/{_last(interface.get('network') or 'default')}"
@@ -102,11 +142,8 @@ class Instances:
             interface["network"], interface["name"] = f"{BASE}{network}", "nic0"
             subnetwork = _last(interface.get("subnetwork") or network)
             interface["subnetwork"] = f"{BASE}projects/{project}/regions/{zone_region(zone)}/subnetworks/{subnetwork}"
-        if quota := self._region_quotas.find_exhausted(project, Held(zone, 1, _has_external(interfaces))):
-            region = zone_region(zone)
-            limit = float(self._region_quotas.limit(region, quota))
-            raise Rejected(403, "quotaExceeded", f"Quota '{quota}' exceeded.  Limit: {limit} in region {region}.")
-        metadata = {"kind": "compute#metadata", "items": list((body.get("metadata") or {}).get("items", []))}
+        items = [*(body.get("metadata") or {}).get("items", []), *more_metadata]
+        metadata = {"kind": "compute#metadata", "items": items}
         tags = {"items": list((body.get("tags") or {}).get("items", []))}
         labels = dict(body.get("labels") or {})
         scheduling = {"automaticRestart": True, "provisioningModel": "STANDARD", **(body.get("scheduling") or {})}
@@ -128,15 +165,7 @@ class Instances:
         fields["disks"] = [
             self._make_disk(disk, number, project, zone, body.get("name", "")) for number, disk in enumerate(disks)
         ]
-        others = self._resources.under(f"projects/{project}/zones/{zone}/instances/")
-        exhausted = find_exhausted_quota(self._zone_faults, zone, fields, others)
-        instance = self._resources.add(path, fields, "instance")
-        operation = self._resources.begin("insert", path, CREATE_S, "instance created", path, instance["id"])
-        if exhausted:
-            self._remove(path)
-            operation_path = operation["selfLink"].removeprefix(BASE)
-            self._resources.fail(operation_path, "QUOTA_EXCEEDED", quota_message(*exhausted, zone))
-        return operation
+        return fields
 
     def _make_disk(self, disk: Resource, number: int, project: str, zone: str, name: str) -> Resource:
         disk = {"type": "PERSISTENT", "mode": "READ_WRITE", "deviceName": f"persistent-disk-{number}", **disk}
@@ -229,20 +258,15 @@ class Instances:
         if self._zone_faults.has_fault(zone, "stuck") and tpu:
             return
         if self._zone_faults.has_fault(zone, "stockout" if tpu else "vm-stockout"):
-            self._remove(path)
-            self._resources.fail(
-                operation,
-                "ZONE_RESOURCE_POOL_EXHAUSTED",
-                f"The zone 'projects/{project}/zones/{zone}' does not have enough resources available to fulfill the "
-                "request. Try a different zone, or try again later.",
-            )
+            self.remove(path)
+            self._resources.fail(operation, "ZONE_RESOURCE_POOL_EXHAUSTED", stockout_message(project, zone))
             return
         self._hosts.add(path, 0, _has_external(instance["networkInterfaces"]), tpu)
         self._set_running(path)
 
     def _deleted(self, path: str, instance_id: str, operation: str) -> None:
         if self._find_same(path, instance_id):
-            self._remove(path)
+            self.remove(path)
 
     def _stopped(self, path: str, instance_id: str, operation: str) -> None:
         if self._find_same(path, instance_id):
@@ -260,7 +284,7 @@ class Instances:
         if instance is None:
             return
         if instance["scheduling"].get("instanceTerminationAction") == "DELETE":
-            self._remove(path)
+            self.remove(path)
             return
         self._hosts.turn_off(path)
         message = "Instance was preempted."
@@ -282,7 +306,7 @@ class Instances:
             ]
         self._set_status(path, "RUNNING", networkInterfaces=[first, *others], lastStartTimestamp=format_now())
 
-    def _remove(self, path: str) -> None:
+    def remove(self, path: str) -> None:
         instance = self._resources.get(path)
         self._hosts.remove(path)
         self._resources.table.pop(path)
@@ -295,14 +319,17 @@ class Instances:
 
     def _location(self, call: Call) -> tuple[str, str]:
         """Return zone and project. Raises Rejected if the zone is not reachable."""
-        zone = call.path["zone"]
+        self.check_reachable(call.path["zone"])
+        return call.path["zone"], call.path["project"]
+
+    def check_reachable(self, zone: str) -> None:
+        """Raise Rejected if the zone is not reachable."""
         try:
             self._zone_faults.check_reachable(zone)
         except Refused as error:
             is_denied = error.code == PERMISSION_DENIED
             reason = "forbidden" if is_denied else "backendError"
             raise Rejected(403 if is_denied else 503, reason, str(error)) from error
-        return zone, call.path["project"]
 
     def _path(self, call: Call) -> str:
         zone, project = self._location(call)

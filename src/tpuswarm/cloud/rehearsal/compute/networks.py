@@ -191,7 +191,7 @@ class Networks:
     def aggregated(self, call: Call) -> Resource:
         """List a kind of resources by zone or region; unreachable zones get a warning."""
         project, kind = call.path["project"], call.path["kind"]
-        is_zonal = kind in ("instances", "disks", "operations", "machineTypes")
+        is_zonal = kind in ("instances", "instanceGroupManagers", "disks", "operations", "machineTypes")
         scopes = (
             [f"zones/{zone}" for zone in list_zones()]
             if is_zonal

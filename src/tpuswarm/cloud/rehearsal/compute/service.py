@@ -12,6 +12,7 @@ from starlette.routing import Route
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.api import Call, Handler, Rejected
 from tpuswarm.cloud.rehearsal.common.policies import ACT_AS
+from tpuswarm.cloud.rehearsal.compute.groups import KINDS
 from tpuswarm.cloud.rehearsal.compute.instances import requested_account
 from tpuswarm.cloud.rehearsal.compute.resources import Resource
 from tpuswarm.cloud.rehearsal.wire.rest import parse_call, routes
@@ -26,7 +27,7 @@ POLL_INTERVAL_S = 0.02
 
 def compute_routes(cloud: Cloud) -> list[Route]:
     """Return all routes. The first call for a project makes its default network."""
-    instances, networks, resources = cloud.instances, cloud.networks, cloud.resources
+    instances, groups, networks, resources = cloud.instances, cloud.groups, cloud.networks, cloud.resources
 
     def with_kind(kind: str, handler: Handler) -> Handler:
         return lambda call: handler(Call({**call.path, "kind": kind}, call.query, call.body))
@@ -65,14 +66,24 @@ def compute_routes(cloud: Cloud) -> list[Route]:
         ("GET", f"{ZONE}/machineTypes", networks.list_machine_types),
         ("GET", ZONE + "/machineTypes/{name}", networks.machine_type),
     ]
+    table += [
+        ("POST", f"{ZONE}/instanceGroupManagers", groups.insert),
+        ("DELETE", ZONE + "/instanceGroupManagers/{name}", groups.delete),
+        ("POST", ZONE + "/instanceGroupManagers/{name}/listManagedInstances", groups.list_members),
+    ]
+    for kind in KINDS:
+        table += [
+            ("POST", f"{REGION}/{kind}", with_kind(kind, groups.insert_part)),
+            ("DELETE", f"{REGION}/{kind}/{{name}}", with_kind(kind, groups.delete_part)),
+        ]
     for scope in (ZONE, REGION, f"{PROJECT}/global"):
         table += [
             ("GET", scope + "/operations/{name}", operation),
             ("GET", f"{scope}/operations", lambda call: _operations(cloud, call)),
         ]
     for scope, kinds in (
-        (ZONE, ["disks"]),
-        (REGION, ["subnetworks", "routers"]),
+        (ZONE, ["disks", "instanceGroupManagers"]),
+        (REGION, ["subnetworks", "routers", *KINDS]),
         (f"{PROJECT}/global", ["networks", "firewalls"]),
     ):
         for kind in kinds:
@@ -80,7 +91,7 @@ def compute_routes(cloud: Cloud) -> list[Route]:
                 ("GET", f"{scope}/{kind}", with_kind(kind, networks.list_page)),
                 ("GET", f"{scope}/{kind}/{{name}}", with_kind(kind, networks.get)),
                 ("DELETE", f"{scope}/{kind}/{{name}}", with_kind(kind, networks.delete)),
-            ]
+            ]  # of two routes for one path the first counts
     waits = [
         Route(scope + "/operations/{name}/wait", _wait(cloud, operation), methods=["POST"])
         for scope in (ZONE, REGION, f"{PROJECT}/global")

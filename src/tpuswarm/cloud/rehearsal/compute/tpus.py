@@ -53,6 +53,13 @@ def quota_message(name: str, limit: int, zone: str) -> str:
     return f"Quota '{name}' exceeded.  Limit: {limit:.1f} in zone {zone}."
 
 
+def stockout_message(project: str, zone: str) -> str:
+    return (
+        f"The zone 'projects/{project}/zones/{zone}' does not have enough resources available to fulfill the request. "
+        "Try a different zone, or try again later."
+    )
+
+
 def no_machine_type(zone: str, project: str, name: str) -> str:
     """Return Compute Engine's sentence for a machine type that a zone lacks.
 

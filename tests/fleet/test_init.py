@@ -4,6 +4,7 @@ import datetime
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -102,7 +103,8 @@ def test_whole_mail_becomes_grants_and_slices_that_the_grants_cover(option, pool
     assert len(file.grant) == 6
     for pool in file.pool:
         for zone in pool.zones:
-            assert all(cover.claim(pool.type, zone, pool.how) for _ in range(pool.count // len(pool.zones)))
+            tpu = SimpleNamespace(type=pool.type, zone=zone, how=pool.how, api="tpu")
+            assert all(cover.claim(tpu) for _ in range(pool.count // len(pool.zones)))
 
 
 def test_mail_without_a_grant_is_refused(init):

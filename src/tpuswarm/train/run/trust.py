@@ -46,8 +46,8 @@ def require_trust(folder: Path, trust: bool = False) -> None:
         check_recipe_file(Path(place))
     if not (trust or is_trusted(target)):
         raise InputError(
-            f"{shown(folder)} executes code that is not part of tpuswarm: {target} and what it imports. Read it; if you "
-            "trust it, add --trust to sample, evaluate or export (remembered until that file changes)"
+            f"{shown(folder)} executes code that is not part of tpuswarm: {target} and what it imports. Read it; if "
+            "you trust it, add --trust to sample, evaluate or export (remembered until that file changes)"
         )
 
 

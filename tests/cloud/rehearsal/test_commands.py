@@ -6,6 +6,8 @@ import pytest
 from google.cloud import tpu_v2
 
 from tests.local_cloud import local_cloud, slow_clock, until
+from tpuswarm.fleet.spec.file import read_swarm
+from tpuswarm.fleet.store.fleets import fleet_of_file
 
 PARENT = "projects/commands/locations/us-south1-a"
 
@@ -71,9 +73,15 @@ def test_only_start_starts_a_cloud(typed, tmp_path, monkeypatch):
     assert typed("rehearsal", "preempt", "x")[0] == 2 and typed("rehearsal", "status", "--env")[0] == 2
     assert typed("rehearsal", "stop")[1] == f"no local cloud runs in {tmp_path}\n"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "swarm.toml").write_text(
-        'name = "a"\nprovider = "rehearsal"\n[[pool]]\nname = "p"\ntype = "v2-8"\nzones = ["us-central1-f"]\n'
+        'name = "a"\nprovider = "rehearsal"\n[storage]\nbucket = "my-bucket"\n[train]\nrecipe = "gpt2-tiny"\n'
+        '[[pool]]\nname = "p"\ntype = "v2-8"\nzones = ["us-central1-f"]\n'
     )
+    made = fleet_of_file(read_swarm(tmp_path / "swarm.toml")).folder / "fleet.json"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert typed("status")[0] == 0
     for words in (("list",), ("cost",), ("describe", "p-0", "--fleet", "swarm.toml")):
         code, _, err = typed(*words)
         assert code == 2 and f"no local cloud runs in {tmp_path}" in err, err

@@ -12,7 +12,7 @@ import typer
 from tpuswarm.cli.console import FleetOption, Json, Target, make_console
 from tpuswarm.cloud.errors import CloudError, Unreachable
 from tpuswarm.cloud.protocol import Listing
-from tpuswarm.cloud.rehearsal.connect import default_folder, require_running
+from tpuswarm.cloud.rehearsal.connect import default_folder, is_running, require_running
 from tpuswarm.config.formatting import format_age
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training, view
@@ -213,6 +213,8 @@ def find_fleet_training(url: str | None, file: Path | None = None) -> FleetTrain
             return None
         if url is None and not (fleet_of_file(spec).folder / "fleet.json").exists():
             return None  # not created from this computer: do not call a cloud for a list of runs
+        if url is None and spec.provider == "rehearsal" and not is_running(default_folder()):
+            return None
         use_rehearsed_buckets(path)
         fleet, read_fleet = open_fleet(str(path))
         return FleetTraining(run_url, read_fleet) if fleet.store(fleet.provider()).load() else None

@@ -12,8 +12,9 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 from tpuswarm.catalog import Api
 from tpuswarm.cloud.errors import CloudError
 
-How = Literal["spot", "on-demand", "queued", "reserved"]
-"""How to get a machine. `queued` waits in line for one on demand, `reserved` draws on a reservation."""
+How = Literal["spot", "on-demand", "queued", "reserved", "flex-start"]
+"""How to get a machine. `queued` waits in line for one on demand, `reserved` draws on a reservation, `flex-start` waits
+for one that runs for a limited time."""
 State = Literal["waiting", "creating", "ready", "repairing", "stopping", "stopped", "starting", "deleting", "dead"]
 """`waiting`: in a queue, nothing exists yet. `repairing`: the cloud restarts or repairs it. `dead`: it will not come
 back (PREEMPTED, TERMINATED, SUSPENDED, FAILED) and must be deleted."""
@@ -73,7 +74,14 @@ class TpuSpec:
     disks: tuple[Disk, ...] = ()
     reservation: str | None = None
     wait_s: float | None = None
-    """The cloud gives up a queued request after so long."""
+    """The cloud gives up a request that waits after so long. With spot: wait in line, None: at once or not at all."""
+    max_run_s: float | None = None
+    """The cloud deletes a flex-start machine after so long."""
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the TPU API gets a queued resource."""
+        return self.api == "tpu" and (self.how in ("queued", "reserved") or self.wait_s is not None)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """TPUs that Compute Engine creates, through the product's own calls."""
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.instances import instance_from_spec, list_aggregated, machine_from_instance
 from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import GoogleProvider
-from tpuswarm.cloud.google.slices import Slices
+from tpuswarm.cloud.google.slices import PARTS, Slices, group_from_spec, policy_from_spec, template_from_spec
 from tpuswarm.cloud.protocol import Disk, TpuSpec
 from tpuswarm.cloud.rehearsal.connect import send_command
 
@@ -99,6 +100,46 @@ def test_preempted_tpu_is_gone_or_dead_and_can_be_deleted(cloud, place):
     send_command(place, "preempt", name="kept")
     dead = until(lambda: (machine := listed(cloud).get("kept")) and machine.state == "dead" and machine)
     assert (dead.said, dead.why) == ("TERMINATED", "Instance was preempted.")
+
+
+def flex(name: str, zone: str, **times: float) -> TpuSpec:
+    return v6e(name, "flex-start", zone, **times)
+
+
+def test_flex_start_waits_for_capacity_and_runs_for_a_limited_time(cloud, place):
+    zone = "us-south1-ai1b"
+    send_command(place, "stockout", zone=zone)
+    operation = cloud.create(flex("line", zone, max_run_s=3600.0))
+    cloud.create(replace(flex("group", zone), type="v6e-16"))
+    cloud.create(flex("hasty", zone, wait_s=90.0))
+    until(lambda: {"waiting"} == {machine.state for machine in listed(cloud).values()} and "hasty" not in listed(cloud))
+    found = listed(cloud)
+    assert {name: machine.how for name, machine in found.items()} == dict.fromkeys(("line", "group"), "flex-start")
+    send_command(place, "stockout", zone=zone, over=True)
+    assert ready(cloud, "line").created == found["line"].created, "the same machine, no longer waiting"
+    assert until(lambda: cloud.outcome(operation)) == (True, None)
+    assert len(ready(cloud, "group").workers) == 4
+    until(lambda: "line" not in listed(cloud))  # after an hour
+
+
+def test_flex_start_that_gets_nothing_in_time_is_no_capacity(cloud, place):
+    zone = "us-central1-ai1a"
+    send_command(place, "stockout", zone=zone)
+    error = error_of(cloud, cloud.create(flex("late", zone, wait_s=90.0)))
+    send_command(place, "stockout", zone=zone, over=True)
+    assert isinstance(error, NoCapacity) and not listed(cloud)
+
+
+@pytest.mark.parametrize("how", ["spot", "on-demand", "reserved", "flex-start"])
+def test_googles_client_knows_every_field_of_the_requests(how):
+    from google.cloud import compute_v1
+
+    wanted = replace(v6e("a", how), reservation="r" if how == "reserved" else None, disks=(Disk("data", True),))
+    assert compute_v1.Instance.from_json(json.dumps(instance_from_spec(wanted, "p")))
+    assert compute_v1.InstanceTemplate.from_json(json.dumps(template_from_spec(wanted, "p")))
+    assert compute_v1.ResourcePolicy.from_json(json.dumps(policy_from_spec(wanted)))
+    group = group_from_spec(wanted, dict.fromkeys(PARTS, "x"))
+    assert compute_v1.InstanceGroupManager.from_json(json.dumps(group))
 
 
 def test_refusals_say_whether_capacity_or_quota_lacks_and_leave_nothing(cloud, place):

@@ -64,6 +64,8 @@ def test_queued_resource_requests_one_node_of_the_same_name():
     assert (node.parent, node.node_id, node.node.labels[FLEET_LABEL]) == (PLACE, "n1", "f1e2")
     assert request.queueing_policy.valid_until_duration.total_seconds() == 7200
     assert "guaranteed" not in request and "spot" not in request and not request.reservation_name
+    spot = request_from_spec(replace(SPEC, how="spot", wait_s=7200.0), "p")
+    assert "spot" in spot and not spot.tpu.node_spec[0].node.scheduling_config.spot, "the tier says it"
     reserved = request_from_spec(replace(SPEC, how="reserved", reservation="r"), "p")
     assert reserved.reservation_name == f"{PLACE}/reservations/r" and not reserved.queueing_policy
     # What `gcloud compute tpus queued-resources create --reserved` sends for any reservation of the project.

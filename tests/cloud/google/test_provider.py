@@ -66,14 +66,18 @@ def test_on_demand_machine_stops_starts_and_takes_metadata(google):
     }
 
 
-def test_queued_request_and_its_node_are_one_machine(google, place):
-    google.create(spec("n1", zone=STOCKOUT, how="queued"))
+@pytest.mark.parametrize("how", ["queued", "spot"])
+def test_queued_request_and_its_node_are_one_machine(google, place, how):
+    google.create(spec("n1", zone=STOCKOUT, how=how, wait_s=7200.0))
     waiting = only_machine(google, STOCKOUT)
     assert (waiting.state, waiting.name, waiting.request, waiting.fleet) == ("waiting", "n1", "n1", "f1e2")
     send_command(place, "stockout", zone=STOCKOUT, over=True)
     machine = in_state(google, "ready", STOCKOUT)
     send_command(place, "stockout", zone=STOCKOUT)
-    assert (machine.name, machine.request, machine.how) == ("n1", "n1", "queued")
+    assert (machine.name, machine.request, machine.how) == ("n1", "n1", how)
+    if how == "spot":
+        send_command(place, "preempt", name="n1")
+        machine = in_state(google, "dead", STOCKOUT)
     google.delete(machine)
     until(lambda: only_machine(google, STOCKOUT) is None)
     assert not list(google.access.tpu.list_queued_resources(parent=f"projects/my-project/locations/{STOCKOUT}"))

@@ -62,6 +62,7 @@ SPECS = {
     "on demand": replace(TPU, name="a", disks=(Disk("data", True),), metadata={"text": "a,b"}),
     "spot": replace(TPU, name="b", how="spot", external_ips=False, subnetwork="default"),
     "TPU API": replace(TPU, name="c", how="spot", api="tpu", runtime="v2-alpha-tpuv6e"),
+    "spot in line": replace(TPU, name="e", how="spot", api="tpu", runtime="v2-alpha-tpuv6e", wait_s=3600.0),
     "VM": VmSpec("d", TPU.zone, "n2-highmem-8", "f1e2", "head", "debian-cloud/debian-12", 50, spot=True, ends=4e9),
 }
 

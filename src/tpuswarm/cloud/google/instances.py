@@ -34,8 +34,11 @@ COMPUTE_HOST, PAGE_SIZE = "compute.googleapis.com", 500
 TPU_DISK_GIB = 100
 """The boot disk of a TPU, as the TPU API makes it (https://cloud.google.com/tpu/docs/setup-persistent-disk). Without a
 size, Compute Engine takes the image's, 10 GB."""
-MODELS: dict[str, How] = {"SPOT": "spot", "RESERVATION_BOUND": "reserved"}
+MODELS: dict[str, How] = {"SPOT": "spot", "RESERVATION_BOUND": "reserved", "FLEX_START": "flex-start"}
 """Values of scheduling.provisioningModel; others are on demand."""
+MAX_WAIT_S, MAX_RUN_S = 2 * 3600.0, 7 * 86_400.0
+"""A flex-start request waits as PENDING for so long at most, and what it gets runs for so long at most; then Compute
+Engine deletes it (https://docs.cloud.google.com/compute/docs/instances/about-flex-start-vms)."""
 
 
 def list_aggregated(access: "Access", kind: str) -> tuple[list[dict[str, Any]], frozenset[str]]:
@@ -83,6 +86,9 @@ def instance_from_spec(spec: Spec, project: str) -> dict[str, Any]:
         "labels": labels_of(spec),
         "metadata": to_metadata({**LOGIN, **named, **spec.metadata}),
     }
+    if isinstance(spec, TpuSpec) and spec.how == "flex-start":
+        body["reservationAffinity"] = {"consumeReservationType": "NO_RESERVATION"}
+        body["params"] = {"requestValidForDuration": {"seconds": str(wait_seconds(spec))}}
     if isinstance(spec, TpuSpec) and spec.reservation:
         body["reservationAffinity"] = {
             "consumeReservationType": "SPECIFIC_RESERVATION",
@@ -90,6 +96,14 @@ def instance_from_spec(spec: Spec, project: str) -> dict[str, Any]:
             "values": [spec.reservation],
         }
     return body
+
+
+def wait_seconds(spec: TpuSpec) -> int:
+    return round(min(spec.wait_s or MAX_WAIT_S, MAX_WAIT_S))
+
+
+def run_seconds(spec: TpuSpec) -> int:
+    return round(spec.max_run_s or MAX_RUN_S)
 
 
 def machine_type_of(spec: Spec) -> str:
@@ -125,6 +139,8 @@ def machine_from_instance(instance: Mapping[str, Any]) -> Machine:
     state = STATES.get(said, "repairing")
     if said in ("PROVISIONING", "STAGING") and "lastStopTimestamp" in instance:
         state = "starting"
+    if said == "PENDING" and how == "flex-start":
+        state = "waiting"
     if how == "spot" and state == "stopped":  # users do not stop spot machines: it was preempted
         state = "dead"
     return Machine(
@@ -149,14 +165,18 @@ def how_of(scheduling: Mapping[str, Any]) -> How:
     return "spot" if scheduling.get("preemptible") else MODELS.get(scheduling.get("provisioningModel", ""), "on-demand")
 
 
-def _scheduling(spec: Spec) -> dict[str, str]:
-    scheduling = {"provisioningModel": next((name for name, how in MODELS.items() if how == spec.how), "STANDARD")}
+def _scheduling(spec: Spec) -> dict[str, Any]:
+    scheduling: dict[str, Any] = {
+        "provisioningModel": next((name for name, how in MODELS.items() if how == spec.how), "STANDARD")
+    }
     ends = spec.ends if isinstance(spec, VmSpec) else None
     if spec.how == "spot" or isinstance(spec, TpuSpec):  # TPUs cannot migrate while they run
         scheduling["onHostMaintenance"] = "TERMINATE"
     if ends is not None:
         scheduling["terminationTime"] = datetime.fromtimestamp(ends, UTC).isoformat(timespec="seconds")
-    if spec.how in ("spot", "reserved") or ends is not None:
+    if isinstance(spec, TpuSpec) and spec.how == "flex-start":
+        scheduling["maxRunDuration"] = {"seconds": str(run_seconds(spec))}
+    if spec.how in ("spot", "reserved", "flex-start") or ends is not None:
         # A preempted or expired machine is deleted with its disk, so that it costs nothing.
         scheduling["instanceTerminationAction"] = "DELETE"
     return scheduling

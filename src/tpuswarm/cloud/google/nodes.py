@@ -78,7 +78,7 @@ def node_from_spec(spec: TpuSpec, project: str) -> "tpu_v2.Node":
         network_config=tpu_v2.NetworkConfig(
             network=spec.network, subnetwork=spec.subnetwork, enable_external_ips=spec.external_ips
         ),
-        scheduling_config=tpu_v2.SchedulingConfig(spot=spec.how == "spot"),
+        scheduling_config=tpu_v2.SchedulingConfig(spot=spec.how == "spot" and not spec.is_queued),
         service_account=tpu_v2.ServiceAccount(email=spec.service_account, scope=[SCOPE]),
         data_disks=[
             tpu_v2.AttachedDisk(
@@ -101,6 +101,8 @@ def request_from_spec(spec: TpuSpec, project: str) -> "tpu_v2.QueuedResource":
     parent = f"projects/{project}/locations/{spec.zone}"
     node_spec = parts.Tpu.NodeSpec(parent=parent, node_id=spec.name, node=node_from_spec(spec, project))
     request = parts(tpu=parts.Tpu(node_spec=[node_spec]))
+    if spec.how == "spot":
+        request.spot = parts.Spot()
     if spec.how == "reserved":
         request.reservation_name = f"{parent}/reservations/{spec.reservation or '-'}"
     if spec.wait_s is not None:

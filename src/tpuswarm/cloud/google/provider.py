@@ -52,7 +52,7 @@ class GoogleProvider:
         if isinstance(spec, VmSpec) or spec.api == "compute":
             instance = instances.instance_from_spec(spec, self.project)
             return self._compute(doing, "POST", self._zone_url(spec.zone, "instances"), instance)
-        if spec.how in ("queued", "reserved"):
+        if spec.is_queued:
             request = nodes.request_from_spec(spec, self.project)
             begin = functools.partial(
                 self.access.tpu.create_queued_resource,

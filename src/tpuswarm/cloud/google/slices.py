@@ -111,7 +111,8 @@ PARTS = ("instanceTemplates", "resourcePolicies")
 def template_from_spec(spec: TpuSpec, project: str) -> dict[str, Any]:
     """Return the body of regionInstanceTemplates.insert: an instance's, with plain names and without its own name."""
     properties = instance_from_spec(spec_of_hosts(spec), project)
-    del properties["name"]
+    for name in ("name", "params"):
+        properties.pop(name, None)
     properties["machineType"] = properties["machineType"].rsplit("/", 1)[-1]
     for disk in properties["disks"]:
         disk |= {"source": disk["source"].rsplit("/", 1)[-1]} if "source" in disk else {}
@@ -178,7 +179,10 @@ def _machine(parts: SliceParts, instances: Iterable[Mapping[str, Any]], project:
     created = parse_timestamp(template.get("creationTimestamp"))
     error = None if group is None else _refusal(group, template["name"], project)
     state, said, why = _state(group, hosts, find(labels[TYPE_LABEL]).hosts, time.time() - created)
-    if error and state == "creating":
+    how = how_of(properties.get("scheduling", {}))
+    if state == "creating" and how == "flex-start" and not any(host.get("status") == "RUNNING" for host in hosts):
+        state = "waiting"  # for as long as it takes: the group has no limit
+    elif error and state == "creating":
         state, said, why = "dead", error.code, str(error)
     return Machine(
         name=template["name"],
@@ -188,7 +192,7 @@ def _machine(parts: SliceParts, instances: Iterable[Mapping[str, Any]], project:
         state=state,
         said=said,
         why=why,
-        how=how_of(properties.get("scheduling", {})),
+        how=how,
         api="compute",
         created=created,
         workers=tuple(map(_worker, hosts)),

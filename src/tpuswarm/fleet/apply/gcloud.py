@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from tpuswarm.catalog import find
 from tpuswarm.catalog.accelerators import format_topology
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.google.instances import TPU_DISK_GIB, machine_type_of
+from tpuswarm.cloud.google.instances import TPU_DISK_GIB, machine_type_of, run_seconds, wait_seconds
 from tpuswarm.cloud.google.slices import spec_of_hosts
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Machine, Spec, TpuSpec, VmSpec
 from tpuswarm.fleet.decide.region_quotas import host_count
@@ -58,7 +58,7 @@ def grow_disk(machine: Machine, gib: int, project: str) -> str:
 
 
 def _create_tpu(spec: TpuSpec, project: str) -> str:
-    queued = spec.how in ("queued", "reserved")
+    queued = spec.is_queued
     program = [*(QUEUED if queued else TPU_VM), "create"]
     if spec.reservation:
         program.insert(1, "alpha")  # --reservation exists nowhere else
@@ -93,6 +93,8 @@ def _create_slice(spec: TpuSpec, project: str) -> str:
 
 def _create_instance(spec: Spec, project: str) -> str:
     words = [*INSTANCES, "create", spec.name, f"--project={project}", f"--zone={spec.zone}"]
+    if isinstance(spec, TpuSpec) and spec.how == "flex-start":
+        words += [f"--request-valid-for-duration={wait_seconds(spec)}s"]
     return shlex.join(words + _instance_options(spec))
 
 
@@ -109,10 +111,13 @@ def _instance_options(spec: Spec) -> list[str]:
         if spec.ends is not None:
             ends = datetime.fromtimestamp(spec.ends, UTC).isoformat(timespec="seconds")
             words += [f"--termination-time={ends}"]
+    elif spec.how == "flex-start":
+        words += ["--provisioning-model=FLEX_START", f"--max-run-duration={run_seconds(spec)}s"]
+        words += ["--reservation-affinity=none"]
     elif spec.reservation:
         words += ["--provisioning-model=RESERVATION_BOUND", "--reservation-affinity=specific"]
         words += [f"--reservation={spec.reservation}"]
-    if spec.how in ("spot", "reserved") or (isinstance(spec, VmSpec) and spec.ends is not None):
+    if spec.how in ("spot", "reserved", "flex-start") or (isinstance(spec, VmSpec) and spec.ends is not None):
         words += ["--instance-termination-action=DELETE"]
     words += _common_options(spec, "--no-address", "--subnet")
     if isinstance(spec, TpuSpec):

@@ -96,7 +96,7 @@ class GrantCover:
 
     def has_room(self, tpu: Tpu) -> bool:
         """Whether the grants cover one more TPU. They are quota of the TPU API, not of Compute Engine."""
-        if not self._chips or tpu.how == "reserved" or tpu.api == "compute":
+        if not self._chips or tpu.how in ("reserved", "flex-start") or tpu.api == "compute":
             return False
         return self._chips.get(quota_key(tpu.type, tpu.zone, tpu.how == "spot"), 0) >= find(tpu.type).chips
 

@@ -76,6 +76,7 @@ def _pool_spec(file: tables.SwarmFile, pool: tables.Pool, fleet: str, public_key
         disks=tuple(Disk(disk.name, disk.read_only) for disk in pool.disks),
         reservation=pool.reservation,
         wait_s=pool.wait,
+        max_run_s=pool.max_run,
         **_common_settings(file, pool, pool.type, fleet, public_key),
     )
     return PoolSpec(pool.name, spec, pool.zones, pool.count, pool.wait)

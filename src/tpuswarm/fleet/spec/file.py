@@ -73,6 +73,14 @@ def _flag_value(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
 
 
+def _max_run(value: Any) -> float:
+    """Parse the run time of a flex-start machine: https://docs.cloud.google.com/compute/docs/instances/flex-start-vms"""
+    seconds = float(_validated(lambda text: parse_seconds(text, "max_run"))(value))
+    if not 600 <= seconds <= 7 * 86_400:
+        raise ValueError(f"10 minutes to 7 days, not {value!r}")
+    return seconds
+
+
 def _down_when(value: Any) -> Any:
     if value == "done":
         return DownWhen(done=True)
@@ -158,11 +166,13 @@ class Pool(MachineTable):
     reservation: str | None = None
     wait: Seconds | None = None
     """How long a queued request waits before the next zone is tried; None: 4 h, in the last zone without limit."""
+    max_run: Annotated[float, BeforeValidator(_max_run)] | None = None
+    """How long a flex-start machine runs; None: seven days."""
     flags: Flags = Field(default_factory=dict)
 
     @property
     def chosen_api(self) -> Api:
-        return self.api or find(self.type).apis[0]
+        return self.api or ("compute" if self.how == "flex-start" else find(self.type).apis[0])
 
     @property
     def image(self) -> str:
@@ -181,15 +191,20 @@ class Pool(MachineTable):
             others = " or ".join(f'"{api}"' for api in tpu.apis)
             raise ValueError(f"{APIS[self.chosen_api]} has no {self.type}: write api = {others}, or leave api out")
         if self.chosen_api == "compute" and self.how == "queued":
-            raise ValueError('Compute Engine has no queue of requests: how = "spot", "on-demand" or "reserved"')
+            raise ValueError('Compute Engine has no queued resources: how = "flex-start" waits in line there')
+        if self.chosen_api == "tpu" and self.how == "flex-start":
+            raise ValueError('how = "flex-start" is for api = "compute": the TPU API\'s clients lack it')
+        if self.max_run is not None and self.how != "flex-start":
+            raise ValueError('max_run is for how = "flex-start"')
         if self.chosen_api == "compute" and self.runtime and not re.fullmatch(IMAGE_PATTERN, self.runtime):
             raise ValueError(f"Compute Engine boots an image {IMAGE_EXAMPLE}, not the runtime {self.runtime!r}")
         if len(set(self.zones)) < len(self.zones):
             raise ValueError("zones has the same zone twice")
         if (self.how == "reserved") != (self.reservation is not None):
             raise ValueError('how = "reserved" and a reservation go together: give both or neither')
-        if self.wait is not None and self.how != "queued":
-            raise ValueError(f'wait is for how = "queued", and this pool is {self.how}: a creation succeeds or fails')
+        can_wait = self.how in ("queued", "flex-start") or (self.how == "spot" and self.chosen_api == "tpu")
+        if self.wait is not None and not can_wait:
+            raise ValueError(f"wait is for queued, flex-start, and spot of the TPU API, and this pool is {self.how}")
         if writable := [disk.name for disk in self.disks if not disk.read_only]:
             type_hosts = find(self.type).hosts
             machines = f"{self.count} machines" if self.count > 1 else ""

@@ -14,6 +14,7 @@ from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource, Resources, fingerprint, format_now, zone_region
 from tpuswarm.cloud.rehearsal.compute.tpus import (
     find_exhausted_quota,
+    is_flex_start,
     is_spot,
     list_offers,
     no_machine_type,
@@ -25,6 +26,9 @@ from tpuswarm.cloud.rehearsal.compute.tpus import (
 
 CREATE_S, DELETE_S, STOP_S, START_S, CHANGE_S = 20, 20, 20, 15, 2
 PREEMPTION_NOTICE_S, REPAIR_S = 30, 60
+MIN_WAIT_S, RETRY_S = 90, 30
+"""A flex-start request that may wait for so long becomes PENDING
+(https://docs.cloud.google.com/compute/docs/instances/instance-lifecycle)."""
 GUESTS_KEY = "enable-guest-attributes"
 
 
@@ -44,7 +48,7 @@ class Instances:
         self._resources, self._timetable, self._zone_faults, self._hosts = resources, timetable, zone_faults, hosts
         self.find_slice: Callable[[Resource], tuple[Accelerator, list[RehearsedHost]] | None] = lambda instance: None
         """Returns the slice that an instance belongs to, and all its hosts."""
-        for what in ("created", "deleted", "stopped", "started", "taken", "repaired"):
+        for what in ("created", "tried", "expired", "ended", "deleted", "stopped", "started", "taken", "repaired"):
             timetable.register(f"instance {what}", getattr(self, f"_{what}"))
 
     def all(self) -> list[tuple[str, Resource]]:
@@ -125,6 +129,16 @@ class Instances:
         fields = self._fields(body, project, zone)
         others = self._resources.under(f"projects/{project}/zones/{zone}/instances/")
         exhausted = find_exhausted_quota(self._zone_faults, zone, fields, others)
+        params = fields.pop("params", None) or {}
+        wait_s = float((params.get("requestValidForDuration") or {}).get("seconds") or 0)
+        if is_flex_start(fields) and not fields["scheduling"].get("maxRunDuration"):
+            raise Rejected(400, "invalid", "scheduling.maxRunDuration must be specified for FLEX_START instances.")
+        if is_flex_start(fields) and wait_s >= MIN_WAIT_S:
+            instance = self._resources.add(path, {**fields, "status": "PENDING"}, "instance")
+            operation = self._resources.begin("insert", path, wait_s, "instance expired", path, instance["id"])
+            link = operation["selfLink"].removeprefix(BASE)
+            self._timetable.schedule(RETRY_S, "instance tried", path, instance["id"], link)
+            return operation
         instance = self._resources.add(path, fields, "instance")
         operation = self._resources.begin("insert", path, CREATE_S, "instance created", path, instance["id"])
         if exhausted:
@@ -264,6 +278,34 @@ class Instances:
         self._hosts.add(path, 0, _has_external(instance["networkInterfaces"]), tpu)
         self._set_running(path)
 
+    def _tried(self, path: str, instance_id: str, operation: str) -> None:
+        """Give a waiting instance its capacity, if there is some and quota too."""
+        instance = self._find_same(path, instance_id)
+        if instance is None or instance["status"] != "PENDING":
+            return
+        zone = path.split("/")[3]
+        others = [one for one in self._resources.under(path.rpartition("/")[0] + "/") if one["id"] != instance_id]
+        if self._zone_faults.has_fault(zone, "stockout", "unreachable", "stuck") or find_exhausted_quota(
+            self._zone_faults, zone, instance, [one for one in others if one["status"] != "PENDING"]
+        ):
+            self._timetable.schedule(RETRY_S, "instance tried", path, instance_id, operation)
+            return
+        self._hosts.add(path, 0, _has_external(instance["networkInterfaces"]), tpu_of(instance))
+        self._set_running(path)
+        self._resources.finish(operation)
+
+    def _expired(self, path: str, instance_id: str, operation: str) -> None:
+        instance = self._find_same(path, instance_id)
+        if instance is not None and instance["status"] == "PENDING":
+            self.remove(path)
+            message = stockout_message(path.split("/")[1], path.split("/")[3])
+            self._resources.fail(operation, "ZONE_RESOURCE_POOL_EXHAUSTED", message)
+
+    def _ended(self, path: str, instance_id: str) -> None:
+        """Delete an instance that has run for its maxRunDuration."""
+        if self._find_same(path, instance_id):
+            self.remove(path)
+
     def _deleted(self, path: str, instance_id: str, operation: str) -> None:
         if self._find_same(path, instance_id):
             self.remove(path)
@@ -304,6 +346,9 @@ class Instances:
             first["accessConfigs"] = [
                 {"name": "external-nat", "type": "ONE_TO_ONE_NAT", **requested, "natIP": host.external}
             ]
+        if is_flex_start(self._resources.get(path)):
+            duration = float(self._resources.get(path)["scheduling"]["maxRunDuration"]["seconds"])
+            self._timetable.schedule(duration, "instance ended", path, self._resources.get(path)["id"])
         self._set_status(path, "RUNNING", networkInterfaces=[first, *others], lastStartTimestamp=format_now())
 
     def remove(self, path: str) -> None:

@@ -46,7 +46,7 @@ class Resources:
         self.table: Table[Resource] = records.table("compute resource")
         self._operations: Table[Resource] = records.table("compute operation")
         self._timetable = timetable
-        timetable.register("operation over", self._finish)
+        timetable.register("operation over", self.finish)
 
     # Resources.
 
@@ -144,7 +144,7 @@ class Resources:
             },
         )
 
-    def _finish(self, path: str, event: str, arguments: list[Any]) -> None:
+    def finish(self, path: str, event: str = "", arguments: Iterable[Any] = ()) -> None:
         if event:
             self._timetable.run_now(event, *arguments, path)
         operation = self._operations.get(path)

@@ -90,6 +90,10 @@ def tpu_attributes(tpu: Accelerator, host: RehearsedHost, workers: list[Rehearse
     }
 
 
+def is_flex_start(instance: Resource) -> bool:
+    return (instance.get("scheduling") or {}).get("provisioningModel") == "FLEX_START"
+
+
 def is_spot(instance: Resource) -> bool:
     scheduling = instance.get("scheduling") or {}
     return scheduling.get("provisioningModel") == "SPOT" or bool(scheduling.get("preemptible"))

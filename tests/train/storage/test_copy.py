@@ -287,6 +287,13 @@ def test_missing_runs_and_buckets_and_wrong_urls_are_named(use_disk):
         is_url("gs://bucket")
 
 
+def test_run_that_a_failed_start_has_removed_ends_without_another_error(use_disk):
+    run = start_run()
+    run.remove()
+    run.abandon()
+    assert Bucket(URL).listed("") == {} and not run.folder.exists()
+
+
 def test_new_run_in_place_of_a_deleted_one_has_nothing_of_it(use_disk):
     commit = "commits/000001.json"
     start_run().close()

@@ -77,8 +77,9 @@ class RunSync:
         self._copy.push(self._owned)
 
     def remove(self) -> None:
-        """Delete the run from the bucket. Raises RunFailed."""
-        self._end_with(lambda: self._copy.clear(self._owned))
+        """Delete the run from the bucket, once. Raises RunFailed."""
+        if not self._end.is_set():
+            self._end_with(lambda: self._copy.clear(self._owned))
 
     def close(self) -> None:
         """Upload the rest and release the run. Raises RunFailed, naming the files that are only on this disk."""

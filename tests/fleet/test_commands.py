@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -418,7 +419,12 @@ def test_invalid_training_is_refused_before_anything_is_created(cli, old, new, m
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [("../text.txt", "the bucket is full"), ("text.txt", ".env would leave this computer")]
+    ("data", "words"),
+    [
+        ("../text.txt", "the bucket is full"),
+        ("../stored.txt", "no machine can be made"),
+        ("text.txt", ".env would leave this computer"),
+    ],
 )
 def test_data_that_cannot_be_sent_is_named_before_anything_is_created(cli, monkeypatch, data, words):
     class Bucket:
@@ -426,7 +432,9 @@ def test_data_that_cannot_be_sent_is_named_before_anything_is_created(cli, monke
             pass
 
         def exists(self, name: str) -> bool:
-            raise RunFailed("the bucket is full")
+            if name == "text.txt":
+                raise RunFailed("the bucket is full")
+            return True
 
         def read_if_there(self, name: str) -> None:
             return None
@@ -435,15 +443,17 @@ def test_data_that_cannot_be_sent_is_named_before_anything_is_created(cli, monke
     folder.mkdir()
     monkeypatch.chdir(folder)
     cli.folder = folder
-    for path in (Path("text.txt"), Path("../text.txt"), Path(".env")):
+    for path in (Path("text.txt"), Path("../text.txt"), Path("../stored.txt"), Path(".env")):
         path.write_text("words\n" * 500)
     for module in ("batches", "fleet_data", "train_fleet"):
         monkeypatch.setattr(f"tpuswarm.cli.train.{module}.Bucket", Bucket)
     monkeypatch.setattr("tpuswarm.cli.train.batches.no_compiler", lambda: "no compiler")
     monkeypatch.setattr("tpuswarm.cli.fleet.apply.label_bucket", lambda *_: None)
+    created = Mock(side_effect=RunFailed("no machine can be made"))
+    monkeypatch.setattr("tpuswarm.cli.fleet.apply.create_fleet", created)
     cli.write(TRAINED.replace('"fake"', f'"{data}"'))
     output = cli.run("train swarm.toml --yes --paid", 2 if "env" in words else 1)
-    assert words in output and cli.cloud.existing == {}
+    assert words in output and created.called == ("machine" in words)
 
 
 def test_view_of_a_training_outlives_an_outage(monkeypatch):

@@ -12,7 +12,8 @@ from tpuswarm.cli.fleet import apply
 from tpuswarm.cli.fleet.progress import format_event
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cli.machine import jobs
-from tpuswarm.cli.machine.files import SizeConfirmation, store_folder, sync
+from tpuswarm.cli.machine.files import SizeConfirmation, send_folder, store_folder
+from tpuswarm.cli.machine.setup import update_head_keeper
 from tpuswarm.cli.train.batches import check_batches, read_begun, resolve_batches, with_default_batch
 from tpuswarm.cli.train.fleet_data import local_paths, place_data, require_stored_data, with_data
 from tpuswarm.cli.train.train import print_next
@@ -22,6 +23,7 @@ from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training
 from tpuswarm.fleet.decide.names import by_number
+from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.spec import desired_from_file
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, HEAD, SwarmFile
 from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
@@ -84,14 +86,17 @@ def train_on_fleet(
     confirmed = apply.preview_and_confirm(
         fleet, file, lambda desired: desired, paid, yes, keep=True, print_more=print_jobs
     )
-    needs_folder = ".py" in train.recipe or bool(local_paths(train))
+    assert file.train is not None
+    needs_folder, confirmation = ".py" in train.recipe or bool(local_paths(file.train)), SizeConfirmation(yes)
     for upload in uploads:  # what can fail without a machine comes before the first
         upload.run()
     if needs_folder:
-        store_folder(fleet, SizeConfirmation(yes))
+        store_folder(fleet, confirmation)
     apply.create_fleet(fleet, confirmed, file.setup or Setup(), keep=True, file=path)
     if needs_folder:
-        sync("all", str(path), yes, False)
+        routes = open_routes(fleet)
+        send_folder(routes, "all", confirmation)
+        update_head_keeper(routes)
     _start_jobs(fleet, url, train_jobs)
     if not detach:
         try:

@@ -288,6 +288,19 @@ def test_request_and_the_machine_it_becomes_count_as_one(cloud):
     assert loop.state.deleting, "its deletion is remembered"
 
 
+def test_end_of_a_repair_is_reported(cloud):
+    loop = started(cloud, pool(count=1, how="on-demand"))
+    key = next(iter(cloud.existing))
+    for changes in ({"state": "repairing", "said": "REPAIRING"}, {"healthy": False, "said": "READY"}):
+        cloud.update(key, **changes)
+        loop.run(120)
+        cloud.update(key, state="ready", said="READY", healthy=True)
+        loop.run(60)
+    texts = [(event.kind, event.text) for event in loop.events]
+    assert ("ready", "it is ready again, after 2 min of REPAIRING") in texts
+    assert any(kind == "healthy" and "healthy again" in text for kind, text in texts), texts
+
+
 def test_unhealthy_machine_is_replaced_three_times_a_day_at_most(cloud):
     loop = started(cloud, pool(), every=30.0)
     for _ in range(5):

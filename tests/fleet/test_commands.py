@@ -117,6 +117,8 @@ def test_fleet_from_up_to_down(cli, golden):
     assert "v2-usc1f-0 is spot, so it could not be resumed" in cli.run("pause v2-usc1f-0", code=2)
     cli.run("pause v3 --yes")
     assert cli.cloud.names("stopped") == ["v3-euw4a-0"]
+    assert re.search(r"v3-euw4a-0 .* stopped .* – +–\n", cli.run("list"))
+    assert "price: nothing while it is stopped" in cli.run("describe v3")
     asked_at = cli.cloud.now
     cli.run("resume v3 --yes")
     assert len(cli.ready) == 6 and cli.cloud.now - asked_at < DELETE_RETRY_S, "it waits for the machine alone"

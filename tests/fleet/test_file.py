@@ -130,6 +130,26 @@ def test_unknown_runtime_or_machine_type_is_only_a_warning(tmp_path, old, new, w
     assert len(found) == (warning is not None) and all(warning in sentence for sentence in found)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"us-central1-b"]', '"us-centrall-b"]', "not 'us-centrall-b'; did you mean us-central1-b?"),
+        ("[[pool]]", "[pool]", "write [[pool]]"),
+        ("[head]", "[[head]]", "write [head]"),
+    ],
+)
+def test_zone_with_a_typo_or_wrong_brackets_are_corrected(tmp_path, old, new, message):
+    text = WHOLE.replace(old, new, 1)
+    if new == "[pool]":  # a TOML file cannot have both
+        text = 'name = "gpt2"\n[pool]\nname = "a"\ntype = "v2-8"\nzones = ["us-central1-b"]\n'
+    assert message in error(tmp_path, text)
+
+
+def test_file_of_an_editor_that_writes_a_byte_order_mark_is_read(tmp_path):
+    assert warnings(tmp_path, "\ufeff" + WHOLE) == []
+    assert "line 1" in error(tmp_path, "\ufeffnam = 1\n" + WHOLE)
+
+
 def test_empty_or_missing_file_is_an_error(tmp_path, monkeypatch):
     assert "asks for no machine" in error(tmp_path, 'name = "gpt2"\n')
     (tmp_path / "empty").mkdir()

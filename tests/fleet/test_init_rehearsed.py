@@ -78,7 +78,10 @@ def test_pod_without_a_file_gets_a_network_that_admits_no_strangers(
         "tpuswarm-pod-inside", "tpuswarm-pod-ssh",
     ]  # fmt: skip
     assert "first:" not in typed(*words.split())[1]
-    assert typed("down", "--fleet", "slice-1/pod", "--yes")[0] == 0
+    code, out, _ = typed("down", "--fleet", "slice-1/pod", "--yes", "--all")
+    assert code == 0 and "deleted tpuswarm-pod-inside, tpuswarm-pod-ssh, tpuswarm-pod" in out
+    assert not project.has_network("tpuswarm-pod") and project.has_network("tpuswarm-swarm")
+    assert not [rule for rule in project.rules() if rule.network == "tpuswarm-pod"]
 
 
 def test_interrupted_init_continues_with_the_same_command(init, access, monkeypatch):

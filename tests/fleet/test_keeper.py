@@ -332,6 +332,35 @@ def test_up_beside_a_keeper_ends_with_its_reason_once_the_quota_is_used_up(tmp_p
         tick_both()
 
 
+def test_silent_zone_without_machines_holds_up_neither_the_next_zone_nor_the_end(tmp_path):
+    fleet = ManagedFleet(tmp_path, desired(pool(count=2, zones=(A, B))))
+    fleet.change_document(used_zones=())
+    fleet.cloud.unreachable = {A}
+    fleet.run(fleet.keeper(), 600)
+    assert [machine.zone for machine in fleet.cloud.existing.values()] == [B, B]
+    assert fleet.document.used_zones == (B,)
+    fleet.cloud.unreachable = {B}
+    fleet.run(fleet.keeper("other computer"), 600)
+    assert len(fleet.cloud.existing) == 2, "its machines in the zone are unknown"
+    fleet.cloud.unreachable = {A}
+    fleet.change(down="asked")
+    assert fleet.run(fleet.keeper(), 600).done
+
+
+def test_zone_that_the_project_may_not_use_does_not_hold_up_the_next(tmp_path):
+    fleet = ManagedFleet(tmp_path, desired(pool(count=2, zones=(A, B))))
+    create = fleet.cloud.create
+
+    def refuse_first(spec):
+        if spec.zone == A:
+            raise Denied(f"Permission denied on 'locations/{A}'")
+        return create(spec)
+
+    fleet.cloud.create = refuse_first
+    fleet.run(fleet.keeper(), 600)
+    assert [machine.zone for machine in fleet.cloud.existing.values()] == [B, B]
+
+
 def test_others_see_why_machines_are_missing_and_when_they_are_requested_again(tmp_path):
     fleet = ManagedFleet(tmp_path, desired(pool(count=5, zones=(A,))))
     fleet.cloud.capacity[A], fleet.cloud.refuses_late = 2, False

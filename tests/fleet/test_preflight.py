@@ -36,6 +36,7 @@ FACTS = ProjectFacts(
     quotas=(Quota(SPOT_QUOTA, {ZONE: 48}),),
     types={ZONE: ("v2-8", "v3-8")},
     runtimes={ZONE: ("tpu-ubuntu2204-base", "tpu-vm-tf-2.18.0")},
+    machine_types={ZONE: ("n2-highmem-2", "n2-highmem-8", "n2-highmem-32")},
     bucket=BucketSettings("us-central1"),
     subnetworks={NET: Subnetwork("10.128.0.0/20", False)},
     region_quotas={"us-central1": {"IN_USE_ADDRESSES": RegionQuota(8, 1), "INSTANCES": RegionQuota(24, 1)}},
@@ -61,6 +62,17 @@ def failed(*args, **facts) -> Check:
     return only
 
 
+def test_zone_that_does_not_answer_is_left_out_if_another_does():
+    text = TEXT.replace(f'zones = ["{ZONE}"]', f'zones = ["us-central1-c", "{ZONE}"]')
+    assert text != TEXT
+    refused = {"us-central1-c": Denied("denied")}
+    found = run(text, types={**FACTS.types, **refused}, runtimes={**FACTS.runtimes, **refused})
+    assert all(check.ok for check in found)
+    assert [check.sentence for check in found if not check.known and check.id == "zone"] == [
+        "us-central1-c is left out now: denied"
+    ]
+
+
 def test_all_checks_pass_where_all_is_right():
     found = run()
     assert all(check.ok and check.sentence and not check.mend for check in found)
@@ -76,7 +88,7 @@ def test_all_checks_pass_where_all_is_right():
     [
         ({"apis": NotSignedIn("x: expired; y")}, "credentials", "expired", "gcloud auth application-default login"),
         ({"apis": Unreachable("Google Cloud cannot be reached")}, "credentials", "cannot be reached", "network"),
-        ({"apis": Denied("denied"), "types": {ZONE: Denied("denied")}},
+        ({"apis": Denied("denied"), "types": {ZONE: Denied("denied")}, "machine_types": {ZONE: Denied("denied")}},
          "project", "denied", "gcloud projects describe my-project"),
         ({"os_login": True}, "policy", "OS Login on for all machines", "disable-enforce compute.requireOsLogin"),
         ({"billing": None}, "billing", "no billing account", "gcloud billing projects link my-project"),
@@ -87,6 +99,8 @@ def test_all_checks_pass_where_all_is_right():
         ({"types": {ZONE: ("v3-8",)}}, "type", f"{ZONE} offers no v2-8", "europe-west4-a"),
         ({"types": {ZONE: NoQuota("no such zone; take another")}}, "type", "no such zone", "take another"),
         ({"runtimes": {ZONE: ("tpu-vm-cos",)}}, "runtime", "has no runtime tpu-ubuntu2204-base", 'runtime = "'),
+        ({"machine_types": {ZONE: ("n2-highmem-8",)}},
+         "type", "n2-highmem-2, the type of head", 'type = "n2-highmem-8"'),
         ({"bucket": None}, "bucket", "there is no bucket mine-bucket", "--location=us-central1"),
         (
             {"bucket": BucketSettings("us-central1", has_retention=True)}, "bucket", "has a retention policy",

@@ -16,6 +16,9 @@ from tpuswarm.errors import InputError, UnknownFormat
 FORMAT = 1
 """The `format` of a file; one without it has the first."""
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Some editors on Windows put it first."""
+
 TomlPath = tuple[str | int, ...]
 """Keys and, in arrays of tables, indices from 0."""
 
@@ -71,6 +74,7 @@ def read_toml(path: Path, kind: type[Table]) -> Table:
 
 def parse_toml(text: str, path: Path, kind: type[Table]) -> Table:
     """Parse a text as a `kind`; errors call it `path`."""
+    text = text.removeprefix(BYTE_ORDER_MARK)
     try:
         given = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
@@ -88,7 +92,7 @@ def parse_toml(text: str, path: Path, kind: type[Table]) -> Table:
 
 def locate_error(path: Path, place: TomlPath, sentence: str) -> str:
     """Put the file, the line and the key before a sentence."""
-    location = _format_location(path, path.read_text(encoding="utf-8"), place)
+    location = _format_location(path, path.read_text(encoding="utf-8-sig"), place)
     return f"{location}: {_format_path(place) or 'the file'}: {sentence}"
 
 
@@ -105,6 +109,10 @@ def _describe(path: Path, text: str, kind: type[BaseModel], error: Any) -> str:
         return f"{where}: {table or 'the file'} has no key {name}; {did_you_mean(name, _known_keys(kind, place[:-1]))}"
     if error["type"] == "missing":
         return f"{where}: {table or 'the file'} needs {name}"
+    if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
+        return f"{where}: [{table}{'.' * bool(table)}{name}] is one table: write [[{name}]], since there may be several"
+    if error["type"] in ("model_type", "model_attributes_type") and isinstance(error["input"], list):
+        return f"{where}: [[{name}]] is a list of tables: write [{name}], since there is one"
     problem = str(error["ctx"]["error"]) if error["type"] == "value_error" else describe_error(error)
     return f"{where}: {_format_path(place) or 'the file'}: {problem}"
 

@@ -7,14 +7,13 @@ from tpuswarm.config.formatting import format_age
 from tpuswarm.doctor.finding import Finding
 from tpuswarm.fleet.activity import list_missing
 from tpuswarm.fleet.decide.job_failures import find_failures
+from tpuswarm.fleet.decide.limits import FREE_STATES
 from tpuswarm.fleet.decide.money import machine_price
 from tpuswarm.fleet.decide.names import ALL
 from tpuswarm.fleet.store.document import Document, is_holder_alive
 from tpuswarm.fleet.view import STALE_LEASE_S, machine_rows, running_rate
 
 LONG_WAIT_S = 24 * 3600.0
-FREE_STATES = frozenset({"waiting", "stopped", "dead", "deleting"})
-"""States in which a machine costs nothing, or only its disk."""
 REACH = "reach"
 RECREATE = "`tpuswarm up`, or a keeper (`tpuswarm keep`), recreates it"
 WHY = {

@@ -13,7 +13,7 @@ from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
 from tpuswarm.fleet.decide.job_failures import find_failures
-from tpuswarm.fleet.decide.limits import is_billable, machine_quota
+from tpuswarm.fleet.decide.limits import FREE_STATES, is_billable, machine_quota
 from tpuswarm.fleet.decide.money import (
     DAY_S,
     HOUR_S,
@@ -56,8 +56,9 @@ class MachineRow:
     age_s: float | None
     preemptions: int
     hourly: float | None
-    """Dollars; 0 under a grant; None: unknown."""
+    """Dollars; 0 under a grant, or while it does not run; None: unknown."""
     cost: float | None
+    """Since its creation; None: unknown, as for a machine that has stopped."""
     workers: tuple[tuple[str | None, str | None], ...]
 
 
@@ -67,8 +68,11 @@ def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], no
     rows = []
     for machine in sorted(desired.own(listing.machines), key=lambda machine: (machine.pool, by_number(machine.name))):
         age_s = now - machine.created if machine.created else None
-        hourly = 0.0 if (machine.zone, machine.name) in free else machine_price(machine)
+        is_free = not is_billable(machine) or (machine.zone, machine.name) in free
+        hourly = 0.0 if is_free else machine_price(machine)
         cost = None if hourly is None or age_s is None else hourly * age_s / HOUR_S
+        if not is_billable(machine):
+            cost = 0.0 if machine.state == "waiting" else None
         rows.append(MachineRow(
             machine.name, machine.pool or "", machine.type, machine.zone, machine.how, machine.state, machine.said,
             machine.healthy, machine.why, age_s, lost[machine.name], hourly, cost,
@@ -81,7 +85,7 @@ def running_rate(rows: Iterable[MachineRow]) -> Rate:
     """Return the hourly price of the machines that cost money now."""
     rate = Rate()
     for row in rows:
-        if row.state not in ("dead", "deleting", "waiting", "stopped"):
+        if row.state not in FREE_STATES:
             rate = rate.plus(row.hourly)
     return rate
 
@@ -121,7 +125,7 @@ def machines_table(rows: Sequence[MachineRow], width: int) -> "Table":
         (
             row.name, row.type, row.zone, row.said.lower() if row.healthy is not False else "unhealthy",
             "–" if row.age_s is None else format_age(row.age_s), str(row.preemptions or ""),
-            _amount(row.hourly), _amount(row.cost),
+            *(("–", "–") if row.state in FREE_STATES else (_amount(row.hourly), _amount(row.cost))),
         )
         for row in rows
     ]  # fmt: skip

@@ -127,6 +127,13 @@ def _make_network(cloud: Provider, network: NetworkPlan, steps: Iterable[InitSte
             run_network_step(step, _project_of(cloud), network)
 
 
+def remove_network(cloud: Provider, network: NetworkPlan) -> None:
+    """Delete the fleet's own network and its rules, if tpuswarm has made them."""
+    with waiting(f"deleting network {network.network}"):
+        removed = _project_of(cloud).remove_network(network.network, network.description)
+    echo(f"deleted {', '.join(removed)}" if removed else f"there is no network {network.network} of the fleet's own")
+
+
 def _project_of(cloud: Provider) -> "Project":
     from tpuswarm.cloud.google.project import Project
     from tpuswarm.cloud.google.provider import GoogleProvider
@@ -250,7 +257,7 @@ def preview_change(
     known = listing or Listing((), frozenset())
     observed = Observed(
         known,
-        FleetState(revision=desired.revision),
+        FleetState(revision=desired.revision, unused_zones=document.unused_zones if document else known.unreachable),
         traffic=document.traffic if document else Traffic(),
         busy=busy_machines(document.jobs if document else ()),
     )

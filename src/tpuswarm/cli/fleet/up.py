@@ -15,6 +15,7 @@ from tpuswarm.cli.help import TYPED_WORDS
 from tpuswarm.cli.machine import jobs
 from tpuswarm.cli.machine.files import SizeConfirmation, send_folder, store_folder
 from tpuswarm.cli.machine.job_logs import show_job_logs
+from tpuswarm.cloud.google.firewall import network_tag
 from tpuswarm.cloud.protocol import Listing
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.apply.init import NetworkPlan
@@ -201,6 +202,9 @@ def down(
     ] = None,
     fleet_name: FleetOption = None,
     orphans: Annotated[str | None, typer.Option(help="Delete the machines of a lost fleet, by its id.")] = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Also delete the fleet's own network and firewall rules; its bucket stays.")
+    ] = False,
     yes: Yes = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
 ) -> None:
@@ -215,8 +219,14 @@ def down(
             echo(f"note: {note}", err=True)
     else:
         store, document, listing = fleets.find_orphans(fleet, store, cloud, orphans)
+    if all_ and (machine or orphans):
+        raise InputError("--all is for a whole fleet")
+    network = NetworkPlan(fleet.name, cloud.project, network_tag(fleet.name))
     if document is None:
         echo(f"there is no fleet {fleet.name} in project {cloud.project}")
+        if all_ and not dry_run:
+            confirm(yes)
+            apply.remove_network(cloud, network)
         return
     before = document.desired
     if machine:
@@ -229,16 +239,20 @@ def down(
         echo(f"{before.fleet} is deleted already: {before.down}")
     else:
         apply.print_preview(steps, desired, fleet.provider_name, has_keeper=True, is_ending=True)
+    if all_:
+        echo(f"then: delete network {network.network} and its firewall rules, if `init` or `up` has made them")
     if dry_run:
         echo("nothing was done")
         return
-    if steps.steps:
+    if steps.steps or all_:
         confirm(yes)
     fleets.change_desired(store, desired, before)
     apply.run_keeper(fleet, cloud, store, lambda tick: tick.converged if machine else tick.done)
     if machine:
         echo("deleted; its pool now has one machine fewer")
         return
+    if all_:
+        apply.remove_network(cloud, network)
     bucket = f"; its bucket gs://{fleet.bucket} stays" if fleet.bucket else ""
     echo(f"project {cloud.project} lists nothing with the id {before.fleet} any more{bucket}")
     if orphans is None:

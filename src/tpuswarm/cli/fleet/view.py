@@ -17,6 +17,7 @@ from tpuswarm.config.formatting import format_age
 from tpuswarm.errors import InputError
 from tpuswarm.fleet import training, view
 from tpuswarm.fleet.decide.actions import Event
+from tpuswarm.fleet.decide.limits import FREE_STATES
 from tpuswarm.fleet.decide.money import Rate, format_dollars
 from tpuswarm.fleet.decide.names import resolve_name
 from tpuswarm.fleet.decide.spending import PoolSpending
@@ -30,7 +31,6 @@ from tpuswarm.train.storage.copy import download_run
 from tpuswarm.watch.state import Machines, State
 
 POLL_INTERVAL_S = 5.0
-STATES_WITHOUT_COST = ("dead", "deleting", "waiting", "stopped")
 
 FleetReader = Callable[[], tuple[Document, Listing, list[Event]]]
 """Reads a fleet's document, the cloud's list of its machines, and its events."""
@@ -88,6 +88,7 @@ def describe(
         price = (
             "unknown" if row.hourly is None else f"${row.hourly:,.2f} an hour" if row.hourly else "free under a grant"
         )
+        price = f"nothing while it is {row.said.lower()}, but for its disk" if row.state in FREE_STATES else price
         echo(f"price: {price}" + (f"; ${row.cost:,.2f} since it was created" if row.cost else ""))
     echo("history:" if history else "no history is stored")
     for event in history:
@@ -104,7 +105,7 @@ def cost(target: Target = None, as_json: Json = False) -> None:
     spending = view.total_spending(document, listing, now)
     rates: dict[str, Rate] = {}
     for row in view.machine_rows(document.desired, listing, (), now):
-        if row.state not in STATES_WITHOUT_COST:
+        if row.state not in FREE_STATES:
             rates[row.pool] = rates.get(row.pool, Rate()).plus(row.hourly)
     names = dict.fromkeys((*(pool.name for pool in document.desired.pools), *spending.pools))
     pools = {name: (spending.pools.get(name, PoolSpending()), rates.get(name, Rate())) for name in names}

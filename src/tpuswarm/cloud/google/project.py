@@ -160,6 +160,20 @@ class Project:
         network = {"name": name, "autoCreateSubnetworks": True, "description": description}
         self._make(f"making network {name}", "global/networks", network)
 
+    def remove_network(self, name: str, description: str) -> list[str]:
+        """Delete the firewall rules and the network that have this description; return their names."""
+        rules = [rule.name for rule in self.rules() if (rule.network, rule.description) == (name, description)]
+        for rule in rules:
+            self._remove(f"deleting firewall rule {rule}", f"global/firewalls/{rule}")
+        try:
+            network = self._access.get(f"looking for network {name}", self._compute(f"global/networks/{name}"))
+        except NotFound:
+            return rules
+        if network.get("description") != description:
+            return rules
+        self._remove(f"deleting network {name}", f"global/networks/{name}")
+        return [*rules, name]
+
     def subnetwork(self, network: str, region: str, subnetwork: str | None = None) -> Subnetwork | None:
         """Return the part of a network in a region, or None."""
         doing = f"asking for the addresses of network {network} in {region}"
@@ -242,8 +256,14 @@ class Project:
         return self._access.url(COMPUTE_HOST, f"compute/v1/projects/{self.id}/{path}")
 
     def _make(self, doing: str, path: str, resource: Mapping[str, Any]) -> None:
-        name = self._access.post(doing, self._compute(path), resource)["name"]
+        self._wait_for(doing, self._access.post(doing, self._compute(path), resource)["name"])
 
+    def _remove(self, doing: str, path: str) -> None:
+        url = self._compute(path)
+        answer = self._access.call_once(doing, lambda: self._access.rest("DELETE", url, {}).json())
+        self._wait_for(doing, answer["name"])
+
+    def _wait_for(self, doing: str, name: str) -> None:
         def is_done() -> bool:
             operation = self._access.get(doing, self._compute(f"global/operations/{name}"))
             if answer := answer_from_operation(operation):

@@ -96,11 +96,18 @@ def run_checks(
         return checks  # nothing else can be asked
     for pool in file.pool:
         checks.append(_quota(pool, facts))
-        checks += [_type(pool, zone, facts) for zone in pool.zones]
+        offers = facts.machine_types if pool.chosen_api == "compute" else facts.types
+        zones = [zone for zone in pool.zones if not isinstance(offers[zone], CloudError)] or pool.zones
+        for zone in pool.zones:
+            if zone not in zones:
+                checks.append(Check("zone", True, f"{zone} is left out now: {offers[zone]}", known=False))
+        checks += [_type(pool, zone, facts) for zone in zones]
         if pool.chosen_api == "compute":
             checks.append(_image(pool.image, facts))
         else:
-            checks += dict.fromkeys(_runtime(pool, zone, facts) for zone in pool.zones)
+            checks += dict.fromkeys(_runtime(pool, zone, facts) for zone in zones)
+    vms = [(name, table) for name, table, _ in file.machine_tables if isinstance(table, HeadTable)]
+    checks += [_vm_type(name, vm, facts) for name, vm in vms]
     checks += [_bucket(file, file.storage.bucket, facts)] if file.storage else []
     checks += [_addresses(file, key, facts) for key in facts.subnetworks]
     checks += [_region_quota(file, quota, facts) for quota in REGION_QUOTAS]
@@ -182,6 +189,14 @@ def _type(pool: Pool, zone: str, facts: ProjectFacts) -> Verdict:
     others = [other for other in tpu.zones() if other != zone]
     remedy = f"take one of the zones that have it: {', '.join(others)}" if others else "take another type"
     return f"{zone} offers no {pool.type} to project {facts.project}", remedy
+
+
+@_check("type", optional=True)
+def _vm_type(name: str, vm: HeadTable, facts: ProjectFacts) -> Verdict:
+    offered = _answer(facts.machine_types[vm.zone])
+    if vm.type in offered:
+        return f"{vm.zone} offers {vm.type}"
+    return f"{vm.zone} offers no {vm.type}, the type of {name}", f'type = "{nearest_name(vm.type, offered) or "…"}"'
 
 
 @_check("image", optional=True)

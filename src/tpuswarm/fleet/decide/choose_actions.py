@@ -64,7 +64,8 @@ def list_remaining(desired: Desired, observed: Observed) -> list[str]:
     listed = {machine_key(machine) for machine in desired.own(listing.machines)}
     requested = {key for key in state.requests if key not in listed}
     unknown = {key for key, seen in state.seen.items() if seen.machine.zone in listing.unreachable}
-    unseen = {f"{zone}, which does not answer" for zone in set(desired.zones) & listing.unreachable}
+    silent = (set(desired.zones) & listing.unreachable) - state.unused_zones
+    unseen = {f"{zone}, which does not answer" for zone in silent}
     return sorted(listed | requested | unknown | unseen)
 
 
@@ -331,7 +332,7 @@ class _Planner:
         if why := self.state.stopped.get(pool.name):
             self.waits.append(Wait(pool.name, missing, f"{why}; `tpuswarm up` tries again", None))
             return
-        if unseen := sorted(set(self.desired.zones) & self.unreachable - self.state.answered):
+        if unseen := sorted(set(self.desired.zones) & self.unreachable - self.state.answered - self.state.unused_zones):
             why = f"{unseen[0]} does not answer, so the fleet's machines there are unknown"
             self.waits.append(Wait(pool.name, missing, why, None))
             return

@@ -122,6 +122,8 @@ class FleetState:
     answered: frozenset[str] = frozenset()
     """Zones that have answered at least once."""
     revision: int = 0
+    unused_zones: frozenset[str] = frozenset()
+    """Zones where nothing was ever requested."""
 
     def shifted(self, seconds: float) -> "FleetState":
         """Move all times after the clock has jumped, so that durations stay the same."""

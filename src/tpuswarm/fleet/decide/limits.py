@@ -112,8 +112,12 @@ class Limits:
         return replace(spec, ends=max(when.at, self._now) + DELETE_MARGIN_S)  # a running keeper deletes it earlier
 
 
+FREE_STATES = frozenset({"waiting", "stopped", "dead", "deleting"})
+"""States in which a machine costs nothing, or only its disk."""
+
+
 def is_billable(machine: Machine) -> bool:
-    return machine.state not in ("dead", "deleting", "waiting", "stopped")
+    return machine.state not in FREE_STATES
 
 
 def spec_quota(spec: Spec) -> QuotaKey:

@@ -154,12 +154,17 @@ class _Observer:
                 self.backoffs[backoff_key] = replace(backoff, quota_limit=self._quota_used(spec, key), why=why)
         elif isinstance(error, Taken):
             self.taken[key] = self.now
+        elif isinstance(error, Denied) and not isinstance(error, NotSignedIn) and self._has_other_zones(spec):
+            self.backoffs[backoff_key] = replace(self.backoffs.get(backoff_key, ZoneBackoff()), quota_limit=0, why=why)
         elif isinstance(error, Denied | Invalid) and not isinstance(error, NotSignedIn):
             self.stopped[spec.pool] = why
         elif isinstance(error, NoCapacity):  # the cloud's message is long, and the event has it
             self._back_off(backoff_key, f"no capacity for {spec.type} now")
         else:
             self._back_off(backoff_key, why)
+
+    def _has_other_zones(self, spec: Spec) -> bool:
+        return any(pool.name == spec.pool and len(pool.zones) > 1 for pool in self.desired.pools)
 
     def _back_off(self, key: str, why: str, pause_s: float = 0.0) -> None:
         backoff = self.backoffs.get(key, ZoneBackoff())
@@ -245,6 +250,13 @@ class _Observer:
             elif ready_at is None:
                 ready_at = self.now
                 self._add_ready(machine, request.at if request else self.now)
+            elif not same_state:
+                was = f"after {_duration(self.now - seen.since)} of {seen.machine.said}"
+                self._report(machine, "ready", f"it is ready again, {was}")
+            if seen.unhealthy_since is not None and machine.healthy is not False:
+                self._report(
+                    machine, "healthy", f"it is healthy again, after {_duration(self.now - seen.unhealthy_since)}"
+                )
             if machine.healthy is False:
                 unhealthy_since = self.now if seen.unhealthy_since is None else seen.unhealthy_since
                 if seen.unhealthy_since is None:

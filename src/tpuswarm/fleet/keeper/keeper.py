@@ -150,6 +150,7 @@ class Keeper:
         answers = [*self._answers, *self._poll_operations()]
         listing = self._provider.machines(dict.fromkeys((*document.desired.zones, *document.zones)))
         state, events = observe(self._state, document.desired, listing, answers, now)
+        state = replace(state, unused_zones=document.unused_zones)
         self._state, self._answers, self.sent = state, [], {}
         if jump:
             events = (Event(now, "", "", "clock", f"the clock has jumped by {jump:+.0f} s"), *events)
@@ -279,7 +280,12 @@ class Keeper:
             if not self._may_take(lease, steady) and not _holder_is_gone(lease, document, listing):
                 return "watches"
         age_s = LEASE_S if self._renewed_at is None else steady - self._renewed_at
-        if age_s >= (EVENT_SAVE_INTERVAL_S if self._unsaved_events else RENEW_INTERVAL_S) or plan.end is not None:
+        used_zones = document.used_zones
+        if used_zones is not None:
+            requested = (action.spec.zone for action in plan.actions if isinstance(action, Create))
+            used_zones = tuple(dict.fromkeys((*used_zones, *requested)))
+        must_save = plan.end is not None or used_zones != document.used_zones
+        if age_s >= (EVENT_SAVE_INTERVAL_S if self._unsaved_events else RENEW_INTERVAL_S) or must_save:
             beat = (lease.beat if lease and lease.holder == self._id else 0) + 1
             desired = replace(document.desired, down=plan.end) if plan.end else document.desired
             own_lease = KeeperLease(self._id, self._host, self._pid, beat, now, self._computer)
@@ -287,12 +293,14 @@ class Keeper:
             # The save fails if anybody has written since the document was loaded, so the listing still holds.
             saved_at = self._clock.steady()
             try:
-                self._store.save(replace(document, lease=own_lease, desired=desired, zones=zones))
+                self._store.save(
+                    replace(document, lease=own_lease, desired=desired, zones=zones, used_zones=used_zones)
+                )
             except Changed:
                 return "holds"  # somebody else wrote: the next tick shows what
             except CloudError as error:
                 self.log(f"the lease cannot be renewed: {error}")
-                if plan.end:
+                if must_save:
                     return "holds"
             else:
                 self._renewed_at = saved_at

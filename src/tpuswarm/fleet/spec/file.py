@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
-from tpuswarm.catalog import APIS, Api, find, generations
+from tpuswarm.catalog import APIS, Api, accelerators, find, generations
+from tpuswarm.catalog.accelerators import ACCESSES
 from tpuswarm.cloud.protocol import FLEET_LABEL, How
-from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.nearest import did_you_mean, nearest_name
 from tpuswarm.config.toml_file import Name, StrictTable, match_pattern, read_toml
 from tpuswarm.config.train_table import Train
 from tpuswarm.config.units import parse_seconds
@@ -61,6 +62,14 @@ def _machine_count(count: int) -> int:
     return count
 
 
+def _zone(text: str) -> str:
+    if not ZONE_PATTERN.fullmatch(text):
+        known = {zone for tpu in accelerators() for access in ACCESSES for zone in tpu.zones(access)}
+        near = nearest_name(re.sub(r"l(?=-)", "1", text), known)  # us-centrall-f
+        raise ValueError(f"a zone such as us-central1-f, not {text!r}" + (f"; did you mean {near}?" if near else ""))
+    return text
+
+
 def _generation(name: str) -> str:
     known = [ALL, *(generation.name for generation in generations())]
     if name not in known:
@@ -92,7 +101,7 @@ def _down_when(value: Any) -> Any:
         raise ValueError(f'"done", "idle 30m" or a date such as 2026-12-24, not {value!r}') from None
 
 
-Zone = Annotated[str, match_pattern(ZONE_PATTERN.pattern, "a zone such as us-central1-f")]
+Zone = Annotated[str, AfterValidator(_zone)]
 Tag = Annotated[str, match_pattern(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a network tag of small letters, digits and -")]
 LabelValue = Annotated[str, match_pattern(r"[a-z0-9_-]{0,63}", "small letters, digits, - and _, at most 63")]
 LabelKey = Annotated[
@@ -311,7 +320,7 @@ def read_swarm(path: Path) -> SwarmFile:
 def asks_for_machines(path: Path) -> bool:
     """Return whether a TOML file describes a fleet."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return False  # the command that reads the file reports the error
     return any(name in tables for name in ("pool", "head", "vm", "provider"))

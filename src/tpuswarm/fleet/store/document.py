@@ -61,6 +61,8 @@ class Document:
     desired: Desired
     zones: tuple[str, ...]
     """All zones ever used: a request may still wait there."""
+    used_zones: tuple[str, ...] | None = None
+    """Zones where a machine was ever requested, stored before the request; None: possibly all."""
     lease: KeeperLease | None = None
     spending: Annotated[Spending, Field(alias="ledger")] = field(default_factory=Spending)
     traffic: Traffic = field(default_factory=Traffic)
@@ -79,6 +81,11 @@ class Document:
     commands: tuple[str, ...] = ()
     """Ids of recent changes, so that none is made twice if an answer is lost."""
     format: int = FORMAT
+
+    @property
+    def unused_zones(self) -> frozenset[str]:
+        """Zones where nothing of the fleet can exist, even if they do not answer."""
+        return frozenset() if self.used_zones is None else frozenset(self.zones).difference(self.used_zones)
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:

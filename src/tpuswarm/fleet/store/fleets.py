@@ -228,7 +228,8 @@ def store_desired(fleet: Fleet, store: DocumentStore, file: SwarmFile, desired: 
 
     def make(found: Document | None) -> Document:
         if found is None:
-            return new_document(fleet, file, desired)
+            created = new_document(fleet, file, desired)
+            return created if shown else replace(created, used_zones=())  # nothing can exist of a new id
         if found.desired.down is not None:  # its jobs have ended with it
             found = replace(found, work=WorkStatus(), jobs=tuple(end_job(job) for job in found.jobs))
         zones = tuple(dict.fromkeys((*found.zones, *desired.zones)))

@@ -284,6 +284,10 @@ def _check_known(name: str, names: list[str], kind: str) -> str:
     return name
 
 
+SHARED_CORES = {"e2-micro": 1, "e2-small": 2, "e2-medium": 4}
+"""Machine types below those of the catalogue, with their memory in GiB."""
+
+
 def _zone(project: str, zone: str) -> Resource:
     link = f"{BASE}projects/{project}/"
     region = f"{link}regions/{zone_region(zone)}"
@@ -291,13 +295,19 @@ def _zone(project: str, zone: str) -> Resource:
 
 
 def _machine_types(call: Call) -> list[str]:
-    return [*(machine.name for machine in catalog.machines()), *tpus.list_offers().get(call.path["zone"], ())]
+    return [
+        *SHARED_CORES,
+        *(machine.name for machine in catalog.machines()),
+        *tpus.list_offers().get(call.path["zone"], ()),
+    ]
 
 
 def _machine_type(call: Call, name: str) -> Resource:
     zone, tpu = call.path["zone"], catalog.accelerator_of_machine(name)
     if tpu:
         vcpus, memory_mb = tpu.host.vcpus or 1, int((tpu.host.memory_gb or 1) * 1000)
+    elif name in SHARED_CORES:
+        vcpus, memory_mb = 2, SHARED_CORES[name] * 1024
     else:
         machine = next(machine for machine in catalog.machines() if machine.name == name)
         vcpus, memory_mb = machine.vcpus, int(machine.memory_gib * 1024)

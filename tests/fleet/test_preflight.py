@@ -73,6 +73,12 @@ def test_zone_that_does_not_answer_is_left_out_if_another_does():
     ]
 
 
+def test_missing_tensorflow_image_of_pods_is_replaced_by_another_of_its_kind():
+    text = TEXT.replace("[[pool]]", '[[pool]]\nruntime = "tpu-vm-tf-2.14.0-pod"')
+    offered = ("tpu-ubuntu2204-base", "tpu-vm-tf-2.14.1", "tpu-vm-tf-2.14.1-pod", "tpu-vm-tf-2.18.0-pod-pjrt")
+    assert failed(text, runtimes={ZONE: offered}).mend == 'runtime = "tpu-vm-tf-2.14.1-pod"'
+
+
 def test_all_checks_pass_where_all_is_right():
     found = run()
     assert all(check.ok and check.sentence and not check.mend for check in found)

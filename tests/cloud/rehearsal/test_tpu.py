@@ -80,6 +80,7 @@ def test_types_runtimes_and_locations(client):
     [
         ("a", {"accelerator_config": {"type_": "V2", "topology": "2x2"}}, exceptions.InvalidArgument, "Only one of"),
         ("a", {"runtime_version": ""}, exceptions.InvalidArgument, "runtime_version"),
+        ("a", {"runtime_version": "tpu-vm-tf-1.0"}, exceptions.InvalidArgument, 'cannot be "tpu-vm-tf-1.0"'),
         ("a", {"accelerator_type": "v5litepod-8"}, exceptions.InvalidArgument, "the accelerator v5litepod-8 was not"),
         ("a", {"accelerator_type": "v9-8"}, exceptions.NotFound, "v9-8"),
         ("A_1", {}, exceptions.InvalidArgument, "Invalid node id"),

@@ -219,7 +219,10 @@ def _runtime(pool: Pool, zone: str, facts: ProjectFacts) -> Verdict:
     offered = _answer(facts.runtimes[zone])
     if runtime in offered:
         return f"{zone} has runtime {runtime}"
-    suggestion = usual if usual in offered else nearest_name(runtime, offered) or "…"
+    kind = (runtime.startswith("tpu-vm-tf"), "-pod" in runtime)
+    same_kind = [other for other in offered if (other.startswith("tpu-vm-tf"), "-pod" in other) == kind]
+    usual = usual if usual in (same_kind or offered) else ""
+    suggestion = usual or nearest_name(runtime, same_kind) or nearest_name(runtime, offered) or "…"
     return f"{zone} has no runtime {runtime}", f'runtime = "{suggestion}"'
 
 

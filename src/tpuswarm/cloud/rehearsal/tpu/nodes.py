@@ -25,7 +25,13 @@ from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.common.region_quotas import Held, RegionQuotas
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults, no_capacity, region_quota_exhausted
-from tpuswarm.cloud.rehearsal.tpu.offers import Offers, accelerator_config, parse_location, requested_accelerator
+from tpuswarm.cloud.rehearsal.tpu.offers import (
+    RUNTIMES,
+    Offers,
+    accelerator_config,
+    parse_location,
+    requested_accelerator,
+)
 from tpuswarm.cloud.rehearsal.tpu.operations import Operations, now
 
 CREATE_S, DELETE_S, STOP_S, START_S, UPDATE_S = 60, 30, 30, 40, 5
@@ -93,6 +99,9 @@ class Nodes:
         self._offers.check(location, accelerator)
         if not node.runtime_version:
             raise Refused(INVALID_ARGUMENT, "runtime_version must be specified.")
+        if node.runtime_version not in RUNTIMES:  # in the form of https://github.com/tensorflow/tpu/issues/877
+            message = f'The field "runtime_version" cannot be "{node.runtime_version}".'
+            raise Refused(INVALID_ARGUMENT, f"Cloud TPU received an invalid argument. {message}")
         config = node.network_config
         self._check_network(
             location.project, location.zone, config.network or "default", config.subnetwork or "default"

@@ -89,8 +89,8 @@ def test_file_is_read_as_it_was_written(file):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (1, r"comes from an older tpuswarm; export it again with tpuswarm\.torch\.save"),
-        (3, "format 3 is unknown to tpuswarm .*, which reads format 2; use the version that wrote it"),
+        (2, r"comes from an older tpuswarm; export it again with tpuswarm\.torch\.save"),
+        (4, "format 4 is unknown to tpuswarm .*, which reads format 3; use the version that wrote it"),
     ],
 )
 def test_file_of_another_version_is_refused(file, form, message):

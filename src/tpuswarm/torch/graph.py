@@ -1,8 +1,8 @@
 """Data model and file format of an exported torch module; reading and running one needs no torch."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ from tpuswarm.errors import InputError, UnknownFormat
 from tpuswarm.train.data.contents import report_open
 from tpuswarm.train.process.atomic import partial_path
 
-FORMAT_PREFIX, FORMAT = "tpuswarm torch ", "2"
+FORMAT_PREFIX, FORMAT, OLD_FORMATS = "tpuswarm torch ", "3", ("1", "2")
 Group = Literal["params", "buffers", "constants"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -153,8 +153,8 @@ def write(path: Path, exported: ExportedModule) -> None:
         "tied": dict(exported.tied),
         "frozen": list(exported.frozen),
         "shapes": shapes,
-        "train": _encode_graph(exported.train),
-        "evaluate": _encode_graph(exported.evaluate),
+        "train": _encode(exported.train),
+        "evaluate": _encode(exported.evaluate),
     }
     stored = {name: np.ascontiguousarray(array) for name, array in arrays.items() if name not in shapes}
     save_file(stored, partial_path(path), {"tpuswarm": json.dumps(header)})
@@ -177,7 +177,7 @@ def read(path: Path) -> ExportedModule:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {}).get("tpuswarm", "{}"))
             form = str(header.get("format"))
-            if form == f"{FORMAT_PREFIX}1":
+            if form in [FORMAT_PREFIX + old for old in OLD_FORMATS]:
                 raise InputError(f"{path} comes from an older tpuswarm; export it again with tpuswarm.torch.save")
             if not form.startswith(FORMAT_PREFIX):
                 raise InputError(f"{path} is not an exported module; tpuswarm.torch.save writes one")
@@ -193,63 +193,30 @@ def read(path: Path) -> ExportedModule:
     for key, array in found.items():
         group, _, name = key.partition("/")
         arrays[group][name] = array
-    train, evaluate = (_decode_graph(header[name]) for name in ("train", "evaluate"))
+    train, evaluate = (_decode(header[name]) for name in ("train", "evaluate"))
     frozen = tuple(header.get("frozen", ()))
     return ExportedModule(header["name"], arrays, header["tied"], train, evaluate, frozen, not shapes)
 
 
-def _encode_graph(graph: Graph) -> dict[str, Any]:
-    return {
-        "arrays": {name: list(source) for name, source in graph.arrays.items()},
-        "batch": dict(graph.batch),
-        "nodes": [
-            [node.name, node.op, _encode(node.args), _encode(node.kwargs), node.module, node.source_line]
-            for node in graph.nodes
-        ],
-        "loss": graph.loss.name,
-        "metrics": _encode(graph.metrics),
-        "buffers": _encode(graph.buffers),
-        "gradients": _encode(graph.gradients),
-        "forward": graph.forward,
-        "index_limits": [astuple(limit) for limit in graph.index_limits],
-    }
-
-
-def _decode_graph(encoded: Mapping[str, Any]) -> Graph:
-    nodes = (
-        Node(name, op, tuple(_decode(args)), _decode(kwargs), module, source_line)
-        for name, op, args, kwargs, module, source_line in encoded["nodes"]
-    )
-    return Graph(
-        {name: (group, key) for name, (group, key) in encoded["arrays"].items()},
-        encoded["batch"],
-        tuple(nodes),
-        Ref(encoded["loss"]),
-        _decode(encoded["metrics"]),
-        _decode(encoded["buffers"]),
-        _decode(encoded["gradients"]),
-        encoded["forward"],
-        tuple(
-            IndexLimit(array, tuple(map(tuple, slices)), *others)
-            for array, slices, *others in encoded.get("index_limits", ())
-        ),
-    )
+CLASSES: dict[str, Callable[..., Any]] = {
+    "tuple": lambda *items: items, "complex": complex,
+    **{kind.__name__: kind for kind in (Ref, Dtype, RowFormula, Node, IndexLimit, Graph)},
+}  # fmt: skip
+"""What JSON lacks, by its name in a file."""
 
 
 def _encode(value: Any) -> Any:
     match value:
-        case Ref(name):
-            return {"ref": name}
-        case Dtype(name):
-            return {"dtype": name}
-        case complex():
-            return {"complex": [value.real, value.imag]}
-        case RowFormula(terms, is_integer):
-            return {"rows": [terms, is_integer]}
+        case list():
+            return [_encode(item) for item in value]
         case Mapping():
             return {"dict": {name: _encode(item) for name, item in value.items()}}
-        case list() | tuple():
-            return [_encode(item) for item in value]
+        case tuple():
+            return {"tuple": [_encode(item) for item in value]}
+        case complex():
+            return {"complex": [value.real, value.imag]}
+        case Ref() | Dtype() | RowFormula() | Node() | IndexLimit() | Graph():
+            return {type(value).__name__: [_encode(getattr(value, item.name)) for item in fields(value)]}
     return value
 
 
@@ -257,16 +224,11 @@ def _decode(value: Any) -> Any:
     match value:
         case list():
             return [_decode(item) for item in value]
-        case {"ref": name}:
-            return Ref(name)
-        case {"dtype": name}:
-            return Dtype(name)
-        case {"complex": parts}:
-            return complex(*parts)
-        case {"rows": [terms, is_integer]}:
-            return RowFormula(tuple((factor, power) for factor, power in terms), is_integer)
         case {"dict": items}:
             return {name: _decode(item) for name, item in items.items()}
+        case dict():
+            ((name, arguments),) = value.items()
+            return CLASSES[name](*map(_decode, arguments))
     return value
 
 

@@ -220,6 +220,7 @@ FUNCTIONS = {
     "atan2": lambda w: torch.atan2(w * 0, w * 0),
     "bce": lambda w: F.binary_cross_entropy_with_logits(w, (w > 0).float()),
     "bce weighted": lambda w: F.binary_cross_entropy_with_logits(w, (w > 0).float(), pos_weight=torch.tensor(3.0)),
+    "ignored targets": lambda w: F.cross_entropy(w[None], torch.tensor([-100])),
     "std of equal": lambda w: (w * 0 + 1).std(),
     "var of equal": lambda w: (w * 0 + 1).var(),
     **{f"norm {p}": lambda w, p=p: (w * 0).norm(p) for p in (0, 1, 2, 3, 1.5, 0.5, INF)},

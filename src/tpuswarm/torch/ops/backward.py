@@ -29,21 +29,10 @@ def _nll_backward(
 ) -> Any:  # fmt: skip
     axis = min(1, x.ndim - 1)
     counts = target != ignore_index
-    scaled = jnp.where(counts, 1 if weight is None else weight[jnp.where(counts, target, 0)], 0) * -gradient
-    scaled = scaled / total_weight if reduction == 1 else scaled  # a mean
+    gradient = gradient / total_weight if reduction == 1 else gradient  # a mean
+    scaled = jnp.where(counts, -gradient * (1 if weight is None else weight[jnp.where(counts, target, 0)]), 0)
     classes = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where(classes == jnp.expand_dims(target, axis), jnp.expand_dims(scaled, axis), 0).astype(x.dtype)
-
-
-def _embedding_backward(
-    gradient: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
-) -> Any:  # fmt: skip
-    flat, wide = indices.reshape(-1), gradient.astype(jnp.float32).reshape(-1, gradient.shape[-1])
-    if scale_grad_by_freq:
-        counts = jnp.zeros(num_weights, jnp.float32).at[flat].add(1)
-        wide = wide / counts[flat][:, None]
-    dw = jnp.zeros((num_weights, wide.shape[-1]), jnp.float32).at[flat].add(wide)
-    return dw.at[padding_idx].set(0) if padding_idx >= 0 else dw
 
 
 def _weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> Any:
@@ -89,8 +78,7 @@ def _replication_pad_backward(gradient: Any, x: Any, padding: Sequence[int]) -> 
 
 OPS: dict[str, Callable[..., Any]] = {
     "native_dropout_backward": _dropout_backward, "nll_loss_backward": _nll_backward,
-    "nll_loss2d_backward": _nll_backward, "embedding_dense_backward": _embedding_backward,
-    "_weight_norm_interface_backward": _weight_norm_backward,
+    "nll_loss2d_backward": _nll_backward, "_weight_norm_interface_backward": _weight_norm_backward,
     "_cdist_backward": _pairwise_distances_backward, "_pdist_backward": _distances_of_pairs_backward,
     "rrelu_with_noise_backward": _rrelu_backward,
     **{f"replication_pad{n}d_backward": _replication_pad_backward for n in (1, 2, 3)},

@@ -41,8 +41,7 @@ def _extreme(function: Callable[..., Any], arg_function: Callable[..., Any]) -> 
             return function(x)
         if not x.ndim:
             return _with_zero_index(x)
-        # by index, because torch gives the whole gradient to one of several equal elements and jnp.max splits it
-        return _take_along(x, arg_function(x, axis=dim, keepdims=True), dim, keepdim)
+        return function(x, axis=dim, keepdims=keepdim), arg_function(x, axis=dim, keepdims=keepdim)
 
     return apply
 

@@ -185,6 +185,22 @@ MODULES = {
     "weighted embedding bag": Net(
         lambda m, x: m.last(m.bag((x > 0).long(), per_sample_weights=m.first(x))), bag=nn.EmbeddingBag(5, 8, mode="sum")
     ),
+    "embedding bag by offsets": Net(
+        lambda m, x: m.last(
+            functional.embedding_bag(
+                (x > 0).long().flatten(),
+                m.rows,
+                torch.arange(0, x.numel() + 1, 4),
+                padding_idx=-1,
+                include_last_offset=True,
+            ).view(len(x), 8)
+        ),
+        rows=nn.Parameter(torch.randn(2, 4)),
+    ),
+    "embedding bag by offsets, equal rows": Net(
+        lambda m, x: m.last(m.bag((x > 0).long().flatten(), torch.arange(0, x.numel(), 4)).view(len(x), 8)),
+        bag=nn.EmbeddingBag(2, 4, mode="max", _weight=torch.zeros(2, 4)),
+    ),
     "gaussian divergence": Net(
         lambda m, x: (
             m.last(x)

@@ -41,11 +41,12 @@ class NotApplicable(Exception):
 class SampleModule(nn.Module):
     """Call one sample with one placement and return a weighted sum of all outputs."""
 
-    def __init__(self, sample, placement, number):
+    def __init__(self, sample, placement, number, only_first=False):
+        """only_first: differentiate the first float tensor only, as torch refuses the gradient of some targets."""
         super().__init__()
         self.function, self.placement, self.number = sample.function, placement, number
         leaves, self.structure = tree_flatten((sample.args, sample.kwargs))
-        self.leaves, self.batch = [], {}
+        self.leaves, self.batch, self.fixed = [], {}, set()
         self.one = nn.Parameter(torch.ones(()))
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
@@ -54,12 +55,17 @@ class SampleModule(nn.Module):
             leaf = leaf.detach().clone()
             if leaf.layout != torch.strided or leaf.is_quantized:
                 raise NotApplicable("sparse")
+            if only_first and any(
+                isinstance(other, torch.Tensor) and other.is_floating_point() for other in leaves[:position]
+            ):
+                self.fixed.add(position)
             if placement == "buffer":
                 self.register_buffer(f"buffer{position}", leaf)
             elif placement == "batch":
                 self.batch[f"part{number}_{position}"] = leaf
             elif leaf.is_floating_point():
-                self.register_parameter(f"param{position}", nn.Parameter(leaf.float()))
+                is_fixed = position in self.fixed
+                self.register_parameter(f"param{position}", nn.Parameter(leaf.float(), requires_grad=not is_fixed))
             self.leaves.append(Slot(position) if placement != "parameter" or leaf.is_floating_point() else leaf)
         self.weights = None
 
@@ -82,7 +88,8 @@ class SampleModule(nn.Module):
             return leaf
         if self.placement == "batch":
             tensor = batch[f"part{self.number}_{leaf.position}"]
-            return tensor * self.one if tensor.is_floating_point() else tensor.clone()
+            is_fixed = leaf.position in self.fixed or not tensor.is_floating_point()
+            return tensor.clone() if is_fixed else tensor * self.one
         kind = "buffer" if self.placement == "buffer" else "param"
         return getattr(self, f"{kind}{leaf.position}").clone()
 
@@ -116,7 +123,7 @@ def sum_of_values(outputs, batch):
 
 def step_in_torch(part):
     """Return value and gradients. Raise NotApplicable."""
-    params = dict(part.named_parameters())
+    params = {name: param for name, param in part.named_parameters() if param.requires_grad}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -156,14 +163,16 @@ def compare(calls, rtol=1e-4):
     """
     names, parts, expected = [], [], []
     for name, sample, placement in calls:
-        try:
-            part = SampleModule(sample, placement, len(parts))
-            with torch.random.fork_rng(devices=[]):
-                expected.append(step_in_torch(part))
-        except NotApplicable:
-            continue
-        parts.append(part)
-        names.append(f"{name} ({placement})")
+        for only_first in (False, True):
+            try:
+                part = SampleModule(sample, placement, len(parts), only_first)
+                with torch.random.fork_rng(devices=[]):
+                    expected.append(step_in_torch(part))
+            except NotApplicable:
+                continue
+            parts.append(part)
+            names.append(f"{name} ({placement})")
+            break
     if not parts:
         return 0, 0
     module = SampleModules(parts)

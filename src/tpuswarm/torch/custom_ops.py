@@ -46,6 +46,7 @@ def replacements() -> dict[Any, Callable[..., Any]]:
         functional.gaussian_nll_loss: _gaussian_nll_loss,
         functional.ctc_loss: functools.partial(_ctc_loss, losses),
         torch.cdist: _cdist,
+        torch.linalg.lstsq: _lstsq,
     }
     methods = {"bincount": _bincount, "corrcoef": _corrcoef, "cov": _cov, "repeat_interleave": _repeat_interleave}
     for name, function in methods.items():
@@ -114,17 +115,48 @@ def _embedding_bag(
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
     include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Any:  # fmt: skip
-    if input.dim() != 2 or max_norm is not None:
-        raise InputError("EmbeddingBag needs rows of equal length and no max_norm; pad the rows with padding_idx")
+    if max_norm is not None:
+        raise InputError("EmbeddingBag writes into its weight if it has a max_norm; leave max_norm out")
+    padding_idx = None if padding_idx is None else padding_idx % len(weight)
     rows = functional.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
     rows = rows if per_sample_weights is None else rows * per_sample_weights[..., None]
-    counts = torch.ones_like(input) if padding_idx is None else (input != padding_idx).to(input.dtype)
-    bag_size = counts.sum(1)[:, None]
-    if mode == "max":
-        largest = rows.masked_fill(counts[..., None] == 0, -math.inf).max(1)[0]
-        return largest.masked_fill(bag_size == 0, 0)
-    total = (rows * counts[..., None]).sum(1)
-    return total if mode == "sum" else total / bag_size.clamp(min=1)
+    is_used = torch.ones_like(input) if padding_idx is None else (input != padding_idx).to(input.dtype)
+    bags, positions = 0, torch.arange(len(input))
+    bag_of = positions
+    if input.dim() == 1:
+        bags = len(offsets) - include_last_offset
+        bag_of = torch.searchsorted(offsets[:bags].contiguous(), positions, right=True) - 1
+
+    def sum_bags(values: Any) -> Any:
+        if input.dim() == 2:
+            return values.sum(1)
+        return values.new_zeros(bags, *values.shape[1:]).index_add(0, bag_of, values)
+
+    bag_size = sum_bags(is_used)[:, None]
+    if mode != "max":
+        total = sum_bags(rows * is_used[..., None])
+        return total if mode == "sum" else total / bag_size.clamp(min=1)
+    rows = rows.masked_fill(is_used[..., None] == 0, -math.inf)
+    if input.dim() == 2:
+        return rows.max(1)[0].masked_fill(bag_size == 0, 0)
+    with torch.no_grad():  # the first of equal elements gets the gradient
+        index = bag_of[:, None].expand_as(rows)
+        largest = rows.new_full((bags, rows.shape[1]), -math.inf).scatter_reduce(0, index, rows, "amax")
+        place = torch.where(rows == largest[bag_of], positions[:, None], len(input) - 1)
+        first = place.new_full(largest.shape, len(input) - 1).scatter_reduce(0, index, place, "amin")
+    return rows.gather(0, first).masked_fill(bag_size == 0, 0)
+
+
+def _lstsq(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
+    x = b[..., None] if b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1]) else b
+    driver, none = driver or "gelsy", a.new_zeros(0)
+    solution = torch.linalg.pinv(a, rtol=rcond) @ x
+    has_residuals = a.shape[-2] > a.shape[-1] and driver != "gelsy"
+    residuals = (a @ solution - x).abs().square().sum(-2) if has_residuals else none
+    rank = none.long() if driver == "gels" else torch.linalg.matrix_rank(a, rtol=rcond)
+    values = torch.linalg.svdvals(a.detach()) if driver in ("gelss", "gelsd") else none
+    solution = solution if x is b else solution.squeeze(-1)
+    return torch.return_types.linalg_lstsq((solution, residuals, rank, values))
 
 
 def _gaussian_nll_loss(

@@ -15,7 +15,7 @@ from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn import functional
@@ -102,9 +102,11 @@ def trace(
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     """Return torch's decompositions of the operators that OPS lacks. Collecting them takes a third of a second."""
     implemented = {*OPS, *RANDOM}
+    # further ones lead to ATen operators too, except torch._refs
+    further = {op: f for op, f in decomposition_table.items() if f.__module__ == "torch._decomp.decompositions"}
     return {
         op: decomposition
-        for op, decomposition in core_aten_decompositions().items()
+        for op, decomposition in {**further, **core_aten_decompositions()}.items()
         if op.name().partition("::")[2].partition(".")[0] not in implemented
     }
 

@@ -122,7 +122,7 @@ def gradients(*, rows: int, shape: dict[str, Any]) -> None:
 
         def mean_loss(params: Any) -> jax.Array:
             x = model.hidden(params, tokens[:, :-1], config, options, None)
-            return loss.mean_loss(x, params["wte"], tokens[:, 1:], config)
+            return loss.mean_loss(x, params["wte"], tokens[:, 1:], config.vocab)
 
         with jax.default_matmul_precision("highest" if precision == "f32" else "default"):
             return jax.jit(jax.grad(mean_loss))(params)

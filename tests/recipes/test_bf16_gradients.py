@@ -30,7 +30,7 @@ def gpt2(options: Options):
 
     def mean_loss(params):
         x_BxTxD = model.hidden(params, TOKENS[:, :-1], GPT2, options, None)
-        return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], GPT2)
+        return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], GPT2.vocab)
 
     return mean_loss, params
 

@@ -36,7 +36,7 @@ def params():
 
 def loss_of(params, options=Options(), config=CONFIG, key=None):  # noqa: B008  # frozen
     x_BxTxD = model.hidden(params, TOKENS[:, :-1], config, options, key)
-    return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], config), x_BxTxD
+    return loss.mean_loss(x_BxTxD, params["wte"], TOKENS[:, 1:], config.vocab), x_BxTxD
 
 
 def loss_and_gradients(params, options=Options()):  # noqa: B008  # frozen
@@ -118,7 +118,7 @@ def test_loss_and_its_gradients_are_those_of_the_formula(vocab, chunks, dtype):
         return -jnp.take_along_axis(log_probs, jnp.asarray(targets_BxT)[..., None], axis=-1).mean()
 
     def ours(x_BxTxD, wte_VxD):
-        return loss.mean_loss(x_BxTxD, wte_VxD, jnp.asarray(targets_BxT), config, 3 * 16 // chunks * 128 * 4)
+        return loss.mean_loss(x_BxTxD, wte_VxD, jnp.asarray(targets_BxT), config.vocab, 3 * 16 // chunks * 128 * 4)
 
     by_both = partial(jax.value_and_grad, argnums=(0, 1))
     expected, expected_gradients = by_both(lambda *args: 3 * formula(*args))(x_BxTxD, wte_VxD)
@@ -140,7 +140,7 @@ def test_chunks_add_no_rounding_to_the_gradient_of_the_head():
     wte_VxD = jnp.asarray(numbers.normal(size=(256, 64)) * 0.1, jnp.float32)
 
     def gradient(dtype, chunks):
-        of_chunks = partial(loss.mean_loss, jnp.asarray(x_BxTxD, dtype), targets_BxT=targets_BxT, config=config)
+        of_chunks = partial(loss.mean_loss, jnp.asarray(x_BxTxD, dtype), targets_BxT=targets_BxT, vocab=config.vocab)
         grad = jax.grad(lambda wte_VxD: of_chunks(wte_VxD, chunk_bytes=32 * 64 // chunks * 256 * 4))
         return np.asarray(jax.jit(grad)(wte_VxD), np.float64)
 

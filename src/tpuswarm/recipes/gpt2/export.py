@@ -6,21 +6,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.recipes.gpt2.pretrained import PREFIX, SIZE_KEYS, SUPPORTED, WEIGHTS_FILE, tensor_names
+from tpuswarm.recipes.gpt2.pretrained import PREFIX, SIZE_KEYS, SUPPORTED, tensor_names
 from tpuswarm.recipes.gpt2.tokenizer import END_OF_TEXT, TOKENIZER_FILE, Bpe, Tokenizer, export_tokenizer
+from tpuswarm.recipes.gpt2.weight_files import save_tensors
 from tpuswarm.train.paths import leaf_paths
 
 
 def write(params: Any, config: Config, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write model.safetensors, config.json and the tokenizer's files. Raises OSError if the disk is full."""
-    try:
-        save_file(tensors(params, config), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:  # raised for a full disk
-        raise OSError(str(error)) from error
+    found = tensors(params, config)
+    save_tensors(folder, {name: tensor.nbytes for name, tensor in found.items()}, found.__getitem__)
     end = tokenizer.end if isinstance(tokenizer, Bpe) else None
     facts: dict[str, Any] = {
         "architectures": ["GPT2LMHeadModel"],

@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.train.program.mesh import gathered_as
 
 CHUNK_BYTES = 2**27
@@ -17,17 +16,20 @@ GPU_CHUNK_SHARE = 1 / 24
 """At most this share of a GPU's memory; the gradient takes the same again. All 2 GiB from 48 GiB on."""
 
 
-def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
-    """Return float32 logits over the padded vocabulary; padding gets -1e30."""
+def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int, cap: float | None = None) -> jax.Array:
+    """Return float32 logits over the padded vocabulary; padding gets -1e30. A cap makes cap tanh(s / cap) of each s."""
     logits_BxTxV = jnp.einsum("btd,vd->btv", x_BxTxD, wte_VxD.astype(x_BxTxD.dtype), preferred_element_type=jnp.float32)
+    if cap is not None:
+        logits_BxTxV = cap * jnp.tanh(logits_BxTxV / cap)
     if wte_VxD.shape[0] == vocab:
         return logits_BxTxV
     return jnp.where(_tokens_like(logits_BxTxV) < vocab, logits_BxTxV, jnp.float32(-1e30))
 
 
 def mean_loss(
-    x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, config: Config, chunk_bytes: int | None = None
-) -> jax.Array:
+    x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, vocab: int, chunk_bytes: int | None = None,
+    cap: float | None = None,
+) -> jax.Array:  # fmt: skip
     """Return the mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
 
     Chunks of tokens keep the products larger than chunks of the vocabulary would.
@@ -38,22 +40,24 @@ def mean_loss(
     count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], chunk_bytes)
     x_NxBxCxD = x_BxTxD.reshape(B, count, T // count, D).swapaxes(0, 1)
     targets_NxBxC = targets_BxT.reshape(B, count, T // count).swapaxes(0, 1)
-    return _mean_loss(x_NxBxCxD, wte_VxD, targets_NxBxC, config.vocab)
+    return _mean_loss(x_NxBxCxD, wte_VxD, targets_NxBxC, vocab, cap)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mean_loss(x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _mean_loss(
+    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int, cap: float | None
+) -> jax.Array:
     """Return the mean of the cross-entropies. Its gradient is computed together with it, from the same logits."""
 
     def add_chunk(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        loss, _ = _chunk_loss(chunk[0], wte_VxD, chunk[1], vocab)
+        loss, _ = _chunk_loss(chunk[0], wte_VxD, chunk[1], vocab, cap)
         return total + loss, None
 
     return jax.lax.scan(add_chunk, jnp.float32(0), (x_NxBxCxD, targets_NxBxC))[0] / jnp.float32(targets_NxBxC.size)
 
 
 def _mean_loss_forward(
-    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int
+    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int, cap: float | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     dtype, count = x_NxBxCxD.dtype, jnp.float32(targets_NxBxC.size)
 
@@ -61,7 +65,7 @@ def _mean_loss_forward(
         sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (total, dwte_VxD), (x_BxCxD, targets_BxC) = sums, chunk
-        loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, vocab)
+        loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, vocab, cap)
         # Divided here: a factor after the loop would keep XLA from adding the embedding's gradient before it reduces
         # both over the devices.
         dlogits_BxCxV = (dlogits_BxCxV / count).astype(dtype)
@@ -76,7 +80,7 @@ def _mean_loss_forward(
 
 
 def _mean_loss_backward(
-    vocab: int, gradients: tuple[jax.Array, jax.Array], dloss: jax.Array
+    vocab: int, cap: float | None, gradients: tuple[jax.Array, jax.Array], dloss: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     dx_NxBxCxD, dwte_VxD = gradients
     return (dx_NxBxCxD.astype(jnp.float32) * dloss).astype(dx_NxBxCxD.dtype), dwte_VxD * dloss, None
@@ -86,15 +90,18 @@ _mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
 
 
 def _chunk_loss(
-    x_BxCxD: jax.Array, wte_VxD: jax.Array, targets_BxC: jax.Array, vocab: int
+    x_BxCxD: jax.Array, wte_VxD: jax.Array, targets_BxC: jax.Array, vocab: int, cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of a chunk's cross-entropies, and its gradient by the logits."""
-    logits_BxCxV = logits(x_BxCxD, wte_VxD, vocab)
+    """Return the sum of a chunk's cross-entropies, and its gradient by the logits before the cap."""
+    logits_BxCxV = logits(x_BxCxD, wte_VxD, vocab, cap)
     is_target_BxCxV = _tokens_like(logits_BxCxV) == targets_BxC[..., None]
     normalizer_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     target_BxC = jnp.sum(jnp.where(is_target_BxCxV, logits_BxCxV, 0), axis=-1)
     probabilities_BxCxV = jnp.exp(logits_BxCxV - normalizer_BxC[..., None])
-    return jnp.sum(normalizer_BxC - target_BxC), probabilities_BxCxV - is_target_BxCxV.astype(jnp.float32)
+    dlogits_BxCxV = probabilities_BxCxV - is_target_BxCxV.astype(jnp.float32)
+    if cap is not None:  # the logits of padding are far beyond the cap, but their gradient is 0
+        dlogits_BxCxV *= 1 - jnp.square(jnp.clip(logits_BxCxV / cap, -1, 1))
+    return jnp.sum(normalizer_BxC - target_BxC), dlogits_BxCxV
 
 
 def _tokens_like(logits_BxTxV: jax.Array) -> jax.Array:

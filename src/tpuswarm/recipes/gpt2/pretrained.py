@@ -1,6 +1,5 @@
 """Read GPT-2 weights and tokenizers that Hugging Face's transformers stored."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -10,15 +9,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.config import SIZES, Config
 from tpuswarm.recipes.gpt2.hub import Published
 from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe, Characters, read_bpe, read_gpt2_files
+from tpuswarm.recipes.gpt2.weight_files import Tensors, open_tensors
 from tpuswarm.train.paths import leaf_paths
 
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MODEL_TENSORS = {"wte": "wte.weight", "wpe": "wpe.weight", "ln_f/scale": "ln_f.weight", "ln_f/bias": "ln_f.bias"}
 LAYER_TENSORS = {
     "blocks/ln_1/scale": "ln_1.weight",
@@ -39,10 +37,6 @@ HEAD_TENSOR = "lm_head.weight"
 PREFIX = "transformer."
 MASK_ENDINGS = (".attn.bias", ".attn.masked_bias")
 """Causal masks that older files store among the weights."""
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-WEIGHTS_WORDS = "weights (pickles are not read: save them as safetensors)"
-COMPARED_ROWS = 4096
-"""Rows of the head and the embedding that are compared at a time."""
 SIZE_KEYS = {"layers": "n_layer", "heads": "n_head", "width": "n_embd", "context": "n_positions", "vocab": "vocab_size"}
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
 """Defaults of transformers' GPT2Config."""
@@ -131,27 +125,16 @@ def load(place: Published, config: Config, like: Any) -> Any:
     that is missing, extra, of another shape or no float.
     """
     with ExitStack() as files:
-        tensors = _Tensors(place, files)
+        tensors = open_tensors(place, files, PREFIX)
+        tensors.drop(*MASK_ENDINGS)
+        tensors.drop_copy(HEAD_TENSOR, MODEL_TENSORS["wte"])
         tensors.check(_expected(config, read_config(place).context))
         leaves = []
         for path, leaf in zip(leaf_paths(like), jax.tree.leaves(like), strict=True):
-            read = partial(tensors.read, path, leaf, config)
+            read = partial(_read, tensors, path, leaf, config)
             made = jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
             leaves.append(jax.block_until_ready(made))  # otherwise the host holds copies of several leaves
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def digest(place: Published) -> str:
-    """Return the SHA-256 of a model's weight files and their names."""
-    total = hashlib.sha256()
-    for part in _parts(place):
-        path = place.get(part, WEIGHTS_WORDS)
-        try:
-            with path.open("rb") as file:
-                total.update(f"{part} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error}") from error
-    return total.hexdigest()
 
 
 def tensor_names(config: Config) -> Iterator[tuple[str, int | None, str]]:
@@ -176,72 +159,15 @@ def _expected(config: Config, context: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-class _Tensors:
-    """The tensors of a model, in one file or several; names are without the prefix."""
-
-    def __init__(self, place: Published, files: ExitStack):
-        self._place = place
-        self._slices: dict[str, Any] = {}
-        for part in _parts(place):
-            path = place.get(part, WEIGHTS_WORDS)
-            try:
-                file = files.enter_context(safe_open(str(path), framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                raise InputError(f"{path} is damaged or not a safetensors file: {error}") from error
-            for name in file.keys():  # noqa: SIM118  # not a mapping
-                self._slices[name.removeprefix(PREFIX)] = file.get_slice(name)
-
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise InputError unless exactly the expected tensors are there."""
-        shapes = {
-            name: tuple(part.get_shape()) for name, part in self._slices.items() if not name.endswith(MASK_ENDINGS)
-        }
-        head = shapes.pop(HEAD_TENSOR, None)
-        for problem, wrong in (
-            ("is missing", sorted(expected.keys() - shapes.keys())),
-            ("has an unknown tensor,", sorted(shapes.keys() - expected.keys())),
-        ):
-            if wrong:
-                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                raise InputError(f"{self._place.name} {problem} {wrong[0]}{more}; a GPT-2 has {len(expected)} tensors")
-        for name, shape in expected.items():
-            if shapes[name] != shape:
-                raise InputError(f"{name} of {self._place.name} is {shapes[name]}, its config.json says {shape}")
-            if (dtype := self._slices[name].get_dtype()) not in FLOAT_DTYPES:
-                raise InputError(f"{name} of {self._place.name} is {dtype}, not one of {', '.join(FLOAT_DTYPES)}")
-        if head is not None and not self._is_tied(head):
-            raise InputError(
-                f"{HEAD_TENSOR} of {self._place.name} differs from its {MODEL_TENSORS['wte']}: this GPT-2 has one leaf "
-                "for both, so one of them would be lost"
-            )
-
-    def _is_tied(self, shape: tuple[int, ...]) -> bool:
-        head, wte = self._slices[HEAD_TENSOR], self._slices[MODEL_TENSORS["wte"]]
-        if shape != tuple(wte.get_shape()):
-            return False
-        starts = range(0, shape[0], COMPARED_ROWS)
-        parts = (slice(start, min(start + COMPARED_ROWS, shape[0])) for start in starts)
-        return all(np.array_equal(head[part], wte[part]) for part in parts)
-
-    def read(self, path: str, leaf: Any, config: Config, index: tuple[slice, ...]) -> np.ndarray:
-        """Read the part `index` of one of our leaves; padding of the vocabulary is 0."""
-        first = range(leaf.shape[0])[index[0]]
-        part = np.zeros([len(range(size)[part]) for size, part in zip(leaf.shape, index, strict=True)], leaf.dtype)
-        if path in LAYER_TENSORS:
-            for row, layer in enumerate(first):
-                part[row] = self._slices[f"h.{layer}.{LAYER_TENSORS[path]}"][index[1:]]
-        else:
-            stop = min(first.stop, config.vocab) if path == "wte" else first.stop
-            if stop > first.start:
-                part[: stop - first.start] = self._slices[MODEL_TENSORS[path]][(slice(first.start, stop), *index[1:])]
-        return part
-
-
-def _parts(place: Published) -> list[str]:
-    index = None if place.find(WEIGHTS_FILE) else place.find(INDEX_FILE)
-    if index is None:
-        return [WEIGHTS_FILE]
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index} does not say which files hold the weights: {error!r}") from error
+def _read(tensors: Tensors, path: str, leaf: Any, config: Config, index: tuple[slice, ...]) -> np.ndarray:
+    """Read the part `index` of one of our leaves; padding of the vocabulary is 0."""
+    first = range(leaf.shape[0])[index[0]]
+    part = np.zeros([len(range(size)[part]) for size, part in zip(leaf.shape, index, strict=True)], leaf.dtype)
+    if path in LAYER_TENSORS:
+        for row, layer in enumerate(first):
+            part[row] = tensors[f"h.{layer}.{LAYER_TENSORS[path]}"][index[1:]]
+    else:
+        stop = min(first.stop, config.vocab) if path == "wte" else first.stop
+        if stop > first.start:
+            part[: stop - first.start] = tensors[MODEL_TENSORS[path]][(slice(first.start, stop), *index[1:])]
+    return part

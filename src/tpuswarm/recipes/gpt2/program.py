@@ -1,7 +1,7 @@
-"""The training program of GPT-2: loss, optimizer, learning rate."""
+"""The training program of a language model: loss, optimizer, learning rate."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +17,48 @@ from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Batch, Options
 from tpuswarm.train.supervised_program import SupervisedProgram
 
+Loss = Callable[[Any, jax.Array, jax.Array | None, int | None], jax.Array]
+"""(params, tokens_BxT1, key, bytes of logits at a time) → mean cross-entropy of the next tokens."""
 
-def make_program(
-    config: Config,
-    options: Options,
-    schedule: Callable[[jax.Array], jax.Array],
-    beta2: float,
-    weight_decay: float,
-    optimizer: str = "adamw",
-    moments: str = "f32",
-) -> SupervisedProgram:
-    """Return the program of a GPT-2 of this shape; it supports every option.
 
-    optimizer and moments: from config.OPTIMIZERS and config.MOMENTS.
-    """
-    moment_dtype = jnp.bfloat16 if moments == "bf16" else None
+class Optimizer(NamedTuple):
+    """How parameters are updated: names from config.OPTIMIZERS and config.MOMENTS; progress → learning rate."""
+
+    name: str
+    moments: str
+    schedule: Callable[[jax.Array], jax.Array]
+    beta2: float
+    weight_decay: float
+
+
+def gpt2_program(config: Config, options: Options, optimizer: Optimizer) -> SupervisedProgram:
+    """Return the program of a GPT-2 of this shape; it supports every option."""
+
+    def loss(params: model.Params, tokens_BxT1: jax.Array, key: jax.Array | None, chunk_bytes: int | None) -> jax.Array:
+        x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], config, options, key)
+        return mean_loss(x_BxTxD, params["wte"], tokens_BxT1[:, 1:], config.vocab, chunk_bytes)
+
+    return language_program(
+        lambda key: model.init(key, config), loss, config.context, options, optimizer, {"wte": "head"}
+    )
+
+
+def language_program(
+    init: Callable[[jax.Array], Any], loss: Loss, context: int, options: Options, optimizer: Optimizer,
+    tied: Mapping[str, str],
+) -> SupervisedProgram:  # fmt: skip
+    """Return the program of a model of text; it supports every option. tied: as in SupervisedProgram."""
+    moment_dtype = jnp.bfloat16 if optimizer.moments == "bf16" else None
     chunk_bytes = _gpu_chunk_bytes(options.memory) if options.platform == "gpu" else None
 
-    def loss(params: model.Params, batch: Batch, key: jax.Array | None) -> jax.Array:
-        tokens_BxT1 = batch["tokens"]
-        x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], config, options, key)
-        return mean_loss(x_BxTxD, params["wte"], tokens_BxT1[:, 1:], config, chunk_bytes)
+    def batch_loss(params: Any, batch: Batch, key: jax.Array | None) -> jax.Array:
+        return loss(params, batch["tokens"], key, chunk_bytes)
 
     def transformation(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
-        if optimizer == "muon":
+        _, _, _, beta2, weight_decay = optimizer
+        if optimizer.name == "muon":
             return muon(rate, beta2, weight_decay, decay_mask, moment_dtype)
-        if optimizer == "adafactor":  # unlike AdamW it does not multiply the decay by the rate
+        if optimizer.name == "adafactor":  # unlike AdamW it does not multiply the decay by the rate
             return optax.adafactor(
                 rate, multiply_by_parameter_scale=False, weight_decay_rate=weight_decay * rate,
                 weight_decay_mask=decay_mask,
@@ -50,19 +66,19 @@ def make_program(
         return optax.adamw(rate, b2=beta2, weight_decay=weight_decay, mask=decay_mask, mu_dtype=moment_dtype)
 
     def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return {"tokens": jax.ShapeDtypeStruct((size, config.context + 1), np.dtype(np.int32))}
+        return {"tokens": jax.ShapeDtypeStruct((size, context + 1), np.dtype(np.int32))}
 
     # The model casts itself: norms, softmax and loss stay in float32 under bf16.
-    full = in_precision(loss, "highest") if options.precision == "highest" else loss
+    full = in_precision(batch_loss, "highest") if options.precision == "highest" else batch_loss
     return SupervisedProgram(
-        lambda key: model.init(key, config),
+        init,
         full,
         transformation,
-        schedule,
+        optimizer.schedule,
         spec,
         options,
-        tokens_per_row=config.context,
-        tied={"wte": "head"},
+        tokens_per_row=context,
+        tied=tied,
         micro_batches=True,
     )
 

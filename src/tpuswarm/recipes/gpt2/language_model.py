@@ -1,0 +1,307 @@
+"""A language model and its text: what GPT-2 and the other decoders share."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from tpuswarm.config.limits import NUMBER_LIMITS
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.units import check_number
+from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
+from tpuswarm.recipes.gpt2.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, Kind
+from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_published
+from tpuswarm.train.recipe import Recipe, Source
+
+if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
+    import jax
+
+    from tpuswarm.recipes.gpt2.program import Optimizer
+    from tpuswarm.recipes.gpt2.tokenizer import Tokenizer
+    from tpuswarm.recipes.gpt2.tokens import Tokens
+
+FAKE_VOCAB_SIZE = 65
+SEPARATORS = ("endoftext", "none")
+LIMITS: dict[str, Mapping[str, float]] = {
+    "vocab": {"least": 1},
+    "context": {"least": 2},
+    "lr": {"above": 0},
+    "lr_end": {"least": 0},
+    "warmup": {"least": 0, "below": 1},  # a share of the run
+    "beta2": {"least": 0, "below": 1},
+    "weight_decay": {"least": 0},
+    "held_out": {"least": 0, "below": 1},  # a share of the text
+    "seed": NUMBER_LIMITS["seed"],
+}
+
+
+class LanguageModel(Recipe):
+    """A model of text; a subclass gives the model.
+
+    - data: path or URL of text, `fake` for random tokens, None for the Python standard library's source.
+    - json_field: the field with the text in .jsonl files; `none` reads them as plain text.
+    - separator: `endoftext` puts the tokenizer's end of text between files and between .jsonl lines; `none` nothing.
+    - held_out: share of the text, at its end, that is not trained on.
+    - tokenizer: characters (of the data, or `alphabet`), bytes, bpe (trained on the data for a vocabulary of
+      `bpe_vocab`; `tokenizer_digest` is the fingerprint of a known one), or a published model's (gpt2, hf:ORG/NAME,
+      hf:DIR).
+    - vocab: of the model; None: as large as the tokenizer needs.
+    - optimizer: adamw, muon (for the layers' matrices) or adafactor (with the smallest state).
+    - moments: bf16 halves the first moment of adamw and muon.
+    - lr: peak learning rate, reached after the share `warmup` of the run; a cosine lowers it to lr_end.
+    - seed: of the order of the rows.
+    """
+
+    forms = ("remat", "accumulate")
+    identity: tuple[str, ...] = ("tokenizer", "alphabet", "tokenizer_digest")
+    option_defaults: dict[str, Any]
+    home: Path | None = None
+
+    def __init__(
+        self,
+        *,
+        data: str | None,
+        json_field: str | None,
+        separator: str | None,
+        held_out: float | None,
+        tokenizer: str,
+        has_default_tokenizer: bool,
+        alphabet: str | None,
+        tokenizer_digest: str | None,
+        vocab: int | None,
+        bpe_vocab: int,
+        context: int,
+        optimizer: str,
+        moments: str,
+        lr: float,
+        lr_end: float | None,
+        warmup: float,
+        beta2: float,
+        weight_decay: float,
+        seed: int,
+    ):
+        self._is_local = data is not None and data != "fake" and "://" not in data
+        self._data = str(Path(str(data)).expanduser().absolute()) if self._is_local else data
+        self._json_field, self._separator, self._held_out = json_field, separator, held_out
+        self._has_default_tokenizer = has_default_tokenizer
+        self._published = _absolute(tokenizer) if is_place(tokenizer) else None
+        self._kind: Kind = "bpe" if self._published else _kind(tokenizer)
+        self._alphabet, self._tokenizer_digest = alphabet, tokenizer_digest
+        self._vocab, self._bpe_vocab, self._context = vocab, bpe_vocab, context
+        self._optimizer, self._moments = optimizer, moments
+        self._lr, self._lr_end = lr, lr / 10 if lr_end is None else lr_end
+        self._warmup, self._beta2, self._weight_decay, self._seed = warmup, beta2, weight_decay, seed
+        for name, limits in LIMITS.items():
+            if (value := getattr(self, f"_{name}")) is not None:
+                check_number(value, name, **limits)
+        if optimizer not in OPTIMIZERS:
+            raise InputError(f"unknown optimizer {optimizer!r}; {did_you_mean(optimizer, OPTIMIZERS)}")
+        if moments not in MOMENTS:
+            raise InputError(f"unknown moments {moments!r}; {did_you_mean(moments, MOMENTS)}")
+        if moments != "f32" and optimizer == "adafactor":
+            raise InputError("adafactor has no first moment: leave --moments out")
+        if separator not in (None, *SEPARATORS):
+            raise InputError(f"unknown separator {separator!r}; {did_you_mean(separator, SEPARATORS)}")
+        if separator == "endoftext" and self._kind != "bpe":
+            raise InputError(f"{self._kind} have no <|endoftext|>; use --tokenizer bpe or gpt2, or --separator none")
+        self.option_defaults = {
+            "context": context, "tokenizer": tokenizer, "lr": self._lr, "lr_end": self._lr_end, "warmup": warmup,
+            "beta2": beta2, "held_out": DEFAULT_HELD_OUT_SHARE,
+        }  # fmt: skip
+
+    def options(self) -> dict[str, Any]:
+        """Return every option that rebuilds this recipe, including the alphabet of its data."""
+        tokenizer_key = {self.tokenizer.kind: self.tokenizer.key} if self.tokenizer else {}
+        options = {
+            **self._shape_options(),
+            "data": self._data,
+            "json_field": self._json_field,
+            "separator": self._separator,
+            "held_out": self._held_out,
+            "tokenizer": self._kind,
+            "alphabet": tokenizer_key.get("characters"),
+            "tokenizer_digest": tokenizer_key.get("bpe"),
+            "context": self._context,
+            "vocab": self.vocab,
+            "optimizer": None if self._optimizer == "adamw" else self._optimizer,  # older runs do not have it
+            "moments": None if self._moments == "f32" else self._moments,
+            "lr": self._lr,
+            "lr_end": self._lr_end,
+            "warmup": self._warmup,
+            "beta2": self._beta2,
+            "weight_decay": self._weight_decay,
+            "seed": self._seed,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    def describe(self) -> dict[str, str]:
+        """Describe the shape, the text and the schedule."""
+        layers, width = self._layers_and_width()
+        words = {
+            "model": f"{layers} layers, width {width}, context {self._context}",
+            "data": "random tokens",
+            "learning rate": f"{self._lr:g} after a warm-up of {self._warmup:.0%}, then a cosine to {self._lr_end:g}",
+        }
+        if self._data != "fake":
+            unit = self._kind if self._kind in ("characters", "bytes") else "tokens"
+            held_out, _ = self._held_out_part()
+            trained = len(self._tokens.array) - held_out
+            words["data"] = f"{trained:,} {unit} to train on, {held_out:,} held out"
+        return words
+
+    def _layers_and_width(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _shape_options(self) -> dict[str, Any]:
+        """Return the options of the subclass."""
+        raise NotImplementedError
+
+    @cached_property
+    def vocab(self) -> int:
+        """The model's vocabulary."""
+        needed = self._needed_vocab()
+        vocab = self._vocab if self._vocab is not None else needed or FAKE_VOCAB_SIZE
+        if needed > vocab:
+            raise InputError(
+                f"the tokenizer ({self._kind}) needs a vocabulary of {needed}, not {vocab}; use --vocab {needed}"
+            )
+        return vocab
+
+    def _needed_vocab(self) -> int:
+        return self.tokenizer.vocab if self.tokenizer else 0
+
+    def optimizer(self) -> "Optimizer":
+        """Return how parameters are updated."""
+        from tpuswarm.recipes.gpt2.program import Optimizer
+
+        return Optimizer(self._optimizer, self._moments, self.schedule, self._beta2, self._weight_decay)
+
+    def schedule(self, progress: "jax.Array") -> "jax.Array":
+        """Return the learning rate at a share of the run: linear warm-up, then a cosine to lr_end."""
+        from tpuswarm.recipes.gpt2.program import warmup_then_cosine
+
+        return warmup_then_cosine(progress, self._lr, self._lr_end, self._warmup)
+
+    def require_data(self) -> None:
+        """Raise InputError if a local path has no text; a server is contacted later, when its files are read."""
+        from tpuswarm.recipes.gpt2.text import open_text
+
+        if self._is_local:
+            open_text(self._data)
+
+    def share(self, folder: Path) -> dict[str, Any]:
+        """Copy the tokens; fake ones need no files."""
+        if self._data == "fake":
+            return {}
+        from tpuswarm.recipes.gpt2.tokens import share_tokens
+
+        share_tokens(self._tokens, folder)
+        return {"data": str(folder)}
+
+    def keep(self, folder: Path) -> None:
+        """Write a BPE's tokenizer.json."""
+        from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe
+        from tpuswarm.train.process.atomic import write_atomically
+        from tpuswarm.train.run.directory import writing
+
+        if isinstance(self.tokenizer, Bpe):
+            with writing(folder / TOKENIZER_FILE):
+                write_atomically(folder / TOKENIZER_FILE, self.tokenizer.text)
+
+    @cached_property
+    def _tokens(self) -> "Tokens":
+        from tpuswarm.recipes.gpt2.text import NO_FIELD
+        from tpuswarm.recipes.gpt2.tokens import Reading, prepare_tokens
+
+        field = self._json_field or "text"
+        has_ends = None if self._separator is None else self._separator == "endoftext"
+        return prepare_tokens(
+            self._data,
+            self._kind,
+            given=self._known_tokenizer,
+            key=None if self._published else self._tokenizer_digest,
+            vocab=self._bpe_vocab,
+            reading=Reading(None if field == NO_FIELD else field, has_ends),
+        )
+
+    @cached_property
+    def _known_tokenizer(self) -> "Tokenizer | None":
+        """The tokenizer, unless it must be made from the text."""
+        from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Characters, read_bpe
+
+        if self._kind == "bytes":
+            return Bytes()
+        if self._kind == "characters":
+            return Characters(self._alphabet) if self._alphabet is not None else None
+        if self._published:
+            from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+
+            try:
+                published = read_tokenizer(open_published(self._published))
+            except TpuswarmError as error:
+                if not self._has_default_tokenizer:
+                    raise
+                raise type(error)(
+                    f"{self.name} reads text with GPT-2's tokenizer: {error}; or use --tokenizer bpe, which trains "
+                    "one on the text, or --tokenizer bytes"
+                ) from error
+            if not isinstance(published, Bpe):
+                raise InputError(f"{self._published} has no BPE; use --tokenizer gpt2, or hf:… of a model that has one")
+            return published
+        if self._tokenizer_digest is None or self.home is None or not (self.home / TOKENIZER_FILE).exists():
+            return None
+        saved = read_bpe(self.home / TOKENIZER_FILE)
+        if saved.key != self._tokenizer_digest:
+            raise InputError(
+                f"{self.home / TOKENIZER_FILE} is not the tokenizer of this run ({saved.key[:12]}…, not "
+                f"{self._tokenizer_digest[:12]}…); restore the original"
+            )
+        return saved
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer | None":
+        """The tokenizer; None for fake data."""
+        if self._data == "fake":
+            return None
+        return self._known_tokenizer or self._tokens.tokenizer
+
+    def data(self, split: str) -> Source:
+        """Return the rows of a split; the end of the text is held out."""
+        from tpuswarm.recipes.gpt2.tokens import FakeTokens, TokenSource, split_tokens
+
+        context = self._context
+        if split not in ("train", "validation", "all"):
+            raise NoSuchSplit(f"a text has no {split} part; evaluate it on another text, with --data")
+        if self._data == "fake":
+            return FakeTokens(self.vocab, context, self._seed, split == "validation")
+        text = self._data or "the Python standard library"
+        name = text if split == "all" else f"the {split} part of {text}"
+        if split == "validation" and self._held_out == 0:
+            raise NoSuchSplit(f"nothing of {text} is held out (held-out is 0)")
+        held_out, digest = self._held_out_part()
+        array = split_tokens(self._tokens.array, split, held_out)
+        if split == "validation" and self._held_out is None and len(array) <= context:  # held_out is the default
+            raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
+        return TokenSource(array, context, self._seed, digest, name)
+
+    def _held_out_part(self) -> tuple[int, str]:
+        """Return the number of held-out tokens, and the digest of tokens with such a split."""
+        tokens = self._tokens
+        if self._held_out is None and tokens.held_out is not None:
+            return tokens.held_out, f"{tokens.digest}-{tokens.held_out}"
+        share = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
+        return int(len(tokens.array) * share), tokens.digest
+
+
+def _kind(name: str) -> Kind:
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    if name not in kinds:
+        names = [*kinds, *RELEASED]
+        raise InputError(f"unknown tokenizer {name!r}; {did_you_mean(name, names)}, or hf:ORG/NAME or hf:DIR")
+    return next(kind for kind in kinds if kind == name)
+
+
+def _absolute(place: str) -> str:
+    """Return a published model's name with an absolute path."""
+    folder = Path(place.removeprefix(PREFIX)).expanduser()
+    return f"{PREFIX}{folder.absolute()}" if place.startswith(PREFIX) and folder.is_dir() else place

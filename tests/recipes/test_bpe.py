@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Library
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2 import text as texts
@@ -56,6 +58,61 @@ def test_pieces_have_the_tokens_of_the_whole(text, places):
     assert "".join(pieces) == text
     tokens = [number for piece in pieces for number in TOKENIZER.encode(piece).tolist()]
     assert tokens == TOKENIZER._library.encode(text, add_special_tokens=False).ids
+
+
+def other_tokenizers():
+    """Tokenizers like those of Llama 3 and Qwen, Gemma, and Llama 2."""
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    words += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    byte_level = Library(models.BPE())
+    byte_level.normalizer = normalizers.NFC()
+    byte_level.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    byte_level.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    byte_level.train_from_iterator(
+        [CORPUS],
+        trainers.BpeTrainer(
+            vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|end_of_text|>", "<|begin_of_text|>"]
+        ),
+    )
+    byte_level.post_processor = processors.TemplateProcessing(
+        "<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 1)]
+    )
+    yield byte_level
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    for marks in ([], [normalizers.Prepend("\u2581")]):
+        pieces = Library(models.BPE(byte_fallback=True, fuse_unk=True))
+        pieces.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", "\u2581")])
+        pieces.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+        pieces.train_from_iterator(
+            CORPUS.splitlines(), trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "<eos>", *fallback])
+        )
+        yield pieces
+
+
+OTHERS = [Bpe(library.to_str(), "theirs") for library in other_tokenizers()]
+
+
+@pytest.mark.parametrize("bpe", OTHERS, ids=["llama-3", "gemma", "llama-2"])
+@given(text=HARD, places=st.lists(st.integers(0, 60)))
+def test_other_tokenizers_pieces_have_the_tokens_of_the_whole_too(bpe, text, places):
+    cuts = sorted({0, *(place for place in places if place < len(text)), len(text)})
+    pieces = list(bpe.cut(text[a:b] for a, b in pairwise(cuts)))
+    assert "".join(pieces) == text
+    tokens = [number for piece in pieces for number in bpe.encode(piece).tolist()]
+    assert tokens == bpe._library.encode(text, add_special_tokens=False).ids
+
+
+def test_documents_begin_and_end_as_the_tokenizer_says(corpus):
+    llama, gemma, _ = OTHERS
+    assert (llama.begin_text, llama.end_text) == ("<|begin_of_text|>", "<|end_of_text|>")
+    assert (gemma.begin_text, gemma.end_text) == ("", "<eos>")
+    assert len(list(llama.cut(["a\nb", "\nc"]))) == 3  # not one large piece
 
 
 def test_small_pieces_make_the_same_tokenizer_and_tokens(corpus, tmp_path, monkeypatch):
@@ -109,9 +166,7 @@ def test_members_of_a_swarm_get_the_tokenizer_with_the_tokens(corpus, tmp_path, 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"normalizer": {"type": "Lowercase"}}, "normalizes the text first, with Lowercase"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text with"),
-        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}, "add_prefix_space"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "it does not work on bytes"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "its model is WordLevel"),
         ({"version": "x"}, "is not a tokenizer"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "256 of the 256 bytes have no token"),

@@ -5,10 +5,11 @@ and encoding in pieces that gives the tokens of the whole text.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,10 @@ MIN_BPE_VOCAB = 257
 CHUNK_CHARS = 2**16
 """Length of the pieces that the library encodes in parallel."""
 UNTIL_BORDER = re.compile(r".*\S(?=[ \n])", re.DOTALL)
+LINE_BORDER = re.compile(r".*\n(?=\S)", re.DOTALL)
+PREPENDS = re.compile(r'"type": "Prepend"|"prepend_scheme": "(first|always)"|"add_prefix_space": true')
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
+"""Of GPT-2, Qwen, OLMo and SmolLM; Llama 3; Gemma; Llama 2 and Mistral."""
 
 
 class Tokenizer(Protocol):
@@ -115,7 +120,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 class Bpe:
-    """A tokenizer.json like GPT-2's; encodes any text."""
+    """The BPE of a tokenizer.json; encodes any text."""
 
     kind: Kind = "bpe"
 
@@ -129,20 +134,38 @@ class Bpe:
         except Exception as error:  # the library raises Exception itself
             raise InputError(f"{name} is not a tokenizer: {error}") from error
         facts = json.loads(self._library.to_str())  # adds settings that older files leave out
-        if reason := _difference_to_gpt2(facts):
-            raise InputError(f"{name} is not a byte-level BPE like GPT-2's: {reason}")
+        if reason := _problem(facts):
+            raise InputError(f"{name} cannot be used: {reason}")
+        self._is_gpt2s = _splits_like_gpt2(facts)
+        self._cut: Callable[[Iterable[str]], Iterator[str]] = whole_words
+        if not self._is_gpt2s:
+            self._cut = whole_lines if _has_borders_at_lines(facts) else whole_text
         self._library.no_truncation()
         self._library.no_padding()
         self.text = text
-        self.key = _fingerprint(facts)
+        self.key = _fingerprint(facts) if self._is_gpt2s else _digest(facts)
         self.vocab = max(self._library.get_vocab().values()) + 1
-        self.end = self._library.token_to_id(END_OF_TEXT)
+        special = {token["content"] for token in facts["added_tokens"]}
+        self.end_text = next((each for each in ENDS_OF_TEXT if each in special), "")
+        """Stands between documents; empty if there is none."""
+        self.begin_text = "" if self._is_gpt2s else self._begin_text()
+        """Stands before each document; empty if there is none."""
+        self.end = self._library.token_to_id(self.end_text) if self.end_text else None
+
+    def _begin_text(self) -> str:
+        encoding = self._library.encode("a")
+        marks = zip(encoding.tokens, encoding.special_tokens_mask, strict=True)
+        return "".join(token for token, _ in itertools.takewhile(lambda pair: pair[1], marks))
 
     def encode(self, text: str) -> np.ndarray:
-        """Return uint32 token numbers; `<|endoftext|>` in the text is one token."""
-        chunks = whole_words(text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS))
+        """Return uint32 token numbers; the end of text and other special tokens in the text are one token each."""
+        chunks = self.cut(text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS))
         encodings = self._library.encode_batch_fast(list(chunks), add_special_tokens=False)
         return np.concatenate([np.zeros(0, np.uint32), *(np.array(chunk.ids, np.uint32) for chunk in encodings)])
+
+    def cut(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Cut a text anew into pieces whose tokens, joined, are the tokens of the whole text."""
+        return self._cut(pieces)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD, numbers beyond the vocabulary nothing."""
@@ -155,15 +178,28 @@ def whole_words(pieces: Iterable[str]) -> Iterator[str]:
     A piece ends before a space or line break that follows a visible character. GPT-2's pattern never matches across
     such a place, and no match depends on the text behind it.
     """
+    return _cut_at(UNTIL_BORDER, pieces)
+
+
+def _cut_at(border: re.Pattern[str], pieces: Iterable[str]) -> Iterator[str]:
     rest = ""
     for piece in pieces:
         searched = max(len(rest) - 1, 0)
         rest += piece
-        if border := UNTIL_BORDER.match(rest, searched):
-            yield rest[: border.end()]
-            rest = rest[border.end() :]
+        if found := border.match(rest, searched):
+            yield rest[: found.end()]
+            rest = rest[found.end() :]
     if rest:
         yield rest
+
+
+def whole_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """Cut a text anew where a line break is followed by a visible character."""
+    return _cut_at(LINE_BORDER, pieces)
+
+
+def whole_text(pieces: Iterable[str]) -> Iterator[str]:
+    yield "".join(pieces)
 
 
 def train_bpe(pieces: Iterable[str], vocab: int) -> Bpe:
@@ -185,7 +221,7 @@ def train_bpe(pieces: Iterable[str], vocab: int) -> Bpe:
 
 
 def read_bpe(path: Path) -> Bpe:
-    """Read a tokenizer.json. Raises InputError if it is not like GPT-2's."""
+    """Read a tokenizer.json. Raises InputError if it cannot be used."""
     try:
         return Bpe(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -232,24 +268,56 @@ def _byte_character(number: int) -> str:
     return chr(number if number in visible else 256 + number - sum(other < number for other in visible))
 
 
-def _difference_to_gpt2(facts: dict[str, Any]) -> str | None:
-    """Return how a tokenizer.json differs from GPT-2's kind, so that `whole_words` would be wrong; None if it fits."""
-    model, cut = facts["model"], facts["pre_tokenizer"] or {}
-    if model.get("type", "BPE") != "BPE":
-        return f"its model is {model['type']}"
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
-        if model.get(name):
-            return f"it has {name} {model[name]}"
-    if facts["normalizer"]:
-        return f"it normalizes the text first, with {facts['normalizer'].get('type')}"
-    if cut.get("type") != "ByteLevel" or cut.get("add_prefix_space") or not cut.get("use_regex", True):
-        return f"it splits text with {json.dumps(cut)[:100]}"
-    if missing := set(pre_tokenizers.ByteLevel.alphabet()) - model["vocab"].keys():
+def _problem(facts: dict[str, Any]) -> str | None:
+    """Return why a tokenizer.json cannot be used; None if it always gives the same tokens and loses no text."""
+    model = facts["model"]
+    if (kind := model.get("type", "BPE")) != "BPE":
+        return f"its model is {kind}, not BPE"
+    if model.get("dropout"):
+        return f"it has dropout {model['dropout']}"
+    if model.get("byte_fallback"):
+        needed = {f"<0x{byte:02X}>" for byte in range(256)}
+    elif '"ByteLevel"' in json.dumps([facts["normalizer"], facts["pre_tokenizer"]]):
+        needed = set(pre_tokenizers.ByteLevel.alphabet())
+    else:
+        return "it does not work on bytes, so it would lose the characters that it does not know"
+    if missing := needed - model["vocab"].keys():
         return f"{len(missing)} of the 256 bytes have no token, so it would silently drop text"
-    for token in facts["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\s", token["content"]):
-            return f"its token {token['content']!r} strips spaces or matches whole words only"
     return None
+
+
+def _splits_like_gpt2(facts: dict[str, Any]) -> bool:
+    """Whether `whole_words` cuts a text right for it."""
+    model, cut = facts["model"], facts["pre_tokenizer"] or {}
+    changes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    if any(model.get(name) for name in changes) or facts["normalizer"]:
+        return False
+    if cut.get("type") != "ByteLevel" or cut.get("add_prefix_space") or not cut.get("use_regex", True):
+        return False
+    return not any(
+        token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\s", token["content"])
+        for token in facts["added_tokens"]
+    )
+
+
+def _has_borders_at_lines(facts: dict[str, Any]) -> bool:
+    """Whether no token crosses from a line break to a visible character, and none depends on what stands before a line.
+
+    Merges never cross if no token of the vocabulary does. A normalizer or pre-tokenizer that puts a space before the
+    text would put one before each piece.
+    """
+    if PREPENDS.search(json.dumps([facts["normalizer"], facts["pre_tokenizer"]])):
+        return False
+    line_break, *spaces = (_byte_character(ord(space)) for space in "\n\r\t ")
+    crossing = re.compile(rf"[\n{line_break}][^\s\u2581{line_break}{''.join(spaces)}]")
+    words = itertools.chain(facts["model"]["vocab"], (token["content"] for token in facts["added_tokens"]))
+    return not any(crossing.search(word) for word in words)
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    """Return the SHA-256 of everything in a tokenizer.json that decides the numbers."""
+    kept = {name: value for name, value in facts.items() if name not in ("version", "truncation", "padding")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _fingerprint(facts: dict[str, Any]) -> str:

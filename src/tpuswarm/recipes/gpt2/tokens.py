@@ -1,6 +1,7 @@
 """A memory map of a text's token numbers, made once, and its rows in a seeded infinite order."""
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -28,7 +29,6 @@ from tpuswarm.recipes.gpt2.tokenizer import (
     Tokenizer,
     read_bpe,
     train_bpe,
-    whole_words,
 )
 from tpuswarm.recipes.prepared import (
     DESCRIPTION,
@@ -191,22 +191,25 @@ def _tokenizer_of(text: Text, kind: Kind, vocab: int, advance: Advance) -> Token
 
 
 def _separator(text: Text, tokenizer: Tokenizer, reading: Reading) -> str:
-    has_end = isinstance(tokenizer, Bpe) and tokenizer.end is not None
-    if reading.ends and not has_end and text.has_documents:
+    end = tokenizer.end_text if isinstance(tokenizer, Bpe) else ""
+    if reading.ends and not end and text.has_documents:
         raise InputError(
             f"this tokenizer ({tokenizer.kind}) has no {END_OF_TEXT}; use --separator none or another --tokenizer"
         )
-    return END_OF_TEXT if has_end and reading.ends is not False else ""
+    return end if reading.ends is not False else ""
 
 
 def _numbers(text: Text, tokenizer: Tokenizer, end: str, advance: Advance) -> Iterator[np.ndarray]:
     if tokenizer.kind == "bytes":
         for raw in text.raw_pieces(advance):
             yield np.frombuffer(raw, np.uint8)
-    else:
-        pieces = text.pieces(advance, end)
-        for piece in whole_words(pieces) if tokenizer.kind == "bpe" else pieces:
+    elif isinstance(tokenizer, Bpe):
+        begin = tokenizer.begin_text
+        pieces = text.pieces(advance, end and end + begin)
+        for piece in tokenizer.cut(itertools.chain([begin] * bool(begin), pieces)):
             yield tokenizer.encode(piece)
+    else:
+        yield from map(tokenizer.encode, text.pieces(advance, end))
 
 
 class TokenSource:

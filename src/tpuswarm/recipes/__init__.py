@@ -9,6 +9,7 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 
 GPT2 = "tpuswarm.recipes.gpt2.recipe:GPT2"
+DECODER = "tpuswarm.recipes.decoder.recipe:Decoder"
 STYLEGAN2 = "tpuswarm.recipes.stylegan2.recipe:StyleGAN2"
 
 BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
@@ -17,6 +18,8 @@ BUILT_IN: dict[str, tuple[str, dict[str, str]]] = {
     "gpt2-355m": (GPT2, {"size": "355m"}),
     "gpt2-774m": (GPT2, {"size": "774m"}),
     "gpt2-1558m": (GPT2, {"size": "1558m"}),
+    "llama-tiny": (DECODER, {"size": "tiny"}),
+    "llama-300m": (DECODER, {"size": "300m"}),
     "stylegan2-32": (STYLEGAN2, {"resolution": "32", "lr": "0.004", "r1": "1", "average": "2000"}),
     **{f"stylegan2-{side}": (STYLEGAN2, {"resolution": f"{side}"}) for side in (64, 128, 256, 512, 1024)},
 }
@@ -33,8 +36,12 @@ ALIASES = {
 def find(name: str) -> tuple[str, dict[str, str]]:
     """Return the class and preset options of a recipe; `module:Name` and `file.py:Name` are returned unchanged.
 
+    hf:ORG/NAME and hf:DIR mean a published language model.
+
     Raises InputError with the nearest name for an unknown one.
     """
+    if name.startswith("hf:"):
+        return DECODER, {"architecture": name}
     if ":" in name:
         return name, {}
     if name.endswith(".py"):

@@ -58,6 +58,8 @@ def read_options(context: typer.Context) -> TrainOptions:
     if (params["recipe"] or "").startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm train RECIPE {params['recipe']} …")
     params |= {"recipe": params["recipe"] or _recipe_of_run(params["run"])}
+    if params["recipe"].startswith("hf:") and params["init_from"] is None:  # go on from its weights
+        params |= {"init_from": params["recipe"]}
     table = _read_table(params, recipe_options(context.args, "train"))
     folder = refreshed_folder(table.run) if table.run else None
     if folder:

@@ -1,0 +1,1 @@
+"""Today's language models: Llama, Mistral, Qwen, Gemma, SmolLM and OLMo, as one decoder."""

@@ -1,0 +1,80 @@
+"""The shape of a decoder-only language model, for every family that is supported."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tpuswarm.recipes.gpt2.config import TILE_SIZE
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions (Su et al. 2021).
+
+    Each angle is its frequency times the position; cosines and sines are multiplied by `scale`.
+    """
+
+    frequencies: tuple[float, ...]
+    """float[K / 2], in radians per token; all 0 for a layer without positions."""
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How one layer attends."""
+
+    rotary: int = 0
+    """Index into `Config.rotaries`."""
+    window: int | None = None
+    """A token attends to so many tokens, itself included; None: to all before it."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shape of one decoder. Vocabulary and context of a run may be smaller than those that a model was made for."""
+
+    width: int
+    mlp_width: int
+    heads: int
+    kv_heads: int
+    """Divides `heads`: so many heads share a key and a value (Ainslie et al. 2023)."""
+    head_width: int
+    vocab: int
+    context: int
+    layers: tuple[Layer, ...]
+    rotaries: tuple[Rotary, ...]
+    norm_epsilon: float
+    attention_scale: float
+    """Factor of the scores before the softmax."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the gate; `gelu` is the approximation by tanh."""
+    norm_inputs: bool = True
+    """Whether attention and MLP normalize what they read."""
+    norm_outputs: bool = False
+    """Whether they normalize what they add."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + scale, so that scales start at 0."""
+    norm_heads: Literal["none", "each", "all"] = "none"
+    """Whether queries and keys are normalized, over each head or over all heads."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Of attention's output."""
+    mlp_bias: bool = False
+    tied: bool = True
+    """Whether the embedding is the output head too."""
+    embedding_scale: float = 1.0
+    score_cap: float | None = None
+    """Scores s become cap tanh(s / cap)."""
+    logit_cap: float | None = None
+    deviation: float = 0.02
+    """Of the first parameters."""
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab // TILE_SIZE) * TILE_SIZE
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels compute its attention: every layer sees the whole context, and scores have no cap."""
+        return self.score_cap is None and all(
+            layer.window is None or layer.window >= self.context for layer in self.layers
+        )

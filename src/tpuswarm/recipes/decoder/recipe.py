@@ -1,0 +1,247 @@
+"""The recipe of today's language models.
+
+    tpuswarm train llama-tiny --data tinyshakespeare.txt
+    tpuswarm train hf:Qwen/Qwen3-0.6B --data my-text/
+
+The first trains from scratch. The second goes on from published weights, of any family that `architecture` reads.
+"""
+
+import json
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpuswarm.config.nearest import did_you_mean
+from tpuswarm.config.units import check_number
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.decoder import architecture as shapes
+from tpuswarm.recipes.decoder.config import Config
+from tpuswarm.recipes.gpt2.hub import PREFIX, open_published
+from tpuswarm.recipes.gpt2.language_model import LanguageModel
+from tpuswarm.train.recipe import Options
+
+if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
+    from tpuswarm.train.supervised_program import SupervisedProgram
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "mlp_width": 352, "context": 64, "lr": 2e-3},
+    "300m": {"layers": 24, "width": 1024, "heads": 16, "kv_heads": 8, "mlp_width": 2816, "context": 2048, "lr": 6e-4},
+}
+"""Sizes of models that are trained from scratch, all in the family llama."""
+FIELDS = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "mlp_width": "intermediate_size",
+}  # fmt: skip
+"""Our options → the fields of a config.json."""
+MAX_DEFAULT_CONTEXT = 2048
+TUNING_LR = 2e-5
+"""Peak learning rate on published weights, as in Touvron et al. 2023 (Llama 2), section 3.1."""
+
+
+class Decoder(LanguageModel):
+    """One decoder and its text; options that are None follow from the size, the architecture or the data.
+
+    - size: tiny or 300m, for a model in the family llama that is trained from scratch.
+    - architecture: instead of a size, a published model (hf:ORG/NAME, hf:DIR) or the content of its config.json.
+    - layers, width, heads, kv_heads, mlp_width: of a model that is trained from scratch.
+    - context: tokens of a row, at most those that the model was made for.
+    Others: LanguageModel.
+    """
+
+    identity = (*LanguageModel.identity, "architecture")
+    target = "tpuswarm.recipes.decoder.recipe:Decoder"
+
+    def __init__(
+        self,
+        *,
+        size: str | None = None,
+        architecture: str | None = None,
+        data: str | None = None,
+        json_field: str | None = None,
+        separator: str | None = None,
+        held_out: float | None = None,
+        tokenizer: str | None = None,
+        alphabet: str | None = None,
+        tokenizer_digest: str | None = None,
+        layers: int | None = None,
+        width: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        mlp_width: int | None = None,
+        context: int | None = None,
+        vocab: int | None = None,
+        optimizer: str = "adamw",
+        moments: str = "f32",
+        lr: float | None = None,
+        lr_end: float | None = None,
+        warmup: float | None = None,
+        beta2: float | None = None,
+        weight_decay: float = 0.1,
+        seed: int = 0,
+    ):
+        given = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp_width": mlp_width}
+        given = {name: value for name, value in given.items() if value is not None}
+        if architecture is not None:
+            if given:
+                name = next(iter(given)).replace("_", "-")
+                raise InputError(f"--{name} is for models that are trained from scratch: their shape is free")
+            published = open_published(architecture) if architecture.startswith(PREFIX) else None
+            tokenizer = tokenizer or (architecture if published else None)
+            self._facts = shapes.facts_of(published) if published else _parsed(architecture)
+            self.name = str(self._facts.get("model_type"))
+            self._shape = shapes.read(self._facts, architecture if published else self.name)
+            default_context, default_lr, is_tiny = min(self._shape.context, MAX_DEFAULT_CONTEXT), TUNING_LR, False
+            vocab = self._shape.vocab if vocab is None else vocab
+            size = None
+        else:
+            size = size or "tiny"
+            if size not in SIZES:
+                raise InputError(f"unknown size {size!r}; {did_you_mean(size, SIZES)}")
+            self.name = f"llama-{size}"
+            values = {name: SIZES[size][name] for name in FIELDS} | given
+            for name, value in values.items():
+                check_number(value, name, least=1)
+            default_context, default_lr, is_tiny = SIZES[size]["context"], SIZES[size]["lr"], size == "tiny"
+            self._facts = {
+                "model_type": "llama", **{FIELDS[name]: value for name, value in values.items()},
+                "max_position_embeddings": context or default_context, "tie_word_embeddings": True,
+                "rms_norm_eps": 1e-5,
+            }  # fmt: skip
+            self._shape = shapes.read(self._facts, self.name)
+        self._size = size
+        super().__init__(
+            data=data,
+            json_field=json_field,
+            separator=separator,
+            held_out=held_out,
+            tokenizer=tokenizer or ("characters" if is_tiny else "bpe"),
+            has_default_tokenizer=tokenizer is None or tokenizer == architecture,
+            alphabet=alphabet,
+            tokenizer_digest=tokenizer_digest,
+            vocab=vocab,
+            bpe_vocab=vocab or (4096 if is_tiny else 32_768),
+            context=default_context if context is None else context,
+            optimizer=optimizer,
+            moments=moments,
+            lr=default_lr if lr is None else lr,
+            lr_end=lr_end,
+            warmup=0.05 if warmup is None else warmup,
+            beta2=(0.99 if is_tiny else 0.95) if beta2 is None else beta2,
+            weight_decay=weight_decay,
+            seed=seed,
+        )
+        if self._context > self._shape.context:
+            raise InputError(
+                f"{self.name} has a context of {self._shape.context}, not {self._context}: lower --context"
+            )
+        if size:
+            self.option_defaults |= {name: self._facts[field] for name, field in FIELDS.items()}
+        self.defaults = {
+            "batch": 12 if is_tiny else 32,
+            "steps": 2_000 if is_tiny else 20_000 if size else 1_000,
+            "clip": 1.0,
+            "decay": r"(^embed|^head|/w)$",
+            "outer": "average" if is_tiny else "nesterov",
+        }
+
+    def _shape_options(self) -> dict[str, Any]:
+        if self._size:
+            return {"size": self._size, **{name: self._facts[field] for name, field in FIELDS.items()}}
+        return {"architecture": json.dumps(self._facts)}
+
+    def _layers_and_width(self) -> tuple[int, int]:
+        return len(self._shape.layers), self._shape.width
+
+    def _needed_vocab(self) -> int:
+        if self._has_default_tokenizer and self._published:
+            return self._shape.vocab  # without a download; options_at compares
+        return super()._needed_vocab()
+
+    @cached_property
+    def config(self) -> Config:
+        """The model's shape in this run."""
+        return replace(self._shape, vocab=self.vocab, context=self._context)
+
+    def program(self, options: Options) -> "SupervisedProgram":
+        """Return the program; it supports every option."""
+        from tpuswarm.recipes.decoder import model
+        from tpuswarm.recipes.gpt2.program import language_program
+
+        def loss(params: Any, tokens_BxT1: Any, key: Any, chunk_bytes: int | None) -> Any:
+            x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options)
+            return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, chunk_bytes)
+
+        tied = {"embed": "head"} if self.config.tied else {}
+        return language_program(
+            lambda key: model.init(key, self.config), loss, self._context, options, self.optimizer(), tied
+        )
+
+    def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        """Return a continuation of `prompt`; an empty prompt starts from a line break."""
+        if self.tokenizer is None:
+            raise InputError("a model trained on fake data cannot generate text")
+        from tpuswarm.recipes.decoder.sample import generate
+        from tpuswarm.recipes.gpt2.tokenizer import Bpe
+        from tpuswarm.train.supervised_program import inference_params
+
+        begin = self.tokenizer.begin_text if isinstance(self.tokenizer, Bpe) else ""
+        start = self.tokenizer.encode(begin + prompt or "\n").tolist()
+        params = inference_params(state)
+        return self.tokenizer.decode(generate(params, start, tokens, temperature, seed, self.config, Options()))
+
+    @classmethod
+    def options_at(cls, place: str) -> dict[str, Any]:
+        """Return the options for a published model: its architecture, and its tokenizer if it has one."""
+        published = open_published(place)  # before JAX loads
+        from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+
+        vocab = shapes.read(shapes.facts_of(published), place).vocab
+        theirs = read_tokenizer(published)
+        if theirs and theirs.vocab > vocab:
+            raise InputError(
+                f"the tokenizer of {place} does not match its weights: it has {theirs.vocab} tokens, they have "
+                f"{vocab}; restore the original, or remove the tokens that were added"
+            )
+        return {"architecture": place}
+
+    def load_shared(self, place: str, like: Any) -> Any:
+        """Read the weights of a published model of this shape."""
+        from tpuswarm.recipes.decoder import weights
+        from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+
+        published = open_published(place)
+        theirs = shapes.read(shapes.facts_of(published), place)
+        if replace(theirs, context=self._context) != self.config:
+            raise InputError(f"{place} is another model than this recipe's; train {place} itself")
+        tokenizer = read_tokenizer(published) if self.tokenizer else None
+        if tokenizer and self.tokenizer and tokenizer.key != self.tokenizer.key:
+            raise InputError(
+                f"the weights of {place} belong to another tokenizer ({tokenizer.vocab} tokens) than this one "
+                f"({self.tokenizer.kind}, {self.tokenizer.vocab} tokens); leave out --tokenizer"
+            )
+        return weights.load(published, theirs, like)
+
+    def shared_digest(self, place: str) -> str:
+        """Return the commit of a hub's model, or the SHA-256 of the weights in a folder."""
+        from tpuswarm.recipes.gpt2.weight_files import digest
+
+        published = open_published(place)
+        return published.commit or digest(published)
+
+    def export(self, state: Any, folder: Path) -> None:
+        """Write model.safetensors, config.json and the tokenizer for transformers."""
+        from tpuswarm.recipes.decoder import export
+        from tpuswarm.train.supervised_program import inference_params
+
+        export.write(inference_params(state), self.config, self._facts, self.tokenizer, folder)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        facts = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"architecture is the content of a config.json, not {text[:40]!r}: {error}") from error
+    if not isinstance(facts, dict):
+        raise InputError(f"architecture is the content of a config.json, not {text[:40]!r}")
+    return facts

@@ -1,0 +1,129 @@
+"""Decoders beside transformers: logits, gradients, sampled tokens and exports of every family."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tpuswarm.recipes.decoder import architecture, export, model, weights
+from tpuswarm.recipes.decoder.sample import generate
+from tpuswarm.recipes.gpt2.hub import Published
+from tpuswarm.train.recipe import Options
+
+SHAPE = {
+    "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama of all heads": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0, "tie_word_embeddings": True}),
+    "llama linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen 2.5": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen 2.5 yarn": (
+        "qwen2", {"rope_scaling": YARN, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen 3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma 2": ("gemma2", {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 6}),
+    "gemma 3": (
+        "gemma3_text",
+        {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 6, "sliding_window_pattern": 3},
+    ),
+    "smollm 3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "olmo 2": ("olmo2", {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda name: name.replace(" ", "-"))
+def theirs(request, tmp_path_factory):
+    """A tiny model with random weights, and the folder that holds it."""
+    family, changes = MODELS[request.param]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SHAPE | changes, attn_implementation="eager")
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:  # norms and biases start at 0 or 1
+                parameter += 0.3 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    return made, Published(f"hf:{folder}", folder)
+
+
+def read(place):
+    config = architecture.read(architecture.facts_of(place), place.name)
+    like = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), like)
+    return config, weights.load(place, config, like)
+
+
+def greedy(made, prompt, count):
+    """What transformers draws with its own cache."""
+    with torch.no_grad():
+        drawn = made.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return drawn[0, len(prompt) :].tolist()
+
+
+def test_sampled_tokens_are_those_of_transformers(theirs):
+    made, place = theirs
+    config, params = read(place)
+    prompt = [5, 17, 3, 99, 42, 7, 8, 9, 10, 11, 12]
+    assert generate(params, prompt, 20, 0.0, 0, config, Options(precision="highest")) == greedy(made, prompt, 20)
+
+
+def test_export_is_the_same_model_in_transformers(theirs, tmp_path):
+    made, place = theirs
+    config, params = read(place)
+    export.write(params, config, architecture.facts_of(place), None, tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    tokens = torch.arange(1, 33)[None]
+    torch.testing.assert_close(again(tokens).logits, made(tokens).logits, rtol=0, atol=0)
+
+
+def test_bfloat16_is_as_near_to_float32_as_in_transformers(theirs):
+    made, place = theirs
+    config, params = read(place)
+    tokens = np.random.default_rng(1).integers(1, SHAPE["vocab_size"], (4, 32))
+    exact = made(torch.tensor(tokens)).logits.detach().numpy()
+    half = copy.deepcopy(made).to(torch.bfloat16)(torch.tensor(tokens)).logits.float().detach().numpy()
+    x = model.hidden(params, jnp.asarray(tokens), config, Options(precision="bf16"))
+    ours = np.asarray(model.logits(x, params, config))[..., : config.vocab]
+    assert np.square(ours - exact).mean() < 1.5 * np.square(half - exact).mean()
+
+
+def test_logits_and_gradients_are_those_of_transformers(theirs):
+    made, place = theirs
+    config, params = read(place)
+    tokens = np.random.default_rng(0).integers(1, SHAPE["vocab_size"], (2, 33))
+    options = Options(precision="highest")
+
+    def loss(params):
+        with jax.default_matmul_precision("highest"):
+            x = model.hidden(params, jnp.asarray(tokens[:, :-1]), config, options)
+            logits = model.logits(x, params, config)[..., : config.vocab]
+            return model.mean_loss(x, params, jnp.asarray(tokens[:, 1:]), config), logits
+
+    (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    out = made(torch.tensor(tokens[:, :-1])).logits
+    expected = torch.nn.functional.cross_entropy(out.flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten())
+    expected.backward()
+    np.testing.assert_allclose(logits, out.detach().numpy(), rtol=1e-5, atol=1e-5 * float(out.abs().max()))
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    flat = weights.by_path(gradients)
+    named = dict(made.named_parameters())
+    for tensor in weights.tensors(config):
+        wanted = named[tensor.name].grad.numpy()
+        ours = weights.on_host(flat, tensor)
+        np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=tensor.name)

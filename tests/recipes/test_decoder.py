@@ -1,0 +1,149 @@
+"""Decoders: a run goes on from a published model, and what is not supported is refused by name."""
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from tests.recipes.test_pretrained import GOLDEN
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.decoder import export, model
+from tpuswarm.recipes.decoder.recipe import Decoder
+from tpuswarm.recipes.gpt2 import weight_files
+from tpuswarm.recipes.gpt2.tokenizer import read_bpe
+from tpuswarm.train.run.trust import rebuild_recipe
+from tpuswarm.train.trainer import Trainer
+
+FACTS = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 12,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+REPLICATED = PartitionSpec()
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A folder with a model of random weights and GPT-2's kind of tokenizer."""
+    recipe = Decoder(architecture=json.dumps(FACTS), data="fake")
+    params = model.init(jax.random.key(3), recipe.config)
+    params |= {name: params[name].at[recipe.vocab :].set(0) for name in ("embed", "head")}  # padding is not exported
+    folder = tmp_path / "published"
+    folder.mkdir()
+    export.write(params, recipe.config, FACTS, read_bpe(GOLDEN / "model" / "tokenizer.json"), folder)
+    return folder, params
+
+
+def like(recipe, spec=REPLICATED, devices=1):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    shapes = jax.eval_shape(partial(model.init, config=recipe.config), jax.random.key(0))
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 4000])
+def test_weights_are_read_as_they_were_written_whole_or_in_shards(published, tmp_path, monkeypatch, shard_bytes):
+    folder, params = published
+    if shard_bytes:
+        monkeypatch.setattr(weight_files, "SHARD_BYTES", shard_bytes)
+        recipe = Decoder(architecture=f"hf:{folder}", data="fake")
+        folder = tmp_path / "sharded"
+        folder.mkdir()
+        export.write(params, recipe.config, FACTS, None, folder)
+        assert len(list(folder.glob("*.safetensors"))) > 3
+    recipe = Decoder(architecture=f"hf:{folder}", data="fake")
+    jax.tree.map(np.testing.assert_array_equal, recipe.load_shared(f"hf:{folder}", like(recipe)), params)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    file.unlink()
+    with pytest.raises(InputError, match=f"has no {file.name}, so no weights"):
+        recipe.load_shared(f"hf:{folder}", like(recipe))
+
+
+def test_rows_of_the_vocabulary_are_read_by_the_devices_that_hold_them(published):
+    folder, params = published
+    recipe = Decoder(architecture=f"hf:{folder}", data="fake")
+    wanted = like(recipe, PartitionSpec("data"), devices=2)
+    loaded = recipe.load_shared(f"hf:{folder}", {"embed": wanted["embed"], **like(recipe), "head": wanted["head"]})
+    assert loaded["head"].sharding == wanted["head"].sharding
+    np.testing.assert_array_equal(loaded["head"], params["head"])
+
+
+def test_run_goes_on_from_a_published_model_and_comes_back(published, text_file, tmp_path):
+    folder, _ = published
+    recipe = Decoder(architecture=f"hf:{folder}", data=str(text_file))
+    run = tmp_path / "run"
+    Trainer(devices=1).fit(recipe, steps=2, batch=2, run=run, init_from=f"hf:{folder}")
+    assert rebuild_recipe(run).config == recipe.config
+    again = Decoder(architecture=json.dumps(FACTS | {"num_hidden_layers": 1}), data="fake")
+    with pytest.raises(InputError, match="is another model than this recipe's"):
+        again.load_shared(f"hf:{folder}", like(again))
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"model_type": "qwen4"}, "has the architecture qwen4, which is unknown; did you mean qwen"),
+        ({"model_type": "mixtral"}, "is a mixture of experts .mixtral."),
+        ({"model_type": None}, "has the architecture None"),
+        ({"hidden_act": "relu"}, "has the activation relu, which is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "scales positions by longrope"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "is damaged: KeyError..low_freq_factor"),
+        ({"num_key_value_heads": 3}, "impossible shape: 4 heads of 8, 3 with keys"),
+        ({"hidden_size": "wide"}, "is damaged"),
+        ({"attention_dropout": 0.1}, "has attention_dropout 0.1, which is not supported"),
+        ({"experts": 8}, "has experts 8, which is unknown in a model of qwen3"),
+        ({"quantization_config": {"bits": 4}}, "has quantization_config"),
+        ({"layer_types": ["full_attention"]}, "not 2 of sliding_attention, full_attention"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(facts, words):
+    with pytest.raises(InputError, match=words):
+        Decoder(architecture=json.dumps(FACTS | facts), data="fake")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"architecture": "{"}, "architecture is the content of a config.json, not '{'"),
+        ({"architecture": "[]"}, "architecture is the content of a config.json"),
+        ({"architecture": json.dumps(FACTS), "layers": 3}, "--layers is for models that are trained from scratch"),
+        ({"architecture": json.dumps(FACTS), "context": 13}, "has a context of 12, not 13: lower --context"),
+        ({"size": "7b"}, "unknown size '7b'"),
+        ({"heads": 3}, "impossible shape: 3 heads"),
+        ({"width": 0}, "width"),
+    ],
+)
+def test_impossible_options_are_refused(options, words):
+    with pytest.raises(InputError, match=words):
+        Decoder(data="fake", **options)
+
+
+@pytest.mark.parametrize("problem", ["missing", "shape", "extra", "dtype", "cut", "vocab"])
+def test_damaged_model_is_refused_by_tensor(published, problem):
+    folder, _ = published
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.q_norm.weight"
+    words = {
+        "missing": f"is missing {name}", "shape": rf"{name} of .* is \(9,\), its config.json says \(8,\)",
+        "extra": "has an unknown tensor, x", "dtype": f"{name} of .* is I32", "cut": "is damaged",
+        "vocab": "the tokenizer of .* has 300 tokens, they have 200",
+    }  # fmt: skip
+    if problem == "missing":
+        del tensors[name]
+    if problem in ("shape", "dtype"):
+        tensors[name] = np.ones(9, np.float32) if problem == "shape" else np.ones(8, np.int32)
+    if problem == "extra":
+        tensors["x"] = np.ones(3, np.float32)
+    save_file(tensors, path)
+    if problem == "cut":
+        path.write_bytes(path.read_bytes()[:-7])
+    if problem == "vocab":
+        (folder / "config.json").write_text(json.dumps(FACTS | {"vocab_size": 200}))
+    with pytest.raises(InputError, match=words[problem]):
+        recipe = Decoder(**Decoder.options_at(f"hf:{folder}"), data="fake")
+        recipe.load_shared(f"hf:{folder}", like(recipe))

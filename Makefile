@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint wheel bench bench-router
+.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint docs wheel bench bench-router
 
 setup: .venv/installed
 
@@ -81,6 +81,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The documents as a site in site/, with the reference that docs/site_hooks.py generates. A broken link is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The demo from a wheel, in an environment that has the packages of .venv but not this folder.
 wheel: setup

@@ -19,6 +19,7 @@ class Train(StrictTable):
     model_config = ConfigDict(allow_inf_nan=True)  # limits.py refuses them by name
 
     recipe: str
+    """A built-in recipe, or file.py:Recipe."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Options of the recipe itself."""
     data: str | None = None

@@ -128,18 +128,31 @@ Flags = dict[FlagName, Annotated[str, BeforeValidator(_flag_value)]]
 
 
 class DiskTable(StrictTable):
+    """One of a pool's disks."""
+
     name: Name
+    """A persistent disk in the zones of the pool."""
     read_only: bool = False
+    """Required if several hosts share the disk."""
 
 
 class MachineTable(StrictTable):
+    """Keys of all machines, as in Google's API."""
+
     network: str = "default"
+    """The VPC network; `tpuswarm init` makes one of the fleet's own."""
     subnetwork: str | None = None
+    """The subnetwork; by default the one with the network's name."""
     external_ips: bool = True
+    """Whether workers get addresses that the internet can reach."""
     tags: tuple[Tag, ...] = ()
+    """Network tags, which firewall rules name."""
     labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    """Labels of your own, for the bill."""
     metadata: dict[str, str] = Field(default_factory=dict)
+    """Metadata that programs on the machine can read."""
     service_account: str | None = None
+    """The account as which programs on the machine act."""
 
     @property
     def subnet(self) -> str | None:
@@ -164,20 +177,32 @@ class Pool(MachineTable):
     """[[pool]]: equal machines."""
 
     name: Name
+    """What commands call the pool."""
     type: TpuType
+    """Any name of `tpuswarm catalog`. A slice such as `v3-32` is one machine."""
     zones: Annotated[tuple[Zone, ...], Field(min_length=1)]
+    """In order of preference. A zone without capacity is skipped; a healthy machine stays where it is."""
     count: MachineCount = 1
+    """1 to 1,000. `tpuswarm up --scale NAME=5` overrides it until the next `up`."""
     how: How = "spot"
+    """`spot` is cheap and can be preempted. `on-demand` comes at once or not at all. `queued` waits in line for an
+    on-demand machine. `reserved` draws on the `reservation` you name. `flex-start` (Compute Engine) waits for a machine
+    that runs for `max_run`."""
     api: Api | None = None
-    """None: the type's default."""
+    """Which of Google's APIs creates the machines: `tpu` or `compute`; by default the type's usual one."""
     runtime: str | None = None
+    """The image; by default the usual one for the generation."""
     disks: tuple[DiskTable, ...] = ()
+    """Data disks to attach."""
     reservation: str | None = None
+    """The name of the reservation, with `how = "reserved"`."""
     wait: Seconds | None = None
-    """How long a queued request waits before the next zone is tried; None: 4 h, in the last zone without limit."""
+    """How long a request waits in line before the next zone is asked, 4 hours by default; in the last zone forever.
+    `spot` of the TPU API waits only with it; a flex-start request of one host is made again after 2 hours."""
     max_run: Annotated[float, BeforeValidator(_max_run)] | None = None
-    """How long a flex-start machine runs; None: seven days."""
+    """How long a flex-start machine runs, 10 minutes to 7 days, the default."""
     flags: Flags = Field(default_factory=dict)
+    """XLA's and libtpu's flags for this pool."""
 
     @property
     def chosen_api(self) -> Api:
@@ -227,29 +252,41 @@ class Grant(StrictTable):
     """[[grant]]: TPUs that cost nothing."""
 
     type: GrantedType
-    """A generation, such as v6e: `count` counts chips."""
+    """A TPU type, or a generation such as `v6e`: then `count` counts chips. From v4 on two `v4-8` cover one `v4-16`."""
     zone: Zone
+    """Where."""
     how: Literal["spot", "on-demand"]
+    """Which of the two the grant is for."""
     count: Annotated[int, Field(strict=True, ge=1)]
+    """How many of the type."""
     expires: UnixSeconds | None = None
+    """The day it ends, at 00:00 UTC."""
 
 
 class HeadTable(MachineTable):
     """[head]: the VM of the swarm's coordinator and of the keeper; never spot."""
 
     type: MachineType
+    """Google's machine type."""
     zone: Zone
+    """Where the VM stands."""
     image: Image = "ubuntu-os-cloud/ubuntu-2404-lts-amd64"
+    """PROJECT/FAMILY of the image."""
     disk_gib: Annotated[int, Field(strict=True, ge=10, le=65_536)] = 100
+    """Size of the boot disk; it can grow later."""
 
 
 class Vm(HeadTable):
     name: Name
+    """What commands call the VM."""
     ip_forward: bool = False
+    """Whether it may forward packets."""
     spot: bool = False
+    """Whether it can be preempted."""
     role: Literal["router"] | None = None
+    """The fleet's router forwards ports to TPU workers."""
     ports: Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=65_535)], ...], Field(min_length=1)] = (22,)
-    """The ports of each TPU worker that a router forwards to; 22: SSH."""
+    """The ports of each TPU worker that a router forwards to."""
 
     @model_validator(mode="after")
     def _check(self) -> "Vm":
@@ -263,38 +300,62 @@ class Vm(HeadTable):
 
 
 class BudgetTable(StrictTable):
+    """[budget]: limits of the keeper."""
+
     per_hour: PositiveFloat | None = None
+    """Dollars an hour: nothing is created beyond it."""
     total: PositiveFloat | None = None
+    """Dollars: at this sum everything is deleted."""
     traffic_per_day: PositiveFloat | None = None
+    """Dollars: no TPU is created while the last 24 hours cost more."""
 
 
 class Storage(StrictTable):
+    """[storage]: the bucket of the fleet."""
+
     bucket: Annotated[
         str,
         AfterValidator(lambda text: text.removeprefix("gs://").rstrip("/")),
         match_pattern(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "a bucket's name such as my-swarm"),
     ]
+    """The bucket of the fleet's document and of runs."""
     region: str | None = None
+    """The bucket's region, to check that reading it from the pools is free."""
     project: ProjectId | None = None
     """The bucket's project, if it is not the machines' project."""
 
 
 class SwarmFile(StrictTable):
+    """The whole file."""
+
     name: Name
+    """The fleet's name."""
     provider: Literal["google", "rehearsal"] = "google"
+    """`rehearsal` is the local cloud."""
     project: ProjectId | None = None
-    """By default from the environment or gcloud's configuration."""
+    """Google's project; by default that of the environment or of gcloud's configuration."""
     down_when: Annotated[DownWhen | None, BeforeValidator(_down_when)] = None
+    """When the keeper deletes everything: `"done"` (all jobs have ended), `"idle 30m"`, or a date."""
     allow_cross_region: bool = False
+    """Whether pools may read a bucket of another region, at a price."""
     pool: tuple[Pool, ...] = ()
+    """Equal machines."""
     grant: tuple[Grant, ...] = ()
+    """TPUs that cost nothing."""
     head: HeadTable | None = None
+    """The VM of the swarm's coordinator and of the keeper."""
     vm: tuple[Vm, ...] = ()
+    """Other plain VMs."""
     flags: dict[Annotated[str, AfterValidator(_generation)], Flags] = Field(default_factory=dict)
+    """XLA's and libtpu's flags by generation (`v5e`), or for `all`."""
     budget: BudgetTable = BudgetTable()
+    """Limits that the keeper enforces."""
     storage: Storage | None = None
+    """The bucket."""
     setup: Setup | None = None
+    """What every machine gets before anything runs."""
     train: Train | None = None
+    """What `tpuswarm train swarm.toml` trains."""
 
     @model_validator(mode="after")
     def _check(self) -> "SwarmFile":

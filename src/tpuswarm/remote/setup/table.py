@@ -22,7 +22,9 @@ class SetupStep(StrictTable):
     """[[setup.run]]: a step of the user's own."""
 
     name: Name
+    """What messages call the step."""
     do: str
+    """The command; it may run again."""
     check: str | None = None
     """A command that succeeds if there is nothing to do."""
 
@@ -31,9 +33,13 @@ class PoolSetup(StrictTable):
     """[setup.on.NAME]: what a pool or VM gets in addition; packages are the same everywhere."""
 
     apt: tuple[Package, ...] = ()
+    """Further Debian packages."""
     env: dict[Variable, str] = Field(default_factory=dict)
+    """Further variables."""
     nofile: PositiveInt | None = None
+    """Open files of one process."""
     run: tuple[SetupStep, ...] = ()
+    """Further steps."""
 
 
 class Nfs(StrictTable):
@@ -42,33 +48,45 @@ class Nfs(StrictTable):
     server: Name
     """`head`, or the name of a [[vm]]."""
     path: Folder = "/srv/shared"
+    """The folder there."""
     mount: Folder = "/mnt/shared"
+    """Where all machines see it."""
 
 
 class Setup(StrictTable):
-    """The whole table."""
+    """[setup]: what every machine gets before anything runs."""
 
     python: Annotated[str, match_pattern(r"3\.\d+(\.\d+)?", "a version of Python such as 3.12")] = "3.12"
+    """The Python of set-up, programs and jobs."""
     apt: tuple[Package, ...] = ()
+    """Debian packages."""
     pip: tuple[str, ...] = ()
+    """Python packages, as `pip install` takes them."""
     requirements: Path | None = None
+    """A requirements file of this computer, instead of `pip`."""
     env: dict[Variable, str] = Field(default_factory=dict)
+    """Variables of programs and jobs."""
     secrets: tuple[Variable, ...] = ()
-    """Names; the values come from the caller's environment."""
+    """Names of secret variables; the values come from your environment."""
     notebook: bool = False
+    """Whether to install Jupyter."""
     timezone: Annotated[str, match_pattern(r"[A-Za-z0-9_+/-]+", "a time zone such as Asia/Tokyo")] | None = None
+    """The time zone of the machines."""
     run: tuple[SetupStep, ...] = ()
+    """Steps of your own, in order."""
     swap_gb: Annotated[
         dict[str, Annotated[int, Field(strict=True, ge=0)]],
         BeforeValidator(lambda value: value if isinstance(value, dict) else {ALL: value}),
     ] = Field(default_factory=dict)
-    """By pool or VM; `all`: for the others."""
+    """Gigabytes of swap: a number, or a table by pool or VM, with `all` for the others."""
     nofile: PositiveInt | None = None
+    """Open files of one process."""
     nfs: Nfs | None = None
+    """A shared folder."""
     data_disk: Folder | None = None
     """The mount point of the first data disk."""
     on: dict[str, PoolSetup] = Field(default_factory=dict)
-    """By pool or VM."""
+    """What a pool or VM gets in addition, by name."""
 
     @model_validator(mode="after")
     def _check(self) -> "Setup":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import my_recipe
-from tpuswarm.cli.train.train import print_next
+from tpuswarm.cli.train.next_command import print_next
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 
 FILE = """\

@@ -12,14 +12,14 @@ import typer
 from tpuswarm.cli.completion import complete_choices, complete_recipes, complete_run_folders
 from tpuswarm.cli.console import option
 from tpuswarm.cli.train.detach import start_detached
+from tpuswarm.cli.train.next_command import print_next
 from tpuswarm.cli.train.train_options import TRAINER_OPTIONS, TrainOptions, read_options
 from tpuswarm.config.formatting import format_figure, token_unit
 from tpuswarm.config.train_table import LENGTH_KEYS
 from tpuswarm.train.process import platform
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
-from tpuswarm.train.recipe import Recipe, supports
-from tpuswarm.train.run.directory import EVENTS, SAMPLE_EVENT, has_begun, read_config, read_rows, require_not_in_use
+from tpuswarm.train.run.directory import has_begun, read_config, require_not_in_use
 from tpuswarm.train.run.life import stopped_sentence
 from tpuswarm.train.run.listing import read_status
 from tpuswarm.train.storage.folders import shown
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tpuswarm.swarm.supervision.start import SwarmResult
     from tpuswarm.train.loop.result import Result
 
-SAMPLE_LINES, REPORT = 5, "report.html"
+REPORT = "report.html"
 LENGTH, HOW, KEPT = "Data and length", "How it trains", "The run"
 HOSTS, SWARM, FLEET = "Several machines as one program", "A swarm", "With a fleet"
 
@@ -261,22 +261,6 @@ def print_swarm_result(result: "SwarmResult", as_json: bool) -> None:
         tokens = f"{result.tokens:,} {token_unit(read_config(result.run)['chosen']['tokens_per_row'])}"
         facts_text = ", ".join([tokens, *_losses(result.metrics, "training loss")])
         echo(f"{shown(result.run)} finished at commit {result.version}: {facts_text}; {result.run / 'report.html'}")
-
-
-def print_next(run: Path, recipe: Recipe) -> None:
-    """Print the beginning of a finished run's newest sample, if its model writes text, and the next command."""
-    events = (event for event in read_rows(run / EVENTS) if event["event"] == SAMPLE_EVENT)
-    samples = [event["text"] for event in events if "message" not in event]  # texts of hooks have a message
-    if samples and (lines := samples[-1].strip("\n").splitlines()[:SAMPLE_LINES]):
-        echo("a sample of its text:")
-        for line in lines:
-            echo(f"  {''.join(letter if letter.isprintable() else '?' for letter in line)}")
-    if supports(recipe, "grids"):
-        echo(f"next: `tpuswarm sample {shown(run)} --grid 4x4 --out grid.png`")
-    elif samples:
-        echo(f"next: `tpuswarm sample {shown(run)}`")
-    else:
-        echo(f"next: `tpuswarm page {shown(run)}`")
 
 
 def _losses(metrics: Mapping[str, Any], loss_name: str) -> list[str]:

@@ -16,7 +16,7 @@ from tpuswarm.cli.machine.files import SizeConfirmation, send_folder, store_fold
 from tpuswarm.cli.machine.setup import update_head_keeper
 from tpuswarm.cli.train.batches import check_batches, read_begun, resolve_batches, with_default_batch
 from tpuswarm.cli.train.fleet_data import local_paths, place_data, require_stored_data, with_data
-from tpuswarm.cli.train.train import print_next
+from tpuswarm.cli.train.next_command import print_next
 from tpuswarm.cli.train.train_options import check_options, make_recipe
 from tpuswarm.cloud.protocol import Provider
 from tpuswarm.config.train_table import Train

@@ -4,17 +4,33 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tpuswarm.catalog import find
 from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import Changed, CloudError, Invalid, NoCapacity, NoQuota, NotFound, Taken, Unreachable
-from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Outcome, Spec, Stored, TpuSpec, Worker
+from tpuswarm.cloud.protocol import (
+    FLEET_LABEL,
+    POOL_LABEL,
+    REMAINS,
+    Listing,
+    Machine,
+    Outcome,
+    Spec,
+    Stored,
+    TpuSpec,
+    Worker,
+)
 from tpuswarm.fleet.decide.limits import machine_quota, spec_quota
 
-BOOT_S, STOP_S = 180.0, 60.0
+BOOT_S, STOP_S, REMAINS_S = 180.0, 60.0, 300.0
 UNLIMITED = 10**9
 START = 1_800_000_000.0
 
 Key = tuple[str, str]
 """Zone and name of a machine."""
+
+
+def _is_slice(machine: Machine) -> bool:
+    return machine.kind == "tpu" and machine.api == "compute" and find(machine.type).hosts > 1
 
 
 class Killed(BaseException):
@@ -85,6 +101,8 @@ class FakeCloud:
         self.unreachable: set[str] = set()
         self.listing_lag_s = 0.0
         self.listed_from: dict[Key, float] = {}
+        self.cut_short = 0
+        """How many of the next creations of slices in Compute Engine are killed half way."""
         self.lost_responses = 0
         """How many of the next requests are carried out without a response."""
         self.refuses_late = True
@@ -124,6 +142,11 @@ class FakeCloud:
             raise NoCapacity(f"no more capacity in the zone {spec.zone}")
         operation = f"operation-{next(self._number)}"
         self.existing[key] = self._new_machine(spec)
+        if self.cut_short and _is_slice(self.existing[key]):
+            self.cut_short -= 1
+            self.update(key, said=REMAINS)
+            self.transitions[key] = self.now + REMAINS_S
+            raise Unreachable("the process was killed before its last request")
         self.transitions[key] = self.now + (self.refusal_s if full or without_address else BOOT_S)
         if without_address:
             self.without_address.add(key)
@@ -140,7 +163,11 @@ class FakeCloud:
         if key not in self.existing:
             raise NotFound(f"there is no {machine.name}")
         self.deleted.append(self.existing[key])
-        self._start_transition(key, "deleting")
+        if machine.said == REMAINS:
+            del self.existing[key]
+            self.transitions.pop(key, None)
+        else:
+            self._start_transition(key, "deleting")
         self._respond()
         return "deletion"
 
@@ -172,7 +199,9 @@ class FakeCloud:
         for key in [key for key, at in self.transitions.items() if at <= self.now]:
             machine = self.existing[key]
             del self.transitions[key]
-            if key in self.without_address:
+            if machine.said == REMAINS:
+                self.update(key, state="dead")
+            elif key in self.without_address:
                 self.without_address.remove(key)
                 self._fail(key, NoQuota("You have reached IN_USE_ADDRESSES limit", "IN_USE_ADDRESSES"))
             elif machine.state == "creating" and self._is_full(machine.zone, ("ready", "repairing", "starting")):
@@ -182,7 +211,7 @@ class FakeCloud:
             elif machine.state == "stopping":
                 self.update(key, state="stopped", said="STOPPED", healthy=None)
             elif machine.state == "deleting":
-                del self.existing[key]
+                self._end(key)
         for key, machine in list(self.existing.items()):
             if machine.state == "waiting" and not self._is_full(machine.zone):
                 self.update(key, state="creating", said="PROVISIONING")
@@ -192,9 +221,16 @@ class FakeCloud:
         """Take a machine away; with status `404` nothing of it remains."""
         self.transitions.pop(key, None)
         if status == "404":
-            del self.existing[key]
+            self._end(key)
         else:
             self.update(key, state="dead", said=status, healthy=None, workers=())
+
+    def _end(self, key: Key) -> None:
+        """Let a machine's hosts be gone; of a slice in Compute Engine something is left."""
+        if _is_slice(self.existing[key]):
+            self.update(key, state="dead", said=REMAINS, healthy=None, workers=())
+        else:
+            del self.existing[key]
 
     def update(self, key: Key, **changes: object) -> None:
         self.existing[key] = replace(self.existing[key], **changes)  # type: ignore[arg-type]
@@ -218,7 +254,8 @@ class FakeCloud:
         labels = {**spec.labels, FLEET_LABEL: spec.fleet, POOL_LABEL: spec.pool}
         kind, status = ("tpu", "CREATING") if isinstance(spec, TpuSpec) else ("vm", "STAGING")
         machine = Machine(
-            spec.name, spec.zone, kind, spec.type, "creating", status, how=spec.how, created=self.now, labels=labels,
+            spec.name, spec.zone, kind, spec.type, "creating", status, how=spec.how, api=spec.api,
+            created=self.now, labels=labels,
             metadata=spec.metadata, runtime=getattr(spec, "runtime", None), disk_gib=getattr(spec, "disk_gib", None),
         )  # fmt: skip
         if self._is_queued(spec):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.fleet.fake_cloud import FakeCloud
+from tpuswarm.catalog import Api
 from tpuswarm.cloud.errors import CloudError
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, How, Listing, Machine, TpuSpec, VmSpec, Worker
 from tpuswarm.fleet.decide import actions
@@ -26,9 +27,9 @@ ZONE = A
 
 def pool(
     name: str = "small", count: int = 1, zones: tuple[str, ...] = (ZONE,), how: How = "spot", type_: str = "v2-8",
-    wait_s: float | None = None,
+    wait_s: float | None = None, api: Api = "tpu",
 ) -> PoolSpec:  # fmt: skip
-    spec = TpuSpec("", zones[0], type_, how, FLEET, name, "tpu-ubuntu2204-base")
+    spec = TpuSpec("", zones[0], type_, how, FLEET, name, "tpu-ubuntu2204-base", api)
     return PoolSpec(name, spec, zones, count, wait_s)
 
 

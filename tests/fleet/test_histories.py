@@ -26,6 +26,7 @@ POOLS = (
     pool("small", 3, ZONES),
     pool("big", 2, ZONES[2:], "on-demand", "v3-32"),
     pool("line", 1, ZONES[1:], "queued", wait_s=1800.0),
+    pool("iron", 2, ZONES[:2], "spot", "v6e-16", api="compute"),
     vm("head"),
 )
 OTHER_LABELS = {FLEET_LABEL: "other-xyz789", POOL_LABEL: "small"}
@@ -37,6 +38,7 @@ FAULTS = {
     "unreachable": st.sets(zones),
     "lost_responses": st.integers(1, 3),
     "refuses_late": st.booleans(),
+    "cut_short": st.integers(1, 2),
     "create_error": st.just(Denied("you lack tpu.nodes.create")),
 }
 
@@ -157,7 +159,7 @@ class Histories(RuleBasedStateMachine):
         self.cloud.quota.clear()
         self.loop.change()
 
-    @rule(index=st.integers(0, 2), count=st.integers(0, 4))
+    @rule(index=st.integers(0, 3), count=st.integers(0, 4))
     def person_scales_a_pool(self, index: int, count: int) -> None:
         pools = list(self.loop.desired.pools)
         pools[index] = replace(pools[index], count=count)
@@ -184,6 +186,7 @@ class Histories(RuleBasedStateMachine):
             return
         cloud, loop = self.cloud, self.loop
         cloud.capacity, cloud.quota, cloud.unreachable = {}, {}, set()
+        cloud.cut_short = 0
         cloud.create_error, cloud.lost_responses, cloud.listing_lag_s, cloud.listed_from = None, 0, 0.0, {}
         for key, machine in cloud.existing.items():
             if machine.fleet == FLEET and machine.state == "ready":

@@ -33,9 +33,16 @@ def catalog(
     max_chips: Annotated[
         int | None, typer.Option(min=1, help="Only slices of at most this many chips. Default of the whole list: 64.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the zones with what Google offers to your project; exit code 1.")
+    ] = False,
+    project: Annotated[str | None, typer.Option(help="With --check: the project. Default: gcloud's.")] = None,
     as_json: Json = False,
 ) -> None:
     """List TPU generations and types: names, chips, memory, speed, zones, prices; or all that is known of one type."""
+    if check:
+        _check(project)
+        return
     named = [generation for generation in generations() if name is not None and generation.name == name.strip().lower()]
     if name is not None and not named:
         tpu = find(name)
@@ -65,6 +72,18 @@ def catalog(
     if dates and (old := describe_old_prices(date.today())):
         echo(f"note: {old}")
     echo("TFLOP/s: bf16 peak; GiB, GB/s: HBM. `tpuswarm catalog TYPE`: all names of a type, all sources.")
+
+
+def _check(project: str | None) -> None:
+    from tpuswarm.cli.plan.catalog_check import compare_with_project
+    from tpuswarm.fleet.spec.providers import open_access
+
+    differences = compare_with_project(open_access("google", project))
+    for difference in differences:
+        echo(difference)
+    if differences:
+        raise typer.Exit(1)
+    echo("The zones of the catalogue are what Google offers to this project.")
 
 
 def _choose(among: Iterable[Generation], zone: str | None, max_chips: int | None) -> list[Accelerator]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from tpuswarm.catalog import Api, find
@@ -128,6 +129,7 @@ def machine_quota(machine: Machine) -> QuotaKey:
     return _quota(machine.kind, machine.api, machine.type, machine.zone, machine.spot)
 
 
+@cache
 def _quota(kind: str, api: Api, type_: str, zone: str, spot: bool) -> QuotaKey:
     """Return the key of the quota that a machine takes; each API has quotas of its own."""
     if kind == "vm":

@@ -1,7 +1,7 @@
 """A view of the ledger: spent rows, counted tokens, and the last verdict on each incarnation."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -93,15 +93,22 @@ class LedgerView(LedgerTotals):
 
     def through(self, records: Iterable[Record]) -> "LedgerView":
         """Add several records, as `after` does, copying the dictionaries once."""
+        view = self
+        for view in self.growing(records):  # noqa: B007
+            pass
+        return view
+
+    def growing(self, records: Iterable[Record]) -> Iterator["LedgerView"]:
+        """Yield the view after each record. They share dictionaries: the next one changes those of this one."""
         view, verdicts, processed = self, dict(self.verdicts), dict(self.processed)
         for record in records:
             view = view._after(record, verdicts, processed)
-        return view
+            yield view
 
     def _after(
         self, record: Record, verdicts: dict[Incarnation, tuple[Decision, int]], processed: dict[Incarnation, int]
     ) -> "LedgerView":
-        """Add a record, changing `verdicts` and `processed` in place."""
+        """Add a record, changing `verdicts` and `processed` in place, unless it raises InvalidRecord."""
         name = f"record {record.version}"
         if (record.run, record.version) != (self.newest.run, self.version + 1):
             raise InvalidRecord(
@@ -111,13 +118,15 @@ class LedgerView(LedgerTotals):
             raise InvalidRecord(f"{name} has epoch {record.epoch}, the one before it epoch {self.newest.epoch}")
         counted, skipped, tokens, dropped = self.counted, self.skipped, self.tokens, self.dropped
         applied = 0
+        decided: dict[Incarnation, tuple[Decision, int]] = {}
         for decision in record.decisions:
             key, sequence = decision.identity.incarnation, decision.identity.sequence
-            if key in verdicts and (last := verdicts[key][0].identity.sequence) >= sequence:
+            before = decided.get(key) or verdicts.get(key)
+            if before and (last := before[0].identity.sequence) >= sequence:
                 raise InvalidRecord(
                     f"{name} decides push {sequence} of {key}, of which push {last} was already decided"
                 )
-            verdicts[key] = (decision, record.version)
+            decided[key] = (decision, record.version)
             if decision.fate in ("applied", "dropped") and decision.rows & (counted | skipped):
                 raise InvalidRecord(f"{name} counts or skips rows twice: {decision.rows & (counted | skipped)}")
             if decision.fate == "applied":
@@ -136,6 +145,7 @@ class LedgerView(LedgerTotals):
             raise InvalidRecord(
                 f"{name} has {applied} contributors and {len(record.updates)} updates ({record.downlink})"
             )
+        verdicts.update(decided)
         for incarnation, trained in record.processed:
             processed[incarnation] = max(trained, processed.get(incarnation, 0))
         return LedgerView(

@@ -4,7 +4,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from operator import itemgetter
 
 Ranges = tuple[tuple[int, int], ...]
@@ -22,10 +21,11 @@ class Rows:
     ranges: Ranges = ()
 
     def __post_init__(self) -> None:
-        ordered = all(start < stop for start, stop in self.ranges)
-        apart = all(before[1] < after[0] for before, after in pairwise(self.ranges))
-        if not (ordered and apart and (not self.ranges or self.ranges[0][0] >= 0)):
-            raise ValueError(f"not sorted, separate ranges of rows: {self.ranges}")
+        last = -1
+        for start, stop in self.ranges:
+            if not last < start < stop:
+                raise ValueError(f"not sorted, separate ranges of rows: {self.ranges}")
+            last = stop
 
     @staticmethod
     def from_ranges(*ranges: tuple[int, int]) -> "Rows":

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Literal, TypeVar
 
@@ -40,10 +39,7 @@ _HEADER: TypeAdapter[Header] = TypeAdapter(Header)
 _BOOKMARK: TypeAdapter[Bookmark] = TypeAdapter(Bookmark)
 _COMMIT = re.compile(r"commits/(\d{6,})\.json")
 _BEFORE, _AFTER = b'{"record":', b',"sha256":"%s"}\n'
-READER_COUNT = 16
-"""Files read in parallel: each takes tens of milliseconds from a bucket."""
-READ_AHEAD_COUNT = 8 * READER_COUNT
-"""Records read ahead of their use; all records of a run may not fit memory."""
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def commit_name(version: int) -> str:
@@ -97,7 +93,7 @@ class Ledger:
         return self._create(header_name(header.identity), _canonical(header, _HEADER))
 
     def record(self, version: int) -> Record:
-        return self._record(version)[0]
+        return self.digested_record(version)[0]
 
     def exists(self, version: int) -> bool:
         return self.store.exists(commit_name(version))
@@ -126,7 +122,7 @@ class Ledger:
         return versions
 
     def records(self, versions: Sequence[int]) -> Iterator[Record]:
-        """Yield records, reading at most READ_AHEAD_COUNT ahead."""
+        """Yield records as they are read."""
         return (record for record, _ in self._records(versions))
 
     def read_available(self, versions: Iterable[int]) -> tuple[list[Record], list[Missing | Corrupt]]:
@@ -138,8 +134,7 @@ class Ledger:
             except (Missing, Corrupt) as error:
                 return error
 
-        with ThreadPoolExecutor(READER_COUNT) as pool:
-            results = list(pool.map(try_read, versions))
+        results = list(self.store.read_each(try_read, versions))
         records = [result for result in results if isinstance(result, Record)]
         return records, [result for result in results if not isinstance(result, Record)]
 
@@ -147,8 +142,7 @@ class Ledger:
         """Return all stored headers, sorted by name, without those on which `view` has a verdict."""
         names = self.store.names("headers/")
         is_skipped = decided_by(view) if view else lambda name: False
-        with ThreadPoolExecutor(READER_COUNT) as pool:
-            return list(pool.map(self.header, (name for name in names if not is_skipped(name))))
+        return list(self.store.read_each(self.header, (name for name in names if not is_skipped(name))))
 
     def view(self) -> LedgerView:
         """Build the view of all records, starting from the newest valid bookmark."""
@@ -186,7 +180,7 @@ class Ledger:
         for version in sorted({*versions}.intersection(self.bookmarks()), reverse=True):
             with suppress(RunFailed):  # reading all records will find a damaged one
                 found, _ = self._read(bookmark_name(version), _BOOKMARK)
-                record, made = self._record(version)
+                record, made = self.digested_record(version)
                 if made == found.digest and (view := restore_view(found, record)):
                     return view
         return None
@@ -195,7 +189,7 @@ class Ledger:
         """Add the records created since the view; read only these."""
         while True:
             try:
-                found = self._record(view.version + 1)
+                found = self.digested_record(view.version + 1)
             except Missing:
                 return view
             view = self._extend(view, record_digest(view.newest), [found])
@@ -213,6 +207,12 @@ class Ledger:
 
     def _extend(self, view: LedgerView, parent: str, found: Iterable[tuple[Record, str]]) -> LedgerView:
         """Add records with their digests to the view. parent: the digest of the view's newest record."""
+        for view in self.growing(view, parent, found):  # noqa: B007, B020
+            pass
+        return view
+
+    def growing(self, view: LedgerView, parent: str, found: Iterable[tuple[Record, str]]) -> Iterator[LedgerView]:
+        """Do the same, and yield the view after each record; see LedgerView.growing."""
         newest, before, fragments = view.version, parent, len(view.newest.state)
 
         def checked_records() -> Iterator[Record]:
@@ -228,16 +228,15 @@ class Ledger:
                 newest, before = record.version, made
 
         try:
-            return view.through(checked_records())
+            yield from view.growing(checked_records())
         except InvalidRecord as error:
             raise self._corrupt(newest + 1, error) from error
 
     def _records(self, versions: Sequence[int]) -> Iterator[tuple[Record, str]]:
-        with ThreadPoolExecutor(READER_COUNT) as pool:
-            for first in range(0, len(versions), READ_AHEAD_COUNT):
-                yield from pool.map(self._record, versions[first : first + READ_AHEAD_COUNT])
+        return self.store.read_each(self.digested_record, versions)
 
-    def _record(self, version: int) -> tuple[Record, str]:
+    def digested_record(self, version: int) -> tuple[Record, str]:
+        """Read a record, and its digest."""
         name = commit_name(version)
         found, made = self._read(name, _RECORD)
         if found.version != version:
@@ -256,11 +255,12 @@ class Ledger:
     def _read(self, name: str, adapter: TypeAdapter[Content]) -> tuple[Content, str]:
         """Return the content of a file and its SHA-256."""
         data = self.store.read(name)
-        body = data[len(_BEFORE) : -(len(_seal(b"")) - len(_BEFORE))]
-        if data != _seal(body):
+        body = data[len(_BEFORE) : -len(_AFTER % bytes(64))]
+        made = hashlib.sha256(body).hexdigest()
+        if data != b"".join((_BEFORE, body, _AFTER % made.encode())):
             raise Corrupt(name, self.store.root, "it does not match the digest written in it")
         try:
-            return _parse(body, adapter), data[len(_BEFORE) + len(body) :].split(b'"')[3].decode()
+            return _parse(body, adapter), made
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -271,8 +271,12 @@ class Ledger:
 
 def _canonical(value: Content, adapter: TypeAdapter[Content]) -> bytes:
     """Return canonical JSON. Raise ValueError if it would not give the value back, like a number that is not finite."""
-    body = _dump(adapter.validate_json(_dump(value, adapter)), adapter)  # a whole number may stand for a float
-    if _parse(body, adapter) != value:
+    dumped = _dump(value, adapter)
+    found = adapter.validate_json(dumped)
+    body = _dump(found, adapter)
+    if body != dumped:  # a whole number stood for a float
+        found = _parse(body, adapter)
+    if found != value:
         raise ValueError(f"{value} would not come back from JSON unchanged")
     return body
 
@@ -282,7 +286,7 @@ def _dump(value: Content, adapter: TypeAdapter[Content]) -> bytes:
     for name, absent in (("averaged", []), ("kept", None)):  # absent from records of runs without them
         if name in plain and plain[name] == absent:
             del plain[name]
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _ENCODER.encode(plain).encode()
 
 
 def _parse(body: bytes, adapter: TypeAdapter[Content]) -> Content:

@@ -1,12 +1,12 @@
 """Verify a run's storage: the whole history by its digests, and recent versions by recomputing them."""
 
 import math
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TypeVar
+from itertools import takewhile
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.storage import retention
 from tpuswarm.swarm.storage.bookmark import bookmark_name
-from tpuswarm.swarm.storage.ledger import READER_COUNT, Ledger, commit_name, first_gap, header_name
+from tpuswarm.swarm.storage.ledger import Ledger, commit_name, first_gap, header_name
 from tpuswarm.swarm.storage.objects import Objects, array_digest, object_name, payload_name, update_digest
 from tpuswarm.swarm.storage.replay import Unreplayable, replay
 from tpuswarm.swarm.storage.store import Missing, Store
@@ -128,24 +128,29 @@ class _Check:
         versions = self._ledger.versions()
         whole = versions[: first_gap(versions)]
         view: LedgerView | None = None
-        for record in self._try_each(self._ledger.record, whole):
-            if record is None:
-                break
-            try:
-                view = self._ledger.after(view, record) if view else self._ledger.genesis(record)
-            except RunFailed as error:
-                self._problem(str(error))
-                break
-            self.records.append(record)
-            self._verdicts |= {decision.identity: (decision, record.version) for decision in record.decisions}
-            if record.version in bookmarks:
-                self._check_bookmark(view)
+        try:
+            for view in self._views(whole):
+                record = view.newest
+                self.records.append(record)
+                self._verdicts |= {decision.identity: (decision, record.version) for decision in record.decisions}
+                if record.version in bookmarks:
+                    self._check_bookmark(view)
+        except RunFailed as error:
+            self._problem(str(error))
         if len(whole) < len(versions) or not versions:
             self._problem(str(Missing(commit_name(len(whole)), self._store.root)))
         if rest := len(versions) - len(self.records):
             self._problem(f"{rest} records from {commit_name(len(self.records))} on are unproven")
         self.report.newest = view.version if view else None
         return view
+
+    def _views(self, versions: Sequence[int]) -> Iterator[LedgerView]:
+        """Yield the view after each record up to the first that cannot be read or does not follow."""
+        found = self._try_each(self._ledger.digested_record, versions)
+        sound = takewhile(lambda record: record is not None, found)
+        for first, digest in cast(Iterator[tuple[Record, str]], sound):
+            yield (view := self._ledger.genesis(first))
+            yield from self._ledger.growing(view, digest, cast(Iterator[tuple[Record, str]], sound))
 
     def _check_bookmark(self, view: LedgerView) -> None:
         try:
@@ -278,8 +283,7 @@ class _Check:
             except RunFailed as error:
                 return error
 
-        with ThreadPoolExecutor(READER_COUNT) as pool:
-            results = list(pool.map(try_read, keys))
+        results = list(self._store.read_each(try_read, keys))
         for result in results:
             if isinstance(result, RunFailed):
                 self._problem(str(result))

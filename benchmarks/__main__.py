@@ -22,6 +22,7 @@ NAMES = (
     "stall",
     "quality",
     "scale",
+    "coordinator",
     "merge",
     "traffic",
     "bucket",

@@ -1,18 +1,21 @@
 """The coordinator's state: when a round ends, and the one place of every token, whatever happens."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rpds import HashTrieMap
 
 from tests.swarm.exact import DIGESTS, TERMS, genesis
 from tests.swarm.world import World
 from tpuswarm.swarm.core import transitions as coordinator
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
-from tpuswarm.swarm.core.ledger_view import LedgerView
-from tpuswarm.swarm.core.messages import Heartbeat, Refused, StoreHeader
+from tpuswarm.swarm.core.coordinator_state import held_by_others, with_claims
+from tpuswarm.swarm.core.ledger_view import InvalidRecord, LedgerView
+from tpuswarm.swarm.core.messages import Granted, Heartbeat, Refused, StoreHeader
 from tpuswarm.swarm.core.rounds import RoundTimeouts, quorum, round_status
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.core.summary import Summary, Tokens, summary
@@ -36,6 +39,10 @@ class Desk:
         beat = Heartbeat(who, DIGESTS, processed > 0, base, NO_ROWS, outstanding, undecided, 2.0, processed)
         self.state, answer = coordinator.heartbeat(self.state, beat, now)
         return answer.rows
+
+    def announce(self, beat):
+        self.state, answer = coordinator.heartbeat(self.state, beat, 6.0)
+        assert isinstance(answer, Granted)
 
     def push(self, who, rows, finite=True, now=1.0, sequence=1):
         identity, base = Identity(who, sequence), self.state.view.version
@@ -103,9 +110,61 @@ def test_push_out_of_order_is_refused(decided):
 def test_more_members_send_fewer_heartbeats_each(members, pause):
     leases = {replace(A, name=f"{number:032x}"): Lease(NO_ROWS, 20.0, 0, None, NO_ROWS) for number in range(members)}
     beat = Heartbeat(next(iter(leases)), JOINED.digests, True, 0, NO_ROWS, NO_ROWS, None, None, 0)
-    state, answer = coordinator.heartbeat(replace(Desk(JOINED).state, leases=leases), beat, 1.0)
+    state, answer = coordinator.heartbeat(replace(Desk(JOINED).state, leases=HashTrieMap(leases)), beat, 1.0)
     assert answer.pause == pytest.approx(pause)
     assert state.leases[beat.incarnation].until == 1.0 + max(JOINED.lease_seconds, 3 * answer.pause)
+
+
+def calls_of_a_member(members: int) -> tuple[float, float]:
+    """Count the Python calls of a member's push and of its announcement after a restart; the mean of all members."""
+    desk = Desk(replace(JOINED, horizon=100 * members))
+    held = {key: desk.beat(key, NO_ROWS, 0, 0.0) for key in (replace(A, member=f"m{n}") for n in range(members))}
+    calls = 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+
+    def counted(work) -> float:
+        nonlocal calls
+        calls = 0
+        sys.setprofile(count)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+        return calls / members
+
+    headers = []
+    pushing = counted(lambda: headers.extend(desk.push(key, held[key].first(4)) for key in held))
+    desk = Desk(state=coordinator.start_epoch(desk.state.terms, desk.state.view, headers, 5.0, founded=False))
+    beats = [
+        Heartbeat(key, DIGESTS, True, 0, NO_ROWS, held[key].first(4), Identity(key, 1), 2.0, 40)
+        for key in reversed(held)
+    ]
+    announcing = counted(lambda: [desk.announce(beat) for beat in beats])
+    assert len(desk.state.leases) == members
+    return pushing, announcing
+
+
+def test_push_and_announcement_cost_the_same_among_many_members():
+    """Each used to look at what every other member holds."""
+    few, many = calls_of_a_member(30), calls_of_a_member(480)
+    assert many[0] < 1.5 * few[0] and many[1] < 1.5 * few[1]
+
+
+def test_record_that_cannot_follow_leaves_the_view_before_it_alone():
+    desk = Desk(JOINED)
+    rows = desk.beat(A, NO_ROWS, 0, 0.0)
+    desk.push(A, rows.first(4))
+    before, merge = desk.state.view, desk.tick(1.0)
+    record = coordinator.make_record(desk.state, "parent", ("d", "d"), (), (), 1.0)
+    views = before.growing([record, replace(record, version=2, decisions=merge.decisions * 2)])
+    view = next(views)
+    verdicts, processed = dict(view.verdicts), dict(view.processed)
+    with pytest.raises(InvalidRecord, match="was already decided"):
+        next(views)
+    assert (view.verdicts, view.processed) == (verdicts, processed) and not before.verdicts
 
 
 def test_token_from_its_training_to_its_commit():
@@ -158,8 +217,14 @@ class CheckedWorld(World):
         for made in self.coordinators.values():
             state, tokens = made.state, summary(made.state, self.engine.now).tokens
             headers = [*(header for header, _ in state.pending.values()), *state.storing.values()]
-            held = Rows.union([holder.rows for holder in (*state.leases.values(), *headers)])
+            holdings = [*state.leases.items(), *((header.identity.incarnation, header) for header in headers)]
+            held = Rows.union(holding.rows for _, holding in holdings)
             assert state.taken == held | state.view.spent
+            assert with_claims(state).undecided == state.undecided
+            unspent = Rows(((0, 2 * self.horizon),)) - state.view.spent
+            for key in ({header.identity.incarnation for header in headers} | {A}) - set(state.leases):
+                others = Rows.union(holding.rows for holder, holding in holdings if holder != key)
+                assert not state.recovering or held_by_others(state, key, unspent) == others & unspent
             assert state.room == self.horizon - len(state.view.counted) - len(held - state.view.spent)
             assert tokens.processed == tokens.applied + tokens.dropped + tokens.outstanding + tokens.lost
             assert min(tokens.applied, tokens.dropped, tokens.outstanding, tokens.lost) >= 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.swarm.supervision.fake_cluster import PLAN, SWARM
 from tpuswarm.swarm.core.alarms import alarms
 from tpuswarm.swarm.core.arithmetic.fragments import Layout, Piece
-from tpuswarm.swarm.core.coordinator_state import rows_taken
+from tpuswarm.swarm.core.coordinator_state import with_claims
 from tpuswarm.swarm.core.messages import Accepted, Granted, Heartbeat, Merge, Refused
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.core.values import Header, Identity, Incarnation
@@ -118,7 +118,7 @@ class Swarm:
     def check(self):
         state = self.head.state
         assert [node.failure for node in self.nodes.values()] == [None, None]
-        assert state.taken == rows_taken(state) and self.head.summarize() is not None
+        assert state == with_claims(state) and self.head.summarize() is not None
         held = [lease.rows for lease in state.leases.values()]
         assert sum(map(len, held)) == len(Rows.union(held)), "two members hold a row"
 

@@ -1,9 +1,11 @@
 """The coordinator's state and what follows from it: who holds which rows, and when a round is over."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
+
+from rpds import HashTrieMap, HashTrieSet
 
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import Merge, Terms
@@ -26,7 +28,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class CoordinatorState:
-    """The coordinator's state. The ledger and the stored headers are enough to rebuild it."""
+    """The coordinator's state. The ledger and the stored headers are enough to rebuild it.
+
+    What grows with the members is in persistent maps and sets: a message changes them without a copy.
+    """
 
     terms: Terms
     view: LedgerView
@@ -36,25 +41,29 @@ class CoordinatorState:
     """Members that the run was started with, or that contributed just before this epoch."""
     awaited_until: float
     """Until then a round waits for awaited members that have not reported yet."""
-    leases: Mapping[Incarnation, Lease] = field(default_factory=dict)
-    fenced: frozenset[Incarnation] = frozenset()
-    pending: Mapping[Identity, tuple[Header, float]] = field(default_factory=dict)
+    leases: "HashTrieMap[Incarnation, Lease]" = HashTrieMap()  # noqa: RUF009  # immutable, as the others
+    fenced: "HashTrieSet[Incarnation]" = HashTrieSet()  # noqa: RUF009
+    pending: "HashTrieMap[Identity, tuple[Header, float]]" = HashTrieMap()  # noqa: RUF009
     """Accepted, undecided contributions with their times of acceptance."""
-    storing: Mapping[Identity, Header] = field(default_factory=dict)
+    storing: "HashTrieMap[Identity, Header]" = HashTrieMap()  # noqa: RUF009
     """Checked headers that are being stored."""
+    undecided: "HashTrieMap[Incarnation, tuple[Identity, ...]]" = HashTrieMap()  # noqa: RUF009
+    """Contributions in `pending` or `storing` by incarnation: one, or several after two coordinators."""
     taken: Rows = NO_ROWS
     """Rows that cannot be leased: spent, leased, or in undecided contributions. Stored, because the union has few
     ranges and its parts have many."""
+    contested: Rows = NO_ROWS
+    """Rows that several incarnations hold, leased or in undecided contributions: none but after two coordinators."""
     fastest: float | None = None
     """Rows per second of the fastest member; rises at once, falls at the next tick."""
     merging: Merge | None = None
     unreadable: frozenset[Identity] = frozenset()
     not_finite: frozenset[Identity] = frozenset()
-    contributed: frozenset[str] = frozenset()
+    contributed: "HashTrieSet[str]" = HashTrieSet()  # noqa: RUF009
     """Members with an accepted contribution in this epoch or in the ledger."""
-    seen: frozenset[str] = frozenset()
+    seen: "HashTrieSet[str]" = HashTrieSet()  # noqa: RUF009
     """Members that held a lease in this epoch."""
-    processed: Mapping[Incarnation, int] = field(default_factory=dict)
+    processed: "HashTrieMap[Incarnation, int]" = HashTrieMap()  # noqa: RUF009
 
     @property
     def recovering(self) -> bool:
@@ -65,8 +74,9 @@ class CoordinatorState:
     def live(self) -> frozenset[str]:
         """Members that a round may wait for."""
         leased = {incarnation.member for incarnation in self.leases}
-        first = frozenset(self.terms.members)
-        return frozenset(leased & (self.contributed | first)) | (self.awaited - self.seen)
+        first = leased.intersection(self.terms.members)
+        awaited = {member for member in self.awaited if member not in self.seen}
+        return frozenset(first | awaited | {member for member in leased if member in self.contributed})
 
     @property
     def room(self) -> int:
@@ -98,16 +108,23 @@ def cycle_of(terms: Terms, rows_per_s: float | None, fastest: float | None) -> i
     return max(1, round(share * terms.cycle / terms.batch)) * terms.batch
 
 
-def rows_taken(state: CoordinatorState) -> Rows:
-    """Compute `CoordinatorState.taken` from its parts."""
-    return Rows.union(
-        [
-            state.view.spent,
-            *(lease.rows for lease in state.leases.values()),
-            *(header.rows for header, _ in state.pending.values()),
-            *(header.rows for header in state.storing.values()),
-        ]
-    )
+def with_claims(state: CoordinatorState) -> CoordinatorState:
+    """Compute `undecided`, `taken` and `contested` anew from the other fields."""
+    headers = [*(header for header, _ in state.pending.values()), *state.storing.values()]
+    undecided: dict[Incarnation, tuple[Identity, ...]] = {}
+    claims = {key: [lease.rows] for key, lease in state.leases.items()}
+    for header in headers:
+        key = header.identity.incarnation
+        undecided[key] = (*undecided.get(key, ()), header.identity)
+        claims.setdefault(key, []).append(header.rows)
+    held = [Rows.union(claim) for claim in claims.values()]
+    union, contested = Rows.union(held), NO_ROWS
+    if sum(map(len, held)) > len(union):
+        union = NO_ROWS
+        for rows in held:
+            union, contested = union | rows, contested | (union & rows)
+    taken = union | state.view.spent
+    return replace(state, undecided=HashTrieMap(undecided), taken=taken, contested=contested)
 
 
 def accepted_rows(state: CoordinatorState, identity: Identity | None) -> Rows:
@@ -118,15 +135,24 @@ def accepted_rows(state: CoordinatorState, identity: Identity | None) -> Rows:
     return accepted.rows if accepted else NO_ROWS
 
 
-def undecided_headers(state: CoordinatorState, key: Incarnation) -> Iterable[Header]:
-    """Yield the undecided contributions of an incarnation."""
-    for header in (*(header for header, _ in state.pending.values()), *state.storing.values()):
-        if header.identity.incarnation == key:
-            yield header
+def undecided_rows(state: CoordinatorState, key: Incarnation) -> Rows:
+    """Return the rows of an incarnation's undecided contributions."""
+    return Rows.union(accepted_rows(state, identity) for identity in state.undecided.get(key, ()))
 
 
-def rows_of_others(state: CoordinatorState, key: Incarnation) -> Rows:
-    """Return rows that other incarnations hold: leased, or in undecided contributions."""
-    leases = [lease.rows for holder, lease in state.leases.items() if holder != key]
-    headers = [*(header for header, _ in state.pending.values()), *state.storing.values()]
-    return Rows.union([*leases, *(header.rows for header in headers if header.identity.incarnation != key)])
+def held_by_others(state: CoordinatorState, key: Incarnation, rows: Rows) -> Rows:
+    """Return those of the rows, none spent, that incarnations other than `key` hold. It must have no lease."""
+    return (rows & state.taken) - (undecided_rows(state, key) - state.contested)
+
+
+def without_leases(state: CoordinatorState, keys: Sequence[Incarnation]) -> CoordinatorState:
+    """Fence incarnations; rows that nobody else holds can be leased again."""
+    if not keys:
+        return state
+    leases, freed = state.leases, NO_ROWS
+    for key in keys:
+        freed |= state.leases[key].rows - undecided_rows(state, key)
+        leases = leases.remove(key)
+    is_shared = bool(freed & state.contested)
+    state = replace(state, leases=leases, fenced=state.fenced.update(keys), taken=state.taken - freed)
+    return with_claims(state) if is_shared else state

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rpds import HashTrieMap, HashTrieSet
+
 from tpuswarm.swarm.core.arithmetic.outer import advance_quorum
 from tpuswarm.swarm.core.choose import choose, effective
 from tpuswarm.swarm.core.coordinator_state import (
@@ -15,9 +17,9 @@ from tpuswarm.swarm.core.coordinator_state import (
     Lease,
     accepted_rows,
     cycle_of,
-    rows_of_others,
-    rows_taken,
-    undecided_headers,
+    held_by_others,
+    with_claims,
+    without_leases,
 )
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import (
@@ -31,7 +33,7 @@ from tpuswarm.swarm.core.messages import (
     Terms,
 )
 from tpuswarm.swarm.core.rounds import RoundStatus, RoundTimeouts
-from tpuswarm.swarm.core.rows import NO_ROWS, Rows
+from tpuswarm.swarm.core.rows import NO_ROWS
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
 
 MAX_HEARTBEATS_PER_S = 400.0
@@ -60,7 +62,7 @@ def start_epoch(
         for key, (_, version) in view.verdicts.items()
         if not alone and version > view.version - AWAITED_RECORD_COUNT
     }
-    return CoordinatorState(
+    state = CoordinatorState(
         terms=terms,
         view=view,
         epoch=view.newest.epoch + (not founded),
@@ -68,11 +70,11 @@ def start_epoch(
         # Without them the member that pushed last would be the whole quorum until the others have announced themselves.
         awaited=frozenset(lately.union(terms.members)),
         awaited_until=now + (terms.timeouts.first_deadline_s if alone else terms.lease_seconds),
-        pending=pending,
-        taken=Rows.union([view.spent, *(header.rows for header, _ in pending.values())]),
-        contributed=frozenset(contributed),
-        processed=view.processed,
+        pending=HashTrieMap(pending),
+        contributed=HashTrieSet(contributed),
+        processed=HashTrieMap(view.processed),
     )
+    return with_claims(state)
 
 
 def heartbeat(
@@ -104,10 +106,10 @@ def heartbeat(
             rows = claimed - view.spent
             if rows and rows.ranges[-1][1] > (end := state.terms.horizon + len(view.skipped)):
                 return state, Refused(f"its rows {rows} were never leased: the run has {end}")
-            if others := rows & rows_of_others(state, key):
+            if others := held_by_others(state, key, rows):
                 return state, Refused(f"its rows {others} are claimed by others")
-        else:
-            state = _fence(state, [holder for holder in state.leases if holder.member == key.member])
+        elif key.member in state.seen:
+            state = without_leases(state, [holder for holder in state.leases if holder.member == key.member])
     elif strange := outstanding - state.leases[key].rows:
         return state, Refused(f"rows {strange} are not leased to it")
     else:
@@ -125,11 +127,11 @@ def heartbeat(
     news = report.processed > state.processed.get(key, -1)
     state = replace(
         state,
-        leases={**state.leases, key: Lease(rows, until, report.base, report.rows_per_s, outstanding)},
+        leases=state.leases.insert(key, Lease(rows, until, report.base, report.rows_per_s, outstanding)),
         taken=state.taken | rows,
         fastest=fastest,
-        seen=state.seen if key.member in state.seen else state.seen | {key.member},
-        processed={**state.processed, key: report.processed} if news else state.processed,
+        seen=state.seen.insert(key.member),
+        processed=state.processed.insert(key, report.processed) if news else state.processed,
     )
     undecided = report.undecided
     known = undecided is None or view.has_decided(undecided) or undecided in state.pending or undecided in state.storing
@@ -166,25 +168,32 @@ def receive_push(
         return state, Refused(f"{header.tokens} tokens do not match {len(header.rows)} rows")
     if strange := header.rows - state.leases[key].rows:
         return state, Refused(f"rows {strange} are not leased to it")
-    if any(True for _ in undecided_headers(state, key)) and state.storing.get(identity) != header:
+    if state.storing.get(identity) == header:
+        return state, StoreHeader(header)
+    if key in state.undecided:
         return state, Refused("another of its pushes is still undecided")
     if identity.sequence != (following := view.decided_pushes(key) + 1):  # a skipped push would never get a verdict
         return state, Refused(f"its push {identity.sequence} is not the next: that is push {following}")
     if len(header.digests) != len(view.newest.state):
         return state, Refused(f"it has {len(header.digests)} fragments, not {len(view.newest.state)}")
-    return replace(state, storing={**state.storing, identity: header}), StoreHeader(header)
+    storing, undecided = state.storing.insert(identity, header), state.undecided.insert(key, (identity,))
+    return replace(state, storing=storing, undecided=undecided), StoreHeader(header)
 
 
 def header_stored(state: CoordinatorState, header: Header, now: float) -> CoordinatorState:
     """Accept a contribution: its header was created, or exists with the same bytes."""
-    storing = {identity: waiting for identity, waiting in state.storing.items() if identity != header.identity}
-    if state.view.has_decided(header.identity):
-        return replace(state, storing=storing)
+    identity, key = header.identity, header.identity.incarnation
+    storing, undecided = state.storing.discard(identity), state.undecided.get(key, ())
+    if state.view.has_decided(identity):
+        left = tuple(other for other in undecided if other != identity)
+        rest = state.undecided.insert(key, left) if left else state.undecided.discard(key)
+        return replace(state, storing=storing, undecided=rest)
     return replace(
         state,
         storing=storing,
-        pending={**state.pending, header.identity: (header, now)},
-        contributed=state.contributed | {header.identity.incarnation.member},
+        pending=state.pending.insert(identity, (header, now)),
+        undecided=state.undecided if identity in undecided else state.undecided.insert(key, (*undecided, identity)),
+        contributed=state.contributed.insert(key.member),
     )
 
 
@@ -192,12 +201,12 @@ def accept_stored(state: CoordinatorState, headers: Iterable[Header], now: float
     """Accept undecided contributions that were found in the storage: another coordinator had accepted them."""
     for header in headers:
         state = header_stored(state, header, now)
-    return replace(state, taken=rows_taken(state))
+    return with_claims(state)
 
 
 def leave(state: CoordinatorState, key: Incarnation) -> CoordinatorState:
     """End a member's lease; rows that it has not pushed can be leased again."""
-    return _fence(state, [key] if key in state.leases else [])
+    return without_leases(state, [key]) if key in state.leases else state
 
 
 def tick(state: CoordinatorState, now: float) -> tuple[CoordinatorState, Merge | None, RoundStatus]:
@@ -205,9 +214,9 @@ def tick(state: CoordinatorState, now: float) -> tuple[CoordinatorState, Merge |
     if state.recovering and now >= state.recovering_until:
         state = replace(state, recovering_until=-math.inf)
     if not state.recovering:
-        state = _fence(state, [key for key, lease in state.leases.items() if lease.until <= now])
-    if now >= state.awaited_until and not state.seen.issuperset(state.awaited):
-        state = replace(state, seen=state.seen | state.awaited)
+        state = without_leases(state, [key for key, lease in state.leases.items() if lease.until <= now])
+    if now >= state.awaited_until:
+        state = replace(state, seen=state.seen.update(state.awaited), awaited=frozenset())
     speeds = [lease.rows_per_s for lease in state.leases.values() if lease.rows_per_s]
     state = replace(state, fastest=max(speeds, default=None))
     when = state.round_status(now)
@@ -259,7 +268,7 @@ def make_record(
         gathered=merge.gathered,
         tokens=view.tokens + sum(decision.tokens for decision in applied),
         changes=view.newest.changes + bool(applied),
-        processed=tuple(sorted(state.processed.items() - view.processed.items())),
+        processed=tuple(sorted(item for item in state.processed.items() if view.processed.get(item[0]) != item[1])),
         digests=state.terms.digests,
         time=time,
         downlink=made_by.downlink,
@@ -272,22 +281,23 @@ def make_record(
 def record_committed(state: CoordinatorState, record: Record) -> CoordinatorState:
     """Apply a record that was created, or exists with the same bytes."""
     view = state.view.after(record)
+    gone = {decision.identity for decision in record.decisions}
     void = {decision.identity.incarnation: decision.rows for decision in record.decisions if decision.fate == "void"}
     leases = {
         key: replace(lease, rows=lease.rows - view.spent - void.get(key, NO_ROWS))
         for key, lease in state.leases.items()
     }
-    gone = {decision.identity for decision in record.decisions}
+    pending = {identity: waiting for identity, waiting in state.pending.items() if identity not in gone}
     state = replace(
         state,
         view=view,
-        leases=leases,
-        pending={identity: waiting for identity, waiting in state.pending.items() if identity not in gone},
+        leases=HashTrieMap(leases),
+        pending=HashTrieMap(pending),
         merging=None,
         unreadable=state.unreadable - gone,
         not_finite=state.not_finite - gone,
     )
-    return replace(state, taken=rows_taken(state))
+    return with_claims(state)
 
 
 def _merge(state: CoordinatorState, headers: Iterable[Header], reason: str) -> Merge:
@@ -302,15 +312,6 @@ def _merge(state: CoordinatorState, headers: Iterable[Header], reason: str) -> M
     tokens = sum(decision.tokens for decision in decisions if decision.fate == "applied")
     kept = outer.average.kept(tokens, state.view.tokens + tokens) if outer.average and weights else None
     return Merge(state.view.version + 1, tuple(decisions), outer, rate, share, gathered, kept, reason)
-
-
-def _fence(state: CoordinatorState, keys: Iterable[Incarnation]) -> CoordinatorState:
-    gone = frozenset(keys)
-    if not gone:
-        return state
-    leases = {key: lease for key, lease in state.leases.items() if key not in gone}
-    state = replace(state, leases=leases, fenced=state.fenced | gone)
-    return replace(state, taken=rows_taken(state))
 
 
 def _max_stall_s(timeouts: RoundTimeouts, cycle: int, rows_per_s: float | None) -> float:

@@ -75,14 +75,28 @@ def call_request(server: Any, method: Any, arguments: Any) -> Any:
 
 def _check(value: Any) -> None:
     """Raise Malformed for a number or a name that no message has; types are checked before."""
-    if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
-        raise Malformed("a count is negative or above 2^63")
-    if isinstance(value, float) and not value >= 0:
-        raise Malformed(f"{value} is negative or not a number")
-    if isinstance(value, MovingAverage):  # its share may be infinite
+    if isinstance(value, str | bytes):
         return
-    if isinstance(value, float) and value == float("inf"):
-        raise Malformed("a value is infinite")
+    if isinstance(value, int):
+        if not 0 <= value <= MAX_INTEGER:
+            raise Malformed("a count is negative or above 2^63")
+    elif isinstance(value, float):
+        if not value >= 0:
+            raise Malformed(f"{value} is negative or not a number")
+        if value == float("inf"):
+            raise Malformed("a value is infinite")
+    elif isinstance(value, Mapping):
+        for part in (*value.keys(), *value.values()):
+            _check(part)
+    elif isinstance(value, tuple | list | frozenset):
+        for part in value:
+            if part.__class__ is not str:  # a state has hundreds of digests
+                _check(part)
+    elif is_dataclass(value):
+        _check_fields(value)
+
+
+def _check_fields(value: Any) -> None:
     if isinstance(value, Incarnation) and not (
         MEMBER_NAME.fullmatch(value.member) and _INCARNATION.fullmatch(value.name)
     ):
@@ -92,15 +106,15 @@ def _check(value: Any) -> None:
             raise Malformed("a digest is not SHA-256 in hexadecimal")
         if not (value.finite or value.norm == 0):
             raise Malformed(f"the norm is {value.norm}, although the contribution is not finite")
-    if is_dataclass(value):
-        for field in fields(value):
-            _check(getattr(value, field.name))
-    elif isinstance(value, Mapping):
-        for part in (*value.keys(), *value.values()):
+    for name in _field_names(value.__class__):
+        part = getattr(value, name)
+        if not (isinstance(value, MovingAverage) and part == float("inf")):
             _check(part)
-    elif isinstance(value, tuple | list | frozenset):
-        for part in value:
-            _check(part)
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def is_array(value: np.ndarray, dtype: str, dimensions: int) -> bool:

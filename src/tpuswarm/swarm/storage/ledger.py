@@ -271,14 +271,10 @@ class Ledger:
 
 def _canonical(value: Content, adapter: TypeAdapter[Content]) -> bytes:
     """Return canonical JSON. Raise ValueError if it would not give the value back, like a number that is not finite."""
-    dumped = _dump(value, adapter)
-    found = adapter.validate_json(dumped)
-    body = _dump(found, adapter)
-    if body != dumped:  # a whole number stood for a float
-        found = _parse(body, adapter)
+    found = adapter.validate_json(adapter.dump_json(value, warnings="error"))  # a whole number may stand for a float
     if found != value:
         raise ValueError(f"{value} would not come back from JSON unchanged")
-    return body
+    return _dump(found, adapter)
 
 
 def _dump(value: Content, adapter: TypeAdapter[Content]) -> bytes:

@@ -116,6 +116,10 @@ def test_finished_run_prints_a_sample_of_its_text_and_the_next_command(typed, tm
     words = ["--layers", "1", "--width", "16", "--heads", "1", "--context", "8", "--steps", "2", "--run", "own"]
     code, out, err = typed("train", "gpt2-tiny", "--data", str(text_file), *words)
     assert code == 0, err
+    length = len(text_file.read_text())
+    assert "\nmodel: 1 layer, width 16, context 8, " in err
+    assert f"\ndata: {length - length // 10:,} characters to train on, {length // 10:,} held out\n" in err
+    assert "\nsettings: 16 rows a step, learning rate 0.001 after a warm-up of 5%, then a cosine to 0.0001, f32" in err
     _, after = out.split("a sample of its text:\n")
     assert re.fullmatch(r"(  .*\n){1,10}next: `tpuswarm sample own`\n", after)
 

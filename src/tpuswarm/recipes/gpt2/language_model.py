@@ -138,7 +138,7 @@ class LanguageModel(Recipe):
         """Describe the shape, the text and the schedule."""
         layers, width = self._layers_and_width()
         words = {
-            "model": f"{layers} layers, width {width}, context {self._context}",
+            "model": f"{layers} layer{'s' * (layers > 1)}, width {width}, context {self._context}",
             "data": "random tokens",
             "learning rate": f"{self._lr:g} after a warm-up of {self._warmup:.0%}, then a cosine to {self._lr_end:g}",
         }

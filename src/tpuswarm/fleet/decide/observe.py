@@ -266,7 +266,10 @@ class _Observer:
         if machine.state == "dead" and (seen.machine.state != "dead" or seen.since == self.now):
             self.requests.pop(key, None)
             self._add_death(replace(seen, ready_at=ready_at), machine, machine.why or machine.said)
-        stored = replace(machine, error=None, metadata=None)
+        old = seen.machine
+        is_bare = old.metadata is None and old.error is None
+        is_same = is_bare and old == machine and old.runtime_env == machine.runtime_env
+        stored = old if is_same else replace(machine, error=None, metadata=None)  # most are the same: a copy costs more
         is_dead = machine.state == "dead" or (seen.dead and machine.state == "deleting")
         since = seen.since if same_state else self.now
         return SeenMachine(stored, since, ready_at, unhealthy_since, is_dead, seen.born or machine.created)

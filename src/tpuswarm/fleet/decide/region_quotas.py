@@ -1,7 +1,8 @@
 """Count what machines take of the quotas that Compute Engine has for each region."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 
 from tpuswarm.catalog import find
 from tpuswarm.catalog.prices import region_of
@@ -29,17 +30,18 @@ def count_hosts(pools: Iterable[PoolSpec], machines: Iterable[Machine], specs: I
     counts = Counter[str]()
     for machine in machines:
         has_external = machine.pool not in internal
-        counts.update(_hosts_by_key(machine, has_external))
+        counts.update(_hosts_by_key(machine.zone, machine.type, has_external))
     for spec in specs:
         counts.update(spec_hosts(spec))
     return counts
 
 
-def spec_hosts(spec: Spec) -> dict[str, int]:
+def spec_hosts(spec: Spec) -> Mapping[str, int]:
     """Return how many hosts of a machine each quota counts, by its key."""
-    return _hosts_by_key(spec, spec.external_ips)
+    return _hosts_by_key(spec.zone, spec.type, spec.external_ips)
 
 
-def _hosts_by_key(machine: Machine | Spec, has_external: bool) -> dict[str, int]:
+@cache
+def _hosts_by_key(zone: str, type_: str, has_external: bool) -> Mapping[str, int]:
     quotas = REGION_QUOTAS if has_external else (INSTANCES,)
-    return {region_key(machine.zone, quota): host_count(machine.type) for quota in quotas}
+    return {region_key(zone, quota): host_count(type_) for quota in quotas}

@@ -1,14 +1,17 @@
-"""Compare a gpt2-tiny step with the same model in torch on the same CPU. About 5 minutes.
+"""Compare steps with torch on the same CPU: gpt2-tiny, and PyTorch modules of transformers. About 15 minutes.
 
 torch runs in child processes with the same shapes, batch, optimizer and clipping (`torch_model.py`), eager and with
-torch.compile. The three take turns, block by block. The first run installs torch in `.venv-oracle` (1 GB).
+torch.compile. The three take turns, block by block. The first run installs torch in `.venv-oracle` (1 GB). The modules
+(`torch_module.py`) need the transformers of `make oracle`; the seconds of one core count for them.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +27,18 @@ ROOT = Path(__file__).resolve().parents[1]
 ORACLE_FOLDER = ROOT / ".venv-oracle"
 PACKAGES = ("torch==2.13.0", "numpy")
 OURS = "tpuswarm"
+FORMS = (OURS, "eager", "compile")
+MODULE_ROUNDS, MODULE_STEPS = 15, {"ResNet-18": 5, "GPT-2": 20, "Llama": 20}
 
 
-class TorchModel:
-    """A child process with the model in torch, in the form `eager` or `compile`. about: empty if it failed."""
+class Worker:
+    """A child process in `.venv-oracle` that runs steps. about: empty if it failed."""
 
-    def __init__(self, form: str, shape: dict[str, int]):
-        script = Path(__file__).with_name("torch_model.py")
+    def __init__(self, *arguments: str | Path):
+        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the child
         self._child = subprocess.Popen(
-            [torch_python("cpu"), script, form, json.dumps(shape)],
+            [torch_python("cpu"), *arguments], env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
         assert self._child.stdin and self._child.stdout
@@ -54,7 +59,12 @@ class TorchModel:
             return errors.read().strip().rpartition("\n")[2]
 
 
-def run(settings: Settings) -> Table:
+def run(settings: Settings) -> Iterator[Table]:
+    yield _compare_gpt2(settings)
+    yield _compare_modules(settings)
+
+
+def _compare_gpt2(settings: Settings) -> Table:
     rounds, steps = (3, 10) if settings.quick else (ROUND_COUNT, STEP_COUNT)
     local_devices()  # chooses JAX's platforms
     recipe = GPT2(size="tiny", data="fake")  # 65 characters, like tinyshakespeare
@@ -63,7 +73,8 @@ def run(settings: Settings) -> Table:
     shape = {name: getattr(config, name) for name in ("layers", "heads", "width", "context")}
     shape |= {"vocab": config.padded_vocab, "batch": rows_a_step}
     batch = bare.to_devices(recipe.data("train").rows(0, rows_a_step))
-    torches = {f"torch, {form}": TorchModel(form, shape) for form in ("eager", "compile")}
+    script = Path(__file__).with_name("torch_model.py")
+    torches = {f"torch, {form}": Worker(script, form, json.dumps(shape)) for form in ("eager", "compile")}
     working = {name: torch for name, torch in torches.items() if torch.about}
     took: dict[str, list[float]] = {name: [] for name in (OURS, *working)}
     for turn in range(-1, rounds):  # one round warms up
@@ -87,6 +98,38 @@ def run(settings: Settings) -> Table:
             f"{rounds} rounds of {steps} steps each in turn; {shape}; gradient, clipping, AdamW; one batch, no feed",
             *(f"{name} does not work here: {closing[name]}" for name in torches if name not in working),
         ],
+    )
+
+
+def _compare_modules(settings: Settings) -> Table:
+    rounds, rows = 2 if settings.quick else MODULE_ROUNDS, []
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # inherited by the workers
+    try:
+        for name, steps in MODULE_STEPS.items():
+            workers = {form: Worker("-m", "benchmarks.torch_module", form, name) for form in FORMS}
+            took: dict[str, list[float]] = {form: [] for form, worker in workers.items() if worker.about}
+            for turn in range(-1, rounds):  # one round warms up
+                for form, blocks in took.items():
+                    seconds = workers[form].run(steps)
+                    if turn >= 0:
+                        blocks.append(seconds / steps * 1e3)
+            for form, worker in workers.items():
+                about, closing = worker.about, worker.close()
+                if form not in took:
+                    rows.append((name, form, f"does not work here: {closing}", "", ""))
+                    continue
+                ratio = median([theirs / ours for theirs, ours in zip(took[form], took[OURS], strict=True)])
+                making = f"{about['making']:.1f}" if "making" in about else ""
+                label = f"{name}, {about['parameters']:,} parameters"
+                rows.append((label, form, median(took[form]).show(".1f"), ratio.show(".2f"), making))
+    finally:
+        os.sched_setaffinity(0, cores)
+    return Table(
+        "A step of PyTorch modules beside torch, one core, float32",
+        ("", "", "ms of a core per step: median (95% interval)", "over ours", "making and checking the recipe, s"),
+        rows,
+        [f"{rounds} rounds of {MODULE_STEPS} steps in turn; 16 rows of 64 tokens, or 16 pictures of 32 x 32; SGD"],
     )
 
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-tpu-compiler oracle oracle-quick soak lint docs wheel bench bench-router
+.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-real-quick test-tpu-compiler oracle oracle-quick soak lint docs wheel bench bench-router
 
 setup: .venv/installed
 
@@ -48,6 +48,10 @@ test-long: setup
 # Every command on real machines: containers with systemd, as root, with mmdebstrap and systemd-nspawn.
 test-real: setup
 	$(BIN)/pytest -m real tests/real -n 2 --dist loadfile
+
+# Without the swarm.
+test-real-quick: setup
+	$(BIN)/pytest -m real tests/real --ignore tests/real/test_swarm.py -n 2 --dist loadfile
 
 # The whole table of docs/plan.md, a quarter of an hour: for changes to plan/, train/ and recipes/.
 test-tpu-compiler: setup

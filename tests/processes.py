@@ -35,7 +35,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(_number, lambda *_: None)
 
 _environment = dict(os.environ)  # before any test
-_servers: dict[tuple[tuple[str, str], ...], socket.socket] = {}
+_servers: dict[tuple[object, ...], socket.socket] = {}
 
 
 def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
@@ -43,16 +43,20 @@ def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
     return {name: env[name] for name in sorted(env) if name.startswith(READ_AT_IMPORT) and name != "JAX_PLATFORMS"}
 
 
-def fork_server(env: Mapping[str, str]) -> socket.socket:
-    """Return the socket of the fork server that has imported its libraries in this environment; start it if needed."""
+def fork_server(env: Mapping[str, str], enter: Sequence[str] = ()) -> socket.socket:
+    """Return the socket of the fork server that has imported its libraries in this environment; start it if needed.
+
+    enter: the prefix of a command that runs in other namespaces.
+    """
     variables = read_at_import(env)
-    key = tuple(variables.items())
+    key = (*enter, *variables.items())
     if key not in _servers:
         _servers[key], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         others = {name: value for name, value in _environment.items() if not name.startswith(READ_AT_IMPORT)}
         with theirs:
             subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.fork_server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                [*enter, sys.executable, "-P", "-m", "tests.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
                 env={**others, **variables, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}, cwd=ROOT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
@@ -62,9 +66,9 @@ def fork_server(env: Mapping[str, str]) -> socket.socket:
 class Forked(subprocess.Popen[Any]):
     """A process of `tpuswarm …` or `FILE.py …` that a fork server makes; for its user a Popen like any other."""
 
-    def __init__(self, argv: Sequence[str], *, terminal: bool = False, **options: Any):
-        """terminal: whether standard input is a terminal that becomes the controlling one."""
-        self._terminal = terminal
+    def __init__(self, argv: Sequence[str], *, terminal: bool = False, enter: Sequence[str] = (), **options: Any):
+        """terminal: whether standard input is a terminal that becomes the controlling one. enter: as of fork_server."""
+        self._terminal, self._enter = terminal, enter
         super().__init__(argv, **options)
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:  # type: ignore[no-untyped-def]
@@ -74,7 +78,7 @@ class Forked(subprocess.Popen[Any]):
         job = {"argv": list(args), "cwd": str(cwd or Path.cwd()), "env": env, "terminal": self._terminal}
         self._answers, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(fork_server(env), [json.dumps(job).encode()], [*stdio, theirs.fileno()])
+            socket.send_fds(fork_server(env, self._enter), [json.dumps(job).encode()], [*stdio, theirs.fileno()])
         self.pid = self._read_number()
         self._child_created = True
         self._close_pipe_fds(*fds[:6])  # type: ignore[attr-defined]

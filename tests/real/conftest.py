@@ -1,16 +1,16 @@
 """One network with a local cloud and a machine that is set up, for all tests."""
 
-import fcntl
+import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from tests.real.cloud import RealCloud, make_files, make_template
+from tests.processes import ROOT
+from tests.real.cloud import RealCloud, make_template, why_not
 
-NEEDED = ("mmdebstrap", "systemd-nspawn", "nft", "ip", "nsenter", "setpriv", "apt-get")
 SETUP = """
 [setup]
 python = "3.11"
@@ -22,20 +22,15 @@ env = { GREETING = "hello" }
 
 @pytest.fixture(scope="session")
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCloud]:
-    missing = [name for name in NEEDED if shutil.which(name) is None]
-    if missing or os.getuid() != 0:
-        reason = f"real machines need root and {', '.join(NEEDED)}; missing: {', '.join(missing) or 'root'}"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    base = tmp_path_factory.getbasetemp()
-    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    cache = Path(os.environ.get("TPUSWARM_REAL_CACHE") or common / "real")
-    cache.mkdir(exist_ok=True)
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        template = make_template(cache)
-        files = make_files(cache, template)
+    if reason := why_not():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no real machines: {reason}")
+    made_from = [Path(__file__).with_name(name) for name in ("cloud.py", "guest_agent.py")]
+    made_from += [ROOT / "constraints.txt", ROOT / "pyproject.toml"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in made_from)).hexdigest()[:12]
+    cache = Path(os.environ["TPUSWARM_CACHE"]) / f"real-{digest}"
+    with FileLock(cache.with_suffix(".lock")):
+        cache.mkdir(exist_ok=True)
+        template, files = make_template(cache)
     cloud = RealCloud(tmp_path_factory.mktemp("cloud"), template, files)
     try:
         cloud.run("rehearsal", "start", "--speed", "60")

@@ -27,15 +27,27 @@ PYTHON_CACHE = f"{UV_CACHE}/compiled"
 """All machines have the same packages at the same paths: one of them compiles a module."""
 REBOOT = 133
 """The exit code of systemd-nspawn when its machine reboots."""
-CGROUP = "TPUSWARM_REAL_CGROUP"
-"""Names the control group of this cloud's machines."""
-START = f"""\
+TREES = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
+"""Where control groups of version 2 may be."""
+GROUP = "TPUSWARM_REAL_GROUP"
+"""Names the control group of this cloud's processes."""
+IN_GROUP = (
+    *("sh", "-euc"),
+    """\
 for tree in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
-  if [ -e $tree/cgroup.procs ] && mkdir -p $tree/${CGROUP}/$0; then echo $$ >$tree/${CGROUP}/$0/cgroup.procs; fi
+  if [ -e $tree/cgroup.procs ] && mkdir -p $tree/$0; then echo $$ >$tree/$0/cgroup.procs; fi
 done
 exec "$@"
-"""
-"""Starts a container in a control group of its own, which it needs on a computer without systemd."""
+""",
+)
+"""The prefix of a control group's name and a command that runs in it; a container needs one of its own."""
+CONTAINER = (
+    *("systemd-nspawn", "--quiet", "--boot", "--register=no", "--keep-unit", "--resolv-conf=off", "--timezone=off"),
+    # Without a time namespace, a container with CAP_SYS_TIME sets this computer's clock.
+    *("--capability=all", "--drop-capability=CAP_SYS_TIME", "--system-call-filter=@swap @reboot keyctl @mount"),
+    "--console=pipe",
+)
+CONTAINER_VARIABLES = {"SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
 
 
 class RealMachines:
@@ -194,19 +206,16 @@ END
     async def _boot(self, host: RehearsedHost) -> asyncio.subprocess.Process:
         disk = self._disks / host.id
         words = [
-            *("setpriv", "--pdeathsig", "KILL", "systemd-nspawn", "--quiet", "--boot", "--register=no", "--keep-unit"),
-            *(f"--machine={_interface(host)}", f"--directory={disk}/root", "--hostname=" + host.id[:60]),
-            *(f"--network-namespace-path=/run/netns/{_interface(host)}", "--resolv-conf=off", "--timezone=off"),
-            # Without a time namespace, a container with CAP_SYS_TIME sets this computer's clock.
-            *("--capability=all", "--drop-capability=CAP_SYS_TIME", "--system-call-filter=@swap @reboot keyctl @mount"),
-            *(f"--bind={self._folder.path}", f"--bind={os.environ[FILES]}:/srv"),
-            *(f"--bind={os.environ[FILES]}/uv-cache:{UV_CACHE}", "--console=pipe"),
-        ]  # fmt: skip
+            *("setpriv", "--pdeathsig", "KILL", *CONTAINER, f"--machine={_interface(host)}"),
+            *(f"--directory={disk}/root", "--hostname=" + host.id[:60]),
+            *(f"--network-namespace-path=/run/netns/{_interface(host)}", f"--bind={self._folder.path}"),
+            *(f"--bind={os.environ[FILES]}:/srv", f"--bind={os.environ[FILES]}/uv-cache:{UV_CACHE}"),
+        ]
         with (disk / "console").open("ab") as console:
             return await asyncio.create_subprocess_exec(
-                *("sh", "-euc", START, host.id, *words),
+                *(*IN_GROUP, f"{os.environ[GROUP]}/{host.id}", *words),
                 stdin=asyncio.subprocess.DEVNULL, stdout=console, stderr=console,
-                env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
+                env={**os.environ, **CONTAINER_VARIABLES},
             )  # fmt: skip
 
     async def _keep(self, host: RehearsedHost, process: asyncio.subprocess.Process) -> None:
@@ -223,9 +232,9 @@ END
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            for tree in Path("/sys/fs/cgroup").glob(f"**/{os.environ[CGROUP]}/{host_id}"):
+            for tree in TREES:
                 with suppress(OSError):
-                    (tree / "cgroup.kill").write_text("1")
+                    (tree / os.environ[GROUP] / host_id / "cgroup.kill").write_text("1")
 
     def _leader(self, host_id: str) -> int | None:
         """Return the process that is the machine's systemd."""

@@ -1,6 +1,5 @@
 """Commands on one real machine."""
 
-import os
 import re
 import signal
 
@@ -17,11 +16,6 @@ def lines(laptop: RealCloud, command: str, rc: int = 0) -> list[str]:
     """Return the lines that a command prints on the machine."""
     shown = laptop.run("exec", MACHINE, "--", command, rc=rc)
     return [line.partition(" │ ")[2] for line in shown.splitlines() if " │ " in line]
-
-
-def is_running(laptop: RealCloud, command: str) -> bool:
-    """Whether the machine has a process of this command line, whoever started it."""
-    return bool(lines(laptop, f"pgrep -xf '{command}' || true"))
 
 
 def test_second_set_up_has_nothing_to_do(laptop):
@@ -57,39 +51,39 @@ def test_set_up_leaves_nothing_in_the_home(laptop):
 
 def test_command_with_sudo_ends_at_its_time_limit(laptop):
     laptop.run("exec", MACHINE, "--time-out", "3s", "--", "sudo", "sleep", "1111", rc=1)
-    assert not is_running(laptop, "sleep 1111")
+    assert not laptop.machines_with("sleep 1111")
 
 
 def test_command_with_sudo_ends_with_ctrl_c(laptop):
     command = laptop.start("exec", MACHINE, "--", "sudo", "sleep", "1112")
-    until(lambda: is_running(laptop, "sleep 1112"))
+    until(lambda: laptop.machines_with("sleep 1112"))
     command.send_signal(signal.SIGINT)
     command.communicate(timeout=120)
-    assert not is_running(laptop, "sleep 1112")
+    assert not laptop.machines_with("sleep 1112")
 
 
 def test_job_with_sudo_ends_when_it_is_stopped(laptop):
     laptop.run("exec", MACHINE, "--detach", "--name", "root", "--", "sudo sleep 1113")
-    until(lambda: is_running(laptop, "sleep 1113"))
+    until(lambda: laptop.machines_with("sleep 1113"))
     assert "stopped" in laptop.run("stop", "root")
-    assert not is_running(laptop, "sleep 1113")
+    assert not laptop.machines_with("sleep 1113")
 
 
 def test_orphan_of_sudo_ends_with_its_job(laptop):
     """Its session, process group and environment are not its job's."""
     laptop.run("exec", MACHINE, "--detach", "--name", "orphan", "--", "sudo setsid --fork sleep 1114; sleep 1115")
-    until(lambda: is_running(laptop, "sleep 1114"))
+    until(lambda: laptop.machines_with("sleep 1114"))
     laptop.run("stop", "orphan")
-    assert not is_running(laptop, "sleep 1114") and not is_running(laptop, "sleep 1115")
+    assert not laptop.machines_with("sleep 1114") and not laptop.machines_with("sleep 1115")
 
 
 def test_orphan_of_sudo_ends_with_its_job_after_the_supervisor_was_killed(laptop):
     command = "sudo setsid --fork sleep 1116; sleep 1117"
     laptop.run("exec", MACHINE, "--detach", "--name", "left", "--", command)
-    until(lambda: is_running(laptop, "sleep 1116"))
+    until(lambda: laptop.machines_with("sleep 1116"))
     lines(laptop, "pkill -KILL -f 'supervise-.*start [l]eft'")
     laptop.run("stop", "left")
-    assert not is_running(laptop, "sleep 1116") and not is_running(laptop, "sleep 1117")
+    assert not laptop.machines_with("sleep 1116") and not laptop.machines_with("sleep 1117")
 
 
 def test_job_that_prints_much_is_not_held_up(laptop):
@@ -117,17 +111,20 @@ def test_set_up_says_why_another_python_cannot_be_had(laptop):
     assert "is set up" in laptop.run("setup")
 
 
-def test_job_survives_the_end_of_its_session(laptop):
-    """logind may end all processes of a user who has logged out."""
+def test_jobs_survive_the_end_of_their_session_in_units_of_their_own(laptop):
+    """logind may end all processes of a user who has logged out; systemd may end a unit that has run out of memory."""
     lines(laptop, "sudo mkdir -p /etc/systemd/logind.conf.d; printf '[Login]\\nKillUserProcesses=yes\\n' | "
                   "sudo tee /etc/systemd/logind.conf.d/kill.conf; sudo systemctl restart systemd-logind")  # fmt: skip
-    laptop.run("exec", MACHINE, "--detach", "--name", "stays", "--", "sleep 1118")
-    until(lambda: is_running(laptop, "sleep 1118"))
+    for name, command in (("stays", "sleep 1118"), ("other", "sleep 1124")):
+        laptop.run("exec", MACHINE, "--detach", "--name", name, "--", command)
+        until(lambda command=command: laptop.machines_with(command))
+    assert len(set(lines(laptop, "grep -h ^0: $(pgrep -xf 'sleep 11(18|24)' | sed 's|.*|/proc/&/cgroup|')"))) == 2
     sessions = lines(laptop, "loginctl list-sessions --no-legend")
     laptop.run("ssh", MACHINE, "--", "true")
     until(lambda: not set(sessions) & set(lines(laptop, "loginctl list-sessions --no-legend")))
-    assert is_running(laptop, "sleep 1118")
-    laptop.run("stop", "stays")
+    for name, command in (("stays", "sleep 1118"), ("other", "sleep 1124")):
+        assert laptop.machines_with(command)
+        laptop.run("stop", name)
 
 
 def test_files_of_jobs_are_for_their_user_only(laptop):
@@ -152,10 +149,10 @@ def test_set_up_continues_after_a_power_cut_within_dpkg(laptop):
     laptop.change_file('apt = ["jq"]', 'apt = ["jq", "slow"]')
     lines(laptop, "sudo touch /slow")
     setting_up = laptop.start("setup")
-    until(lambda: is_running(laptop, "sleep 1120"))
+    until(lambda: laptop.machines_with("sleep 1120"))
     lines(laptop, "sudo rm /slow; sync")
     laptop.run("rehearsal", "maintenance", MACHINE)
-    os.killpg(setting_up.pid, signal.SIGKILL)
+    setting_up.kill()
     setting_up.communicate()
     until(lambda: laptop.start("exec", MACHINE, "--", "true").wait() == 0)
     assert f"{MACHINE}/0 is set up" in laptop.run("setup")

@@ -13,10 +13,15 @@ CLONE_NEWNET = 0x4000_0000
 class Space:
     """Namespaces, held by a process that ends with this one."""
 
-    def __init__(self, *kinds: str) -> None:
-        """Create namespaces of the kinds of unshare(1). Raises Skipped if that is not allowed."""
+    def __init__(self, *kinds: str, at_end: str = "") -> None:
+        """Create namespaces of the kinds of unshare(1). Raises Skipped if that is not allowed.
+
+        at_end: a script that runs there once this process has closed the space or has been killed.
+        """
+        self._has_end = bool(at_end)
+        holder = f"trap '' HUP INT QUIT TERM; echo; cat; {at_end}" if at_end else "echo; exec cat"
         self._holder = subprocess.Popen(
-            ["unshare", *kinds, "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            ["unshare", *kinds, "sh", "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._holder.stdout is not None
         if not self._holder.stdout.readline():
@@ -44,5 +49,6 @@ class Space:
 
     def close(self) -> None:
         """End the holder, and with it the namespaces."""
-        self._holder.kill()
+        if not self._has_end:
+            self._holder.kill()
         self._holder.communicate()

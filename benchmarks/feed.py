@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.report import Median, Settings, Table, median, verdict
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens
+from tpuswarm.recipes.language.tokens import TokenSource, prepare_tokens
 from tpuswarm.train.trainer import Trainer
 
 MAP_SIZE = 2**27

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.bare import Bare
-from tpuswarm.recipes.gpt2 import loss, model, program
+from tpuswarm.recipes.gpt2 import model
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.language import loss, program
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.look.profile import TRACE_PATTERN, start_trace, stop_trace
 from tpuswarm.train.paths import leaf_paths

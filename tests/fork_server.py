@@ -26,7 +26,7 @@ from typing import Any
 MODULES = (
     "asyncssh", "fsspec", "jax.ad_checkpoint", "jaxlib.mlir.dialects.mhlo", "matplotlib.backends.backend_agg",
     "matplotlib.pyplot", "optax", "orbax.checkpoint", "rich.progress", "tokenizers", "uvicorn", "tpuswarm.cli.router",
-    "tpuswarm.cli.train.train", "tpuswarm.recipes.gpt2.program", "tpuswarm.recipes.gpt2.tokens",
+    "tpuswarm.cli.train.train", "tpuswarm.recipes.language.program", "tpuswarm.recipes.language.tokens",
     "tpuswarm.router.apply", "tpuswarm.swarm.supervision.start", "tpuswarm.train.look.report", "tpuswarm.train.trainer",
 )  # fmt: skip
 """Slow to import, and without threads except numpy's, which survive a fork."""

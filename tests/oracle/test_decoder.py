@@ -11,7 +11,7 @@ import transformers
 
 from tpuswarm.recipes.decoder import architecture, export, model, weights
 from tpuswarm.recipes.decoder.sample import generate
-from tpuswarm.recipes.gpt2.hub import Published
+from tpuswarm.recipes.language.hub import Published
 from tpuswarm.train.recipe import Options
 
 SHAPE = {

@@ -13,10 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests.recipes.test_pretrained import GOLDEN, check_results, relative
 
-from tpuswarm.recipes.gpt2 import loss, model
-from tpuswarm.recipes.gpt2.hub import open_published
+from tpuswarm.recipes.gpt2 import model
 from tpuswarm.recipes.gpt2.pretrained import SIZE_KEYS, read_config
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.language import loss
+from tpuswarm.recipes.language.hub import open_published
 from tpuswarm.train.recipe import Options
 
 pytest.importorskip("transformers")

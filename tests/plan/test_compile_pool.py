@@ -182,7 +182,7 @@ from pathlib import Path
 from tpuswarm.plan.compile.cache import DependencyTracker
 tracker = DependencyTracker()
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.tokenizer import read_gpt2_files
+from tpuswarm.recipes.language.tokenizer import read_gpt2_files
 from tpuswarm.torch.graph import read
 for call in (lambda: read(Path("line.safetensors")), lambda: read_gpt2_files(Path("vocab.json"), Path("merges.txt"))):
     try:

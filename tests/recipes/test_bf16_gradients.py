@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from tpuswarm.recipes.gpt2 import loss, model
+from tpuswarm.recipes.gpt2 import model
 from tpuswarm.recipes.gpt2.config import Config as GPT2Config
+from tpuswarm.recipes.language import loss
 from tpuswarm.recipes.stylegan2 import discriminator, generator
 from tpuswarm.recipes.stylegan2.config import Config as StyleGAN2Config
 from tpuswarm.recipes.stylegan2.layers import Form

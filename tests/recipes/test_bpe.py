@@ -13,11 +13,11 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Library
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2 import text as texts
-from tpuswarm.recipes.gpt2 import tokenizer
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.recipes.gpt2.tokenizer import Bpe, read_bpe, read_gpt2_files, train_bpe, whole_words
-from tpuswarm.recipes.gpt2.tokens import prepare_tokens
+from tpuswarm.recipes.language import text as texts
+from tpuswarm.recipes.language import tokenizer
+from tpuswarm.recipes.language.tokenizer import Bpe, read_bpe, read_gpt2_files, train_bpe, whole_words
+from tpuswarm.recipes.language.tokens import prepare_tokens
 
 GOLDEN = Path(__file__).with_name("golden")
 MODEL = GOLDEN / "model"

@@ -13,8 +13,8 @@ from tests.recipes.test_pretrained import GOLDEN
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import export, model
 from tpuswarm.recipes.decoder.recipe import Decoder
-from tpuswarm.recipes.gpt2 import weight_files
-from tpuswarm.recipes.gpt2.tokenizer import read_bpe
+from tpuswarm.recipes.language import weight_files
+from tpuswarm.recipes.language.tokenizer import read_bpe
 from tpuswarm.train.run.trust import rebuild_recipe
 from tpuswarm.train.trainer import Trainer
 

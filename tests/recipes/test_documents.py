@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub import constants
 
 from tpuswarm.errors import InputError, NoSuchSplit
-from tpuswarm.recipes.gpt2 import text as texts
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.recipes.gpt2.tokenizer import END_OF_TEXT
+from tpuswarm.recipes.language import text as texts
+from tpuswarm.recipes.language.tokenizer import END_OF_TEXT
 
 MODEL = f"hf:{Path(__file__).with_name('golden') / 'model'}"
 FIRST, SECOND = "The first of them.\n" * 20, "  And another one. " * 20

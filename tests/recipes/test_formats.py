@@ -13,12 +13,12 @@ import pytest
 
 from tests.web import serve_folder
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2 import text as texts
-from tpuswarm.recipes.gpt2.hub import open_published
-from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.recipes.gpt2.text import open_text
-from tpuswarm.recipes.gpt2.tokens import prepare_tokens
+from tpuswarm.recipes.language import text as texts
+from tpuswarm.recipes.language.hub import open_published
+from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
+from tpuswarm.recipes.language.text import open_text
+from tpuswarm.recipes.language.tokens import prepare_tokens
 
 if find_spec("compression"):
     from compression import zstd

@@ -11,9 +11,10 @@ import pytest
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes import find
-from tpuswarm.recipes.gpt2 import attention, loss, model, sample
+from tpuswarm.recipes.gpt2 import attention, model, sample
 from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.language import loss
 from tpuswarm.train.program.compiled import trace
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.request import Choice, default_request
@@ -267,7 +268,7 @@ def test_samples_follow_temperature_and_seed(params):
     assert draws[0] == draws[1] and len(set(draws)) == 3
     assert all(0 <= token < CONFIG.vocab for draw in draws for token in draw)
     logits, keys = jnp.log(jnp.array([[0.7, 0.2, 0.1]])), jax.random.split(jax.random.key(0), 4000)
-    drawn = jax.vmap(lambda key: sample.draw(logits, jnp.float32(1.0), key)[0])(keys)
+    drawn = jax.vmap(lambda key: loss.draw(logits, jnp.float32(1.0), key)[0])(keys)
     np.testing.assert_allclose(np.bincount(drawn) / 4000, [0.7, 0.2, 0.1], atol=0.03)
 
 

@@ -14,9 +14,10 @@ from huggingface_hub import constants
 
 from tests.recipes.hub import COMMIT, serving
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.recipes.gpt2.hub import RELEASED, open_published
-from tpuswarm.recipes.gpt2.pretrained import read_config, read_tokenizer
+from tpuswarm.recipes.gpt2.pretrained import read_config
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.language.hub import RELEASED, open_published
+from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
 GOLDEN = Path(__file__).with_name("golden") / "model"
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -108,7 +109,7 @@ def test_refused_connection_and_timeout_are_reported(hub, monkeypatch):
 CUT_OFF = """
 import sys, time
 time.sleep = lambda seconds: sys.exit("it tries again")
-from tpuswarm.recipes.gpt2.hub import open_published
+from tpuswarm.recipes.language.hub import open_published
 print(open_published("gpt2").get("model.safetensors", "weights").name)
 try:
     open_published("gpt2-medium")
@@ -207,7 +208,7 @@ def test_full_disk_is_reported(on_small_disk, hub):
 import os, sys
 os.environ |= {{"HF_ENDPOINT": {hub.url!r}, "HF_HUB_CACHE": sys.argv[1]}}
 from tpuswarm.errors import RunFailed
-from tpuswarm.recipes.gpt2.hub import open_published
+from tpuswarm.recipes.language.hub import open_published
 try:
     open_published("hf:org/large").get("model.safetensors", "weights")
 except RunFailed as error:

@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2 import loss, model, pretrained
+from tpuswarm.recipes.gpt2 import model, pretrained
 from tpuswarm.recipes.gpt2.export import tensors
-from tpuswarm.recipes.gpt2.hub import open_published
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.language import loss
+from tpuswarm.recipes.language.hub import open_published
 from tpuswarm.train.recipe import Options
 
 GOLDEN = Path(__file__).with_name("golden")

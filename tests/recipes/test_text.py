@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tests.swarm.bucket import bucket
 from tests.web import serve_folder
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2 import text as texts
 from tpuswarm.recipes.gpt2.recipe import GPT2
-from tpuswarm.recipes.gpt2.text import open_text
-from tpuswarm.recipes.gpt2.tokenizer import Bytes, Characters
-from tpuswarm.recipes.gpt2.tokens import TokenSource, prepare_tokens
+from tpuswarm.recipes.language import text as texts
+from tpuswarm.recipes.language.text import open_text
+from tpuswarm.recipes.language.tokenizer import Bytes, Characters
+from tpuswarm.recipes.language.tokens import TokenSource, prepare_tokens
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.train.storage import stored_files
 from tpuswarm.train.storage.bucket import Bucket
@@ -170,7 +170,9 @@ def test_store_without_versions_is_read_again():
         assert bytes(tokens.array.astype(np.uint8)).decode() == text
 
 
-PREPARE = "import sys;from tpuswarm.recipes.gpt2.tokens import *;print(prepare_tokens(sys.argv[1],'characters').digest)"
+PREPARE = (
+    "import sys;from tpuswarm.recipes.language.tokens import *;print(prepare_tokens(sys.argv[1],'characters').digest)"
+)
 
 
 def test_processes_that_prepare_at_once_agree(play, cache):
@@ -292,6 +294,6 @@ def test_slow_place_is_named_while_it_is_waited_for(monkeypatch):
             raise LookupError("no answer\nfrom far")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda place: (Far(), "text"))
-    monkeypatch.setattr("tpuswarm.recipes.gpt2.text.waiting", waiting)
+    monkeypatch.setattr("tpuswarm.recipes.language.text.waiting", waiting)
     with pytest.raises(InputError, match=r"^far://text cannot be read: no answer from far$"):
         open_text("far://text")

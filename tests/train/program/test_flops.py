@@ -5,8 +5,8 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from tests.train import toy
-from tpuswarm.recipes.gpt2 import loss
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.recipes.language import loss
 from tpuswarm.train.program.flops import model_flops, stated_flops
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.underfilled import underfilled

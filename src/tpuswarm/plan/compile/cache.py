@@ -148,12 +148,12 @@ def _version(word: str) -> Any:
     """Return what changes with the content that an option names; empty if it names none, None if nothing tells."""
     try:
         if word.startswith("hf:"):
-            from tpuswarm.recipes.gpt2.hub import open_published
+            from tpuswarm.recipes.language.hub import open_published
 
             published = open_published(word)
             return _identities_under(published.folder) if published.folder else published.commit
         if "://" in word:
-            from tpuswarm.recipes.gpt2.text import open_text
+            from tpuswarm.recipes.language.text import open_text
 
             return open_text(word, empty=True).key
         return _identities_under(Path(word).resolve()) if word and _exists(word) else ""

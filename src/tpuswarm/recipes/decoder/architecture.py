@@ -11,7 +11,7 @@ from typing import Any
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder.config import Config, Layer, Rotary
-from tpuswarm.recipes.gpt2.hub import Published
+from tpuswarm.recipes.language.hub import Published
 
 Facts = Mapping[str, Any]
 """The content of a config.json."""

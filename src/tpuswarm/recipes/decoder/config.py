@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tpuswarm.recipes.gpt2.config import TILE_SIZE
+from tpuswarm.recipes.language.config import TILE_SIZE
 
 
 @dataclass(frozen=True)

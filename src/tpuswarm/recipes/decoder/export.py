@@ -6,7 +6,7 @@ from typing import Any
 
 from tpuswarm.recipes.decoder import weights
 from tpuswarm.recipes.decoder.config import Config
-from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe, Tokenizer, export_tokenizer
+from tpuswarm.recipes.language.tokenizer import TOKENIZER_FILE, Bpe, Tokenizer, export_tokenizer
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",

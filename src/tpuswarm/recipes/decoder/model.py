@@ -13,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpuswarm.recipes.decoder.config import Config
-from tpuswarm.recipes.gpt2 import loss
+from tpuswarm.recipes.language import loss
 from tpuswarm.train.program.attention import ATTENTION, Form, kernel, recomputed, usable_form
 from tpuswarm.train.program.mesh import gathered, gathered_as
 from tpuswarm.train.program.rounding import broadcast_then_round

@@ -17,8 +17,8 @@ from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import architecture as shapes
 from tpuswarm.recipes.decoder.config import Config
-from tpuswarm.recipes.gpt2.hub import PREFIX, open_published
-from tpuswarm.recipes.gpt2.language_model import LanguageModel
+from tpuswarm.recipes.language.hub import PREFIX, open_published
+from tpuswarm.recipes.language.language_model import LanguageModel
 from tpuswarm.train.recipe import Options
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
@@ -166,7 +166,7 @@ class Decoder(LanguageModel):
     def program(self, options: Options) -> "SupervisedProgram":
         """Return the program; it supports every option."""
         from tpuswarm.recipes.decoder import model
-        from tpuswarm.recipes.gpt2.program import language_program
+        from tpuswarm.recipes.language.program import language_program
 
         def loss(params: Any, tokens_BxT1: Any, key: Any, chunk_bytes: int | None) -> Any:
             x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options)
@@ -182,7 +182,7 @@ class Decoder(LanguageModel):
         if self.tokenizer is None:
             raise InputError("a model trained on fake data cannot generate text")
         from tpuswarm.recipes.decoder.sample import generate
-        from tpuswarm.recipes.gpt2.tokenizer import Bpe
+        from tpuswarm.recipes.language.tokenizer import Bpe
         from tpuswarm.train.supervised_program import inference_params
 
         begin = self.tokenizer.begin_text if isinstance(self.tokenizer, Bpe) else ""
@@ -194,7 +194,7 @@ class Decoder(LanguageModel):
     def options_at(cls, place: str) -> dict[str, Any]:
         """Return the options for a published model: its architecture, and its tokenizer if it has one."""
         published = open_published(place)  # before JAX loads
-        from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+        from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
         vocab = shapes.read(shapes.facts_of(published), place).vocab
         theirs = read_tokenizer(published)
@@ -208,7 +208,7 @@ class Decoder(LanguageModel):
     def load_shared(self, place: str, like: Any) -> Any:
         """Read the weights of a published model of this shape."""
         from tpuswarm.recipes.decoder import weights
-        from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+        from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
         published = open_published(place)
         theirs = shapes.read(shapes.facts_of(published), place)
@@ -224,7 +224,7 @@ class Decoder(LanguageModel):
 
     def shared_digest(self, place: str) -> str:
         """Return the commit of a hub's model, or the SHA-256 of the weights in a folder."""
-        from tpuswarm.recipes.gpt2.weight_files import digest
+        from tpuswarm.recipes.language.weight_files import digest
 
         published = open_published(place)
         return published.commit or digest(published)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.recipes.decoder import model
 from tpuswarm.recipes.decoder.config import Config
-from tpuswarm.recipes.gpt2.sample import draw
+from tpuswarm.recipes.language.loss import draw
 from tpuswarm.train.recipe import Options
 
 Cache = Any

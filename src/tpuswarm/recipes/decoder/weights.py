@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from tpuswarm.recipes.decoder.config import Config
-from tpuswarm.recipes.gpt2.hub import Published
-from tpuswarm.recipes.gpt2.weight_files import open_tensors, save_tensors
+from tpuswarm.recipes.language.hub import Published
+from tpuswarm.recipes.language.weight_files import open_tensors, save_tensors
 from tpuswarm.train.paths import leaf_paths
 
 HEAD = "lm_head.weight"

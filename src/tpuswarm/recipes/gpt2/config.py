@@ -1,13 +1,8 @@
 """The sizes of GPT-2."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-TILE_SIZE = 128
-"""A TPU's matrix unit works on tiles of 128; the vocabulary is padded to a multiple."""
-
-Kind = Literal["characters", "bytes", "bpe"]
-"""Kinds of tokenizers."""
+from tpuswarm.recipes.language.config import TILE_SIZE
 
 
 @dataclass(frozen=True)
@@ -40,8 +35,3 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
 """Size → layers, heads, width, context."""
 
 GPT2_VOCAB_SIZE = 50257
-DEFAULT_HELD_OUT_SHARE = 0.1
-"""Share of the tokens that is held out, as in nanoGPT."""
-OPTIMIZERS = ("adamw", "muon", "adafactor")
-MOMENTS = ("f32", "bf16")
-"""Dtypes of the first moment. The second stays float32: in fewer bits its updates round to nothing."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.recipes.gpt2.pretrained import PREFIX, SIZE_KEYS, SUPPORTED, tensor_names
-from tpuswarm.recipes.gpt2.tokenizer import END_OF_TEXT, TOKENIZER_FILE, Bpe, Tokenizer, export_tokenizer
-from tpuswarm.recipes.gpt2.weight_files import save_tensors
+from tpuswarm.recipes.language.tokenizer import END_OF_TEXT, TOKENIZER_FILE, Bpe, Tokenizer, export_tokenizer
+from tpuswarm.recipes.language.weight_files import save_tensors
 from tpuswarm.train.paths import leaf_paths
 
 

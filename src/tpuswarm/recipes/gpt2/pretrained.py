@@ -1,10 +1,9 @@
-"""Read GPT-2 weights and tokenizers that Hugging Face's transformers stored."""
+"""Read GPT-2 weights that Hugging Face's transformers stored."""
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ import numpy as np
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.config import SIZES, Config
-from tpuswarm.recipes.gpt2.hub import Published
-from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe, Characters, read_bpe, read_gpt2_files
-from tpuswarm.recipes.gpt2.weight_files import Tensors, open_tensors
+from tpuswarm.recipes.language.hub import Published
+from tpuswarm.recipes.language.weight_files import Tensors, open_tensors
 from tpuswarm.train.paths import leaf_paths
 
 MODEL_TENSORS = {"wte": "wte.weight", "wpe": "wpe.weight", "ln_f/scale": "ln_f.weight", "ln_f/bias": "ln_f.bias"}
@@ -72,25 +70,6 @@ def read_config(place: Published) -> Config:
             f"{place.name} has n_inner {facts['n_inner']}; this GPT-2 uses 4 x width, {4 * shape['width']}"
         )
     return Config(**shape)
-
-
-def read_tokenizer(place: Published) -> Bpe | Characters | None:
-    """Read a model's tokenizer: like GPT-2's, or the characters of our export; None if it has none."""
-    path = place.find(TOKENIZER_FILE)
-    if path is not None:
-        return _read_characters(path) or read_bpe(path)
-    vocab, merges = place.find("vocab.json"), place.find("merges.txt")
-    return read_gpt2_files(vocab, merges) if vocab and merges else None
-
-
-def _read_characters(path: Path) -> Characters | None:
-    try:
-        words = json.loads(path.read_text(encoding="utf-8"))["model"]
-        if words["type"] != "WordLevel" or any(len(word) != 1 for word in words["vocab"]):
-            return None
-        return Characters("".join(sorted(words["vocab"], key=words["vocab"].__getitem__)))
-    except (OSError, ValueError, KeyError, TypeError):  # read_bpe names the problem
-        return None
 
 
 def check_shape(place: Published, config: Config) -> None:

@@ -15,8 +15,8 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.config import GPT2_VOCAB_SIZE, SIZES, Config
-from tpuswarm.recipes.gpt2.hub import open_published
-from tpuswarm.recipes.gpt2.language_model import LanguageModel
+from tpuswarm.recipes.language.hub import open_published
+from tpuswarm.recipes.language.language_model import LanguageModel
 from tpuswarm.train.recipe import Options
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
@@ -149,10 +149,11 @@ class GPT2(LanguageModel):
         """Return the options for a published model: its tokenizer, if it has one, and the size of its vocabulary."""
         published = open_published(place)  # before JAX loads
         from tpuswarm.recipes.gpt2 import pretrained
-        from tpuswarm.recipes.gpt2.tokenizer import Characters
+        from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
+        from tpuswarm.recipes.language.tokenizer import Characters
 
         vocab = pretrained.read_config(published).vocab  # first, because it refuses other architectures
-        theirs = pretrained.read_tokenizer(published)
+        theirs = read_tokenizer(published)
         if theirs and theirs.vocab > vocab:
             raise InputError(
                 f"the tokenizer of {place} does not match its weights: it has {theirs.vocab} tokens, they have "
@@ -165,10 +166,11 @@ class GPT2(LanguageModel):
     def load_shared(self, place: str, like: Any) -> Any:
         """Read the weights of a published model of this shape; a shorter context takes its first positions."""
         from tpuswarm.recipes.gpt2 import pretrained
+        from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
         published = open_published(place)
         pretrained.check_shape(published, self.config)
-        theirs = pretrained.read_tokenizer(published) if self.tokenizer else None
+        theirs = read_tokenizer(published) if self.tokenizer else None
         if theirs and self.tokenizer and theirs.key != self.tokenizer.key:
             raise InputError(
                 f"the weights of {place} belong to another tokenizer ({theirs.vocab} tokens) than this one "
@@ -179,7 +181,7 @@ class GPT2(LanguageModel):
 
     def shared_digest(self, place: str) -> str:
         """Return the commit of a hub's model, or the SHA-256 of the weights in a folder."""
-        from tpuswarm.recipes.gpt2.weight_files import digest
+        from tpuswarm.recipes.language.weight_files import digest
 
         published = open_published(place)
         return published.commit or digest(published)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.recipes.gpt2 import attention, model
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.recipes.gpt2.loss import logits
+from tpuswarm.recipes.language.loss import draw, logits
 from tpuswarm.train.recipe import Options
 
 Cache = Any
@@ -51,12 +51,6 @@ def decode(
     x_Bx1xD, cache = jax.lax.scan(body, x_Bx1xD, (params["blocks"], cache))
     x_Bx1xD = model.layer_norm(x_Bx1xD, params["ln_f"])
     return cache, logits(x_Bx1xD, params["wte"], config.vocab)[:, 0]
-
-
-def draw(logits_BxV: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
-    """Draw one token for each row; temperature 0 takes the likeliest."""
-    scaled = logits_BxV / jnp.maximum(temperature, jnp.float32(1e-6))
-    return jnp.where(temperature > 0, jax.random.categorical(key, scaled), jnp.argmax(logits_BxV, axis=-1))
 
 
 @partial(jax.jit, static_argnames=("config", "options"))

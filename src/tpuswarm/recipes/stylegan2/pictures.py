@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.text import Advance, Text, input_errors, open_text
+from tpuswarm.recipes.language.text import Advance, Text, input_errors, open_text
 from tpuswarm.recipes.prepared import (
     DESCRIPTION,
     cached_folder,

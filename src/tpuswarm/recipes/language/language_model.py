@@ -9,16 +9,16 @@ from tpuswarm.config.limits import NUMBER_LIMITS
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
-from tpuswarm.recipes.gpt2.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, Kind
-from tpuswarm.recipes.gpt2.hub import PREFIX, RELEASED, is_place, open_published
+from tpuswarm.recipes.language.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, Kind
+from tpuswarm.recipes.language.hub import PREFIX, RELEASED, is_place, open_published
 from tpuswarm.train.recipe import Recipe, Source
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
     import jax
 
-    from tpuswarm.recipes.gpt2.program import Optimizer
-    from tpuswarm.recipes.gpt2.tokenizer import Tokenizer
-    from tpuswarm.recipes.gpt2.tokens import Tokens
+    from tpuswarm.recipes.language.program import Optimizer
+    from tpuswarm.recipes.language.tokenizer import Tokenizer
+    from tpuswarm.recipes.language.tokens import Tokens
 
 FAKE_VOCAB_SIZE = 65
 SEPARATORS = ("endoftext", "none")
@@ -172,19 +172,19 @@ class LanguageModel(Recipe):
 
     def optimizer(self) -> "Optimizer":
         """Return how parameters are updated."""
-        from tpuswarm.recipes.gpt2.program import Optimizer
+        from tpuswarm.recipes.language.program import Optimizer
 
         return Optimizer(self._optimizer, self._moments, self.schedule, self._beta2, self._weight_decay)
 
     def schedule(self, progress: "jax.Array") -> "jax.Array":
         """Return the learning rate at a share of the run: linear warm-up, then a cosine to lr_end."""
-        from tpuswarm.recipes.gpt2.program import warmup_then_cosine
+        from tpuswarm.recipes.language.program import warmup_then_cosine
 
         return warmup_then_cosine(progress, self._lr, self._lr_end, self._warmup)
 
     def require_data(self) -> None:
         """Raise InputError if a local path has no text; a server is contacted later, when its files are read."""
-        from tpuswarm.recipes.gpt2.text import open_text
+        from tpuswarm.recipes.language.text import open_text
 
         if self._is_local:
             open_text(self._data)
@@ -193,14 +193,14 @@ class LanguageModel(Recipe):
         """Copy the tokens; fake ones need no files."""
         if self._data == "fake":
             return {}
-        from tpuswarm.recipes.gpt2.tokens import share_tokens
+        from tpuswarm.recipes.language.tokens import share_tokens
 
         share_tokens(self._tokens, folder)
         return {"data": str(folder)}
 
     def keep(self, folder: Path) -> None:
         """Write a BPE's tokenizer.json."""
-        from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe
+        from tpuswarm.recipes.language.tokenizer import TOKENIZER_FILE, Bpe
         from tpuswarm.train.process.atomic import write_atomically
         from tpuswarm.train.run.directory import writing
 
@@ -210,8 +210,8 @@ class LanguageModel(Recipe):
 
     @cached_property
     def _tokens(self) -> "Tokens":
-        from tpuswarm.recipes.gpt2.text import NO_FIELD
-        from tpuswarm.recipes.gpt2.tokens import Reading, prepare_tokens
+        from tpuswarm.recipes.language.text import NO_FIELD
+        from tpuswarm.recipes.language.tokens import Reading, prepare_tokens
 
         field = self._json_field or "text"
         has_ends = None if self._separator is None else self._separator == "endoftext"
@@ -227,14 +227,14 @@ class LanguageModel(Recipe):
     @cached_property
     def _known_tokenizer(self) -> "Tokenizer | None":
         """The tokenizer, unless it must be made from the text."""
-        from tpuswarm.recipes.gpt2.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Characters, read_bpe
+        from tpuswarm.recipes.language.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Characters, read_bpe
 
         if self._kind == "bytes":
             return Bytes()
         if self._kind == "characters":
             return Characters(self._alphabet) if self._alphabet is not None else None
         if self._published:
-            from tpuswarm.recipes.gpt2.pretrained import read_tokenizer
+            from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
             try:
                 published = read_tokenizer(open_published(self._published))
@@ -267,7 +267,7 @@ class LanguageModel(Recipe):
 
     def data(self, split: str) -> Source:
         """Return the rows of a split; the end of the text is held out."""
-        from tpuswarm.recipes.gpt2.tokens import FakeTokens, TokenSource, split_tokens
+        from tpuswarm.recipes.language.tokens import FakeTokens, TokenSource, split_tokens
 
         context = self._context
         if split not in ("train", "validation", "all"):

@@ -19,7 +19,7 @@ from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.formats import decompressed
+from tpuswarm.recipes.language.formats import decompressed
 from tpuswarm.train.data.contents import file_identity
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.storage.stored_files import StoredFiles

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.config import Kind
-from tpuswarm.recipes.gpt2.nanogpt import TRAIN_FILE, VALIDATION_FILE, TokenFiles, find_token_files
-from tpuswarm.recipes.gpt2.text import Advance, Text, open_text
-from tpuswarm.recipes.gpt2.tokenizer import (
+from tpuswarm.recipes.language.config import Kind
+from tpuswarm.recipes.language.nanogpt import TRAIN_FILE, VALIDATION_FILE, TokenFiles, find_token_files
+from tpuswarm.recipes.language.text import Advance, Text, open_text
+from tpuswarm.recipes.language.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_FILE,
     AlphabetCount,

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.hub import Published
+from tpuswarm.recipes.language.hub import Published
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")

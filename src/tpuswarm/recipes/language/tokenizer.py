@@ -18,7 +18,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.gpt2.config import Kind
+from tpuswarm.recipes.language.config import Kind
 from tpuswarm.train.data.contents import report_open
 
 CODE_POINT_COUNT = 0x110000

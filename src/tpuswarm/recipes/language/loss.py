@@ -26,6 +26,12 @@ def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int, cap: float | None
     return jnp.where(_tokens_like(logits_BxTxV) < vocab, logits_BxTxV, jnp.float32(-1e30))
 
 
+def draw(logits_BxV: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
+    """Draw one token for each row; temperature 0 takes the likeliest."""
+    scaled = logits_BxV / jnp.maximum(temperature, jnp.float32(1e-6))
+    return jnp.where(temperature > 0, jax.random.categorical(key, scaled), jnp.argmax(logits_BxV, axis=-1))
+
+
 def mean_loss(
     x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, vocab: int, chunk_bytes: int | None = None,
     cap: float | None = None,

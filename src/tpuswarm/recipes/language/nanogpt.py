@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from tpuswarm.errors import InputError, first_line
-from tpuswarm.recipes.gpt2.config import Kind
-from tpuswarm.recipes.gpt2.text import Advance, Text, input_errors
-from tpuswarm.recipes.gpt2.tokenizer import Characters, Tokenizer
+from tpuswarm.recipes.language.config import Kind
+from tpuswarm.recipes.language.text import Advance, Text, input_errors
+from tpuswarm.recipes.language.tokenizer import Characters, Tokenizer
 
 TRAIN_FILE, VALIDATION_FILE, META_FILE = "train.bin", "val.bin", "meta.pkl"
 DTYPE = np.dtype("<u2")

@@ -1,0 +1,15 @@
+"""Choices of language models."""
+
+from typing import Literal
+
+TILE_SIZE = 128
+"""A TPU's matrix unit works on tiles of 128; the vocabulary is padded to a multiple."""
+
+Kind = Literal["characters", "bytes", "bpe"]
+"""Kinds of tokenizers."""
+
+DEFAULT_HELD_OUT_SHARE = 0.1
+"""Share of the tokens that is held out, as in nanoGPT."""
+OPTIMIZERS = ("adamw", "muon", "adafactor")
+MOMENTS = ("f32", "bf16")
+"""Dtypes of the first moment. The second stays float32: in fewer bits its updates round to nothing."""

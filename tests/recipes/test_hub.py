@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,22 @@ def test_network_that_answers_nothing_is_asked_once_for_all_files(hub, monkeypat
         assert [place.get(name, "").name for name in ("config.json", "model.safetensors")] and len(asked) == 1
     finally:
         is_over.set()
+
+
+def test_address_that_never_answers_does_not_hide_one_that_does(hub, monkeypatch):
+    """As on a computer whose IPv6 leads nowhere."""
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.2", hub.server_port), backlog=0))
+        for _ in range(3):  # nothing accepts them, so the queue is full
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        addresses = [["127.0.0.2", "127.0.0.1"]]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, *args, **options: [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+            for address in (addresses.pop() if addresses else ["127.0.0.1"])  # the HTTP library's own wait is longer
+        ])  # fmt: skip
+        assert open_published("gpt2").commit == COMMIT and not addresses
 
 
 def test_half_a_file_is_resumed(hub):

@@ -1,7 +1,9 @@
 """Find files of published models: in a folder, or on a Hugging Face hub (`HF_ENDPOINT`, `HF_HUB_OFFLINE`)."""
 
+import asyncio
 import errno
 import math
+import os
 import re
 import socket
 import threading
@@ -146,18 +148,40 @@ def _connection_error(endpoint: str) -> str:
     thread = threading.Thread(target=lambda: errors.append(_connect(address)), daemon=True)
     thread.start()
     thread.join(CONNECT_TIMEOUT_S)
-    error = errors[0] if errors else f"no connection to {address[0]}: no answer in {CONNECT_TIMEOUT_S:g} s"
+    reason = errors[0] if errors else f"no answer in {CONNECT_TIMEOUT_S:g} s"
+    error = f"no connection to {address[0]}: {reason}" if reason else ""
     if error:
         _failures[endpoint] = time.monotonic(), error
     return error
 
 
 def _connect(address: tuple[str, int]) -> str:
+    """Return why none of a host's addresses takes a connection; empty if one does."""
+    host, port = address
     try:
-        socket.create_connection(address, CONNECT_TIMEOUT_S).close()
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        attempts = _connect_to_any({str(sockaddr[0]) for *_, sockaddr in found}, port)
+        return asyncio.run(asyncio.wait_for(attempts, CONNECT_TIMEOUT_S))
     except OSError as error:
-        return f"no connection to {address[0]}: {error.strerror or error}"
-    return ""
+        return error.strerror or str(error) or "no answer"
+
+
+async def _connect_to_any(addresses: set[str], port: int) -> str:
+    """Try all addresses at once, since those of a broken IPv6 never answer."""
+
+    async def connect(address: str) -> None:
+        _, writer = await asyncio.open_connection(address, port)
+        writer.close()
+
+    reason = ""
+    for attempt in asyncio.as_completed(map(connect, addresses)):
+        try:
+            await attempt
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+        else:
+            return ""
+    return reason
 
 
 def _not_fetched(file: str, where: str, error: BaseException) -> str:

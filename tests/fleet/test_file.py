@@ -2,13 +2,16 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.fleet.conftest import GOLDEN
 from tpuswarm.errors import InputError
+from tpuswarm.fleet.spec import providers
 from tpuswarm.fleet.spec.checks import check_file
 from tpuswarm.fleet.spec.file import read_swarm
+from tpuswarm.train.storage import connection
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
 WHOLE = (GOLDEN / "whole.toml").read_text()
@@ -148,6 +151,16 @@ def test_zone_with_a_typo_or_wrong_brackets_are_corrected(tmp_path, old, new, me
 def test_file_of_an_editor_that_writes_a_byte_order_mark_is_read(tmp_path):
     assert warnings(tmp_path, "\ufeff" + WHOLE) == []
     assert "line 1" in error(tmp_path, "\ufeffnam = 1\n" + WHOLE)
+
+
+def test_file_of_a_rehearsal_with_a_byte_order_mark_never_leads_to_real_buckets(tmp_path, monkeypatch):
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setattr(connection, "_local_cloud", None)
+    local = SimpleNamespace(endpoints=SimpleNamespace(http="http://127.0.0.1:9"), credentials=None)
+    monkeypatch.setattr(providers, "open_access", lambda provider, project: local)
+    (tmp_path / "swarm.toml").write_text("\ufeff" + WHOLE.replace('"google"', '"rehearsal"'))
+    providers.use_rehearsed_buckets(tmp_path / "swarm.toml")
+    assert connection.default_endpoint().address == "http://127.0.0.1:9"
 
 
 def test_empty_or_missing_file_is_an_error(tmp_path, monkeypatch):

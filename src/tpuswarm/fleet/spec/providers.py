@@ -39,7 +39,7 @@ def use_rehearsed_buckets(file: Path = Path("swarm.toml")) -> None:
     if "STORAGE_EMULATOR_HOST" in os.environ:
         return
     try:
-        provider = tomllib.loads(file.read_text(encoding="utf-8")).get("provider")
+        provider = tomllib.loads(file.read_text(encoding="utf-8-sig")).get("provider")
     except (OSError, ValueError):
         return
     if provider != "rehearsal":

@@ -148,14 +148,14 @@ def environments(
 
 
 class Sizes(NamedTuple):
-    """Sizes of a recipe's state, in bytes."""
+    """Sizes of a recipe's state."""
 
     exchanged: int
-    """Shared arrays, float32."""
+    """Bytes of the shared arrays, float32."""
     state: int
-    """The whole state."""
+    """Bytes of the whole state."""
     parameters: int
-    """How many are trained or frozen; no bytes."""
+    """Number of parameters, trained or frozen."""
     statistics: tuple[str, ...] = ()
     """Paths of shared running statistics, which are not trained."""
     average: Average | None = None

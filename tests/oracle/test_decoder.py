@@ -62,7 +62,7 @@ def theirs(request, tmp_path_factory):
 
 
 def read(place):
-    config = architecture.read(architecture.facts_of(place), place.name)
+    config = architecture.parse_config(architecture.facts_of(place), place.name)
     like = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), like)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
@@ -16,7 +16,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.language import text as texts
 from tpuswarm.recipes.language import tokenizer
-from tpuswarm.recipes.language.tokenizer import Bpe, read_bpe, read_gpt2_files, train_bpe, whole_words
+from tpuswarm.recipes.language.tokenizer import Bpe, read_bpe, read_gpt2_files, split_at_words, train_bpe
 from tpuswarm.recipes.language.tokens import prepare_tokens
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -54,14 +54,14 @@ def test_released_and_older_files_are_the_same_tokenizer():
 @given(HARD, st.lists(st.integers(0, 60)))
 def test_pieces_have_the_tokens_of_the_whole(text, places):
     cuts = sorted({0, *(place for place in places if place < len(text)), len(text)})
-    pieces = list(whole_words(text[a:b] for a, b in pairwise(cuts)))
+    pieces = list(split_at_words(text[a:b] for a, b in pairwise(cuts)))
     assert "".join(pieces) == text
     tokens = [number for piece in pieces for number in TOKENIZER.encode(piece).tolist()]
     assert tokens == TOKENIZER._library.encode(text, add_special_tokens=False).ids
 
 
 def other_tokenizers():
-    """Tokenizers like those of Llama 3 and Qwen, Gemma, and Llama 2."""
+    """Tokenizers like those of Llama 3 and Qwen, Gemma, Llama 2, and SmolLM."""
     words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     words += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     byte_level = Library(models.BPE())
@@ -84,6 +84,14 @@ def other_tokenizers():
         "<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 1)]
     )
     yield byte_level
+    digits = Library(models.BPE())  # GPT-2's pattern looks ahead in white space
+    digits.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    digits.decoder = decoders.ByteLevel()
+    digits.train_from_iterator(
+        [CORPUS], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    )
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     for marks in ([], [normalizers.Prepend("\u2581")]):
         pieces = Library(models.BPE(byte_fallback=True, fuse_unk=True))
@@ -93,26 +101,33 @@ def other_tokenizers():
             CORPUS.splitlines(), trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "<eos>", *fallback])
         )
         yield pieces
+    yield digits
 
 
 OTHERS = [Bpe(library.to_str(), "theirs") for library in other_tokenizers()]
 
 
-@pytest.mark.parametrize("bpe", OTHERS, ids=["llama-3", "gemma", "llama-2"])
+@pytest.mark.parametrize("bpe", OTHERS, ids=["llama-3", "gemma", "llama-2", "smollm"])
 @given(text=HARD, places=st.lists(st.integers(0, 60)))
+@example(text="a\n\nb", places=[3])
+@example(text="a\nb\n c\nd", places=[2, 4, 7])
 def test_other_tokenizers_pieces_have_the_tokens_of_the_whole_too(bpe, text, places):
     cuts = sorted({0, *(place for place in places if place < len(text)), len(text)})
-    pieces = list(bpe.cut(text[a:b] for a, b in pairwise(cuts)))
-    assert "".join(pieces) == text
-    tokens = [number for piece in pieces for number in bpe.encode(piece).tolist()]
+    numbers = bpe.encode_pieces(text[a:b] for a, b in pairwise(cuts))
+    tokens = [number for piece in numbers for number in piece.tolist()]
     assert tokens == bpe._library.encode(text, add_special_tokens=False).ids
 
 
-def test_documents_begin_and_end_as_the_tokenizer_says(corpus):
-    llama, gemma, _ = OTHERS
+def test_documents_begin_and_end_as_the_tokenizer_says():
+    llama, gemma, *_ = OTHERS
     assert (llama.begin_text, llama.end_text) == ("<|begin_of_text|>", "<|end_of_text|>")
     assert (gemma.begin_text, gemma.end_text) == ("", "<eos>")
-    assert len(list(llama.cut(["a\nb", "\nc"]))) == 3  # not one large piece
+
+
+@pytest.mark.parametrize("bpe", OTHERS, ids=["llama-3", "gemma", "llama-2", "smollm"])
+def test_large_text_is_encoded_in_small_pieces(bpe):
+    sizes = [len(numbers) for numbers in bpe.encode_pieces(CORPUS for _ in range(20))]
+    assert max(sizes) < sum(sizes) / 10
 
 
 def test_small_pieces_make_the_same_tokenizer_and_tokens(corpus, tmp_path, monkeypatch):
@@ -183,5 +198,5 @@ def test_impossible_or_missing_tokenizer_is_reported(tmp_path):
     with pytest.raises(InputError, match=r"unknown tokenizer 'gtp2'; did you mean gpt2.*hf:ORG/NAME"):
         GPT2(tokenizer="gtp2")
     shutil.copy(MODEL / "config.json", tmp_path)
-    with pytest.raises(InputError, match=r"hf:.* has no BPE; use --tokenizer gpt2"):
+    with pytest.raises(InputError, match=r"hf:.* has no BPE; use --tokenizer hf:"):
         GPT2(tokenizer=f"hf:{tmp_path}").options()

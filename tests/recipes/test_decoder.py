@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.recipes.test_pretrained import GOLDEN
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import export, model
+from tpuswarm.recipes.decoder.architecture import parse_config
 from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.recipes.language import weight_files
 from tpuswarm.recipes.language.tokenizer import read_bpe
@@ -56,6 +57,10 @@ def test_weights_are_read_as_they_were_written_whole_or_in_shards(published, tmp
         export.write(params, recipe.config, FACTS, None, folder)
         assert len(list(folder.glob("*.safetensors"))) > 3
     recipe = Decoder(architecture=f"hf:{folder}", data="fake")
+    older = folder / "model.safetensors"
+    if older.exists():  # files of 2023 hold a buffer too
+        buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+        save_file(load_file(older) | buffer, older)
     jax.tree.map(np.testing.assert_array_equal, recipe.load_shared(f"hf:{folder}", like(recipe)), params)
     file = sorted(folder.glob("*.safetensors"))[-1]
     file.unlink()
@@ -103,6 +108,28 @@ def test_run_goes_on_from_a_published_model_and_comes_back(published, text_file,
 def test_what_is_not_supported_is_refused_by_name(facts, words):
     with pytest.raises(InputError, match=words):
         Decoder(architecture=json.dumps(FACTS | facts), data="fake")
+
+
+@pytest.mark.parametrize(
+    ("facts", "names", "values"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, ["layers"], [None]),
+        ({"model_type": "mistral"}, ["layers"], [4096]),
+        ({"model_type": "mistral", "sliding_window": 7}, ["layers"], [7]),
+        (
+            {"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+            ["score_cap"],
+            [None],
+        ),
+        ({"model_type": "gemma2"}, ["score_cap", "logit_cap"], [50.0, 30.0]),
+        ({"use_mrope": False, "tied_to": None}, ["norm_heads"], ["each"]),
+    ],
+)
+def test_null_means_none_and_a_missing_field_means_the_familys_default(facts, names, values):
+    config = parse_config(FACTS | facts, "theirs")
+    found = {name: getattr(config, name) for name in names if name != "layers"}
+    found |= {"layers": config.layers[0].window} if "layers" in names else {}
+    assert found == dict(zip(names, values, strict=True))
 
 
 @pytest.mark.parametrize(

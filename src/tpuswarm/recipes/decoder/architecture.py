@@ -86,7 +86,7 @@ def facts_of(place: Published) -> dict[str, Any]:
     return facts
 
 
-def read(facts: Facts, name: str) -> Config:
+def parse_config(facts: Facts, name: str) -> Config:
     """Return the shape of the model that a config.json describes. name: of the model, in errors.
 
     Raises InputError naming an unknown family, a field that is not supported, or an impossible shape.
@@ -102,11 +102,12 @@ def read(facts: Facts, name: str) -> Config:
     for field, allowed in REFUSED.items():
         if facts.get(field) not in allowed:
             raise InputError(f"{name} has {field} {facts[field]}, which is not supported; it must be {allowed[-1]}")
-    if unknown := sorted(facts.keys() - defaults.keys() - REFUSED.keys() - NOT_SHAPE):
-        raise InputError(f"{name} has {unknown[0]} {facts[unknown[0]]}, which is unknown in a model of {family}")
-    values = defaults | {field: value for field, value in facts.items() if value is not None}
+    unknown = sorted(facts.keys() - defaults.keys() - REFUSED.keys() - NOT_SHAPE)
+    for field in unknown:
+        if facts[field] is not None and facts[field] is not False:  # what is off changes nothing
+            raise InputError(f"{name} has {field} {facts[field]}, which is unknown in a model of {family}")
     try:
-        return _config(str(family), values, name)
+        return _config(str(family), {**defaults, **facts}, name)
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise InputError(f"the config.json of {name} is damaged: {error!r}") from error
 
@@ -121,9 +122,9 @@ def _config(family: str, facts: Facts, name: str) -> Config:
             f"{name} has an impossible shape: {heads} heads of {head_width}, {kv_heads} with keys, a width of {width}"
         )
     layer_count = int(facts["num_hidden_layers"])
-    kinds = _kinds(family, facts, layer_count, name)
+    windowed = _uses_window(family, facts, layer_count, name)
     rotaries = _rotaries(family, facts, head_width, name)
-    no_positions = _without_positions(family, facts, layer_count)
+    no_positions = _lacks_positions(family, facts, layer_count)
     if any(no_positions):
         rotaries = (*rotaries, Rotary((0.0,) * (head_width // 2)))
     window = facts["sliding_window"]
@@ -132,7 +133,7 @@ def _config(family: str, facts: Facts, name: str) -> Config:
             rotary=len(rotaries) - 1 if no_position else int(family == "gemma3_text" and is_local),
             window=int(window) if is_local else None,
         )
-        for is_local, no_position in zip(kinds, no_positions, strict=True)
+        for is_local, no_position in zip(windowed, no_positions, strict=True)
     )
     has_bias = bool(facts["attention_bias"])
     return Config(
@@ -170,7 +171,7 @@ def _activation(name: str, model: str) -> Any:
     return names[name]
 
 
-def _kinds(family: str, facts: Facts, layers: int, name: str) -> list[bool]:
+def _uses_window(family: str, facts: Facts, layers: int, name: str) -> list[bool]:
     """Return for each layer whether it attends within the window only."""
     if (kinds := facts["layer_types"]) is not None and family != "mistral":
         known = {"sliding_attention": True, "full_attention": False}
@@ -186,7 +187,7 @@ def _kinds(family: str, facts: Facts, layers: int, name: str) -> list[bool]:
     elif family in ("qwen2", "qwen3"):
         found = [layer >= int(facts["max_window_layers"]) for layer in range(layers)]
     elif family == "smollm3":
-        found = _without_positions(family, facts, layers)
+        found = _lacks_positions(family, facts, layers)
     else:
         found = [False] * layers
     uses_window = facts["sliding_window"] is not None and facts.get(
@@ -195,7 +196,7 @@ def _kinds(family: str, facts: Facts, layers: int, name: str) -> list[bool]:
     return [is_local and uses_window for is_local in found]
 
 
-def _without_positions(family: str, facts: Facts, layers: int) -> list[bool]:
+def _lacks_positions(family: str, facts: Facts, layers: int) -> list[bool]:
     if family != "smollm3":
         return [False] * layers
     if facts["no_rope_layers"] is not None:  # 1 means a layer with positions

@@ -90,7 +90,7 @@ class Decoder(LanguageModel):
             tokenizer = tokenizer or (architecture if published else None)
             self._facts = shapes.facts_of(published) if published else _parsed(architecture)
             self.name = str(self._facts.get("model_type"))
-            self._shape = shapes.read(self._facts, architecture if published else self.name)
+            self._shape = shapes.parse_config(self._facts, architecture if published else self.name)
             default_context, default_lr, is_tiny = min(self._shape.context, MAX_DEFAULT_CONTEXT), TUNING_LR, False
             vocab = self._shape.vocab if vocab is None else vocab
             size = None
@@ -108,15 +108,15 @@ class Decoder(LanguageModel):
                 "max_position_embeddings": context or default_context, "tie_word_embeddings": True,
                 "rms_norm_eps": 1e-5,
             }  # fmt: skip
-            self._shape = shapes.read(self._facts, self.name)
-        self._size = size
+            self._shape = shapes.parse_config(self._facts, self.name)
+        self._size, self._has_own_tokenizer = size, tokenizer is not None and tokenizer == architecture
         super().__init__(
             data=data,
             json_field=json_field,
             separator=separator,
             held_out=held_out,
             tokenizer=tokenizer or ("characters" if is_tiny else "bpe"),
-            has_default_tokenizer=tokenizer is None or tokenizer == architecture,
+            has_default_tokenizer=False,
             alphabet=alphabet,
             tokenizer_digest=tokenizer_digest,
             vocab=vocab,
@@ -154,7 +154,7 @@ class Decoder(LanguageModel):
         return len(self._shape.layers), self._shape.width
 
     def _needed_vocab(self) -> int:
-        if self._has_default_tokenizer and self._published:
+        if self._has_own_tokenizer:
             return self._shape.vocab  # without a download; options_at compares
         return super()._needed_vocab()
 
@@ -196,7 +196,7 @@ class Decoder(LanguageModel):
         published = open_published(place)  # before JAX loads
         from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
-        vocab = shapes.read(shapes.facts_of(published), place).vocab
+        vocab = shapes.parse_config(shapes.facts_of(published), place).vocab
         theirs = read_tokenizer(published)
         if theirs and theirs.vocab > vocab:
             raise InputError(
@@ -211,7 +211,7 @@ class Decoder(LanguageModel):
         from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
         published = open_published(place)
-        theirs = shapes.read(shapes.facts_of(published), place)
+        theirs = shapes.parse_config(shapes.facts_of(published), place)
         if replace(theirs, context=self._context) != self.config:
             raise InputError(f"{place} is another model than this recipe's; train {place} itself")
         tokenizer = read_tokenizer(published) if self.tokenizer else None

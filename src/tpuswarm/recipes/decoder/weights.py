@@ -16,6 +16,8 @@ from tpuswarm.recipes.language.weight_files import open_tensors, save_tensors
 from tpuswarm.train.paths import leaf_paths
 
 HEAD = "lm_head.weight"
+BUFFER_ENDINGS = (".rotary_emb.inv_freq",)
+"""Frequencies of the positions, which older files store among the weights."""
 
 
 class Tensor(NamedTuple):
@@ -74,6 +76,7 @@ def load(place: Published, config: Config, like: Any) -> Any:
     """
     with ExitStack() as files:
         found = open_tensors(place, files)
+        found.drop(*BUFFER_ENDINGS)
         expected = list(tensors(config))
         if config.tied:  # some files hold the embedding twice
             found.drop_copy(HEAD, "model.embed_tokens.weight")

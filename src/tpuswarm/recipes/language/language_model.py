@@ -246,7 +246,9 @@ class LanguageModel(Recipe):
                     "one on the text, or --tokenizer bytes"
                 ) from error
             if not isinstance(published, Bpe):
-                raise InputError(f"{self._published} has no BPE; use --tokenizer gpt2, or hf:… of a model that has one")
+                raise InputError(
+                    f"{self._published} has no BPE; use --tokenizer hf:… of a model that has the same tokens"
+                )
             return published
         if self._tokenizer_digest is None or self.home is None or not (self.home / TOKENIZER_FILE).exists():
             return None

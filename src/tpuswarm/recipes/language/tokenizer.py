@@ -29,7 +29,10 @@ MIN_BPE_VOCAB = 257
 CHUNK_CHARS = 2**16
 """Length of the pieces that the library encodes in parallel."""
 UNTIL_BORDER = re.compile(r".*\S(?=[ \n])", re.DOTALL)
-LINE_BORDER = re.compile(r".*\n(?=\S)", re.DOTALL)
+LINE_BORDER = re.compile(r".*\S\n(?=\S)", re.DOTALL)
+"""One line break between visible characters: patterns look ahead in longer white space."""
+GUARD = "a\n"
+CHUNKS_AT_ONCE = 64
 PREPENDS = re.compile(r'"type": "Prepend"|"prepend_scheme": "(first|always)"|"add_prefix_space": true')
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
 """Of GPT-2, Qwen, OLMo and SmolLM; Llama 3; Gemma; Llama 2 and Mistral."""
@@ -137,13 +140,16 @@ class Bpe:
         if reason := _problem(facts):
             raise InputError(f"{name} cannot be used: {reason}")
         self._is_gpt2s = _splits_like_gpt2(facts)
-        self._cut: Callable[[Iterable[str]], Iterator[str]] = whole_words
+        self._split: Callable[[Iterable[str]], Iterator[str]] = split_at_words
         if not self._is_gpt2s:
-            self._cut = whole_lines if _has_borders_at_lines(facts) else whole_text
+            self._split = split_at_lines if _has_borders_at_lines(facts) else join_pieces
+        # What is put before a text would be put before each piece: a line before it takes that, and is dropped.
+        self._guard = GUARD if PREPENDS.search(json.dumps([facts["normalizer"], facts["pre_tokenizer"]])) else ""
+        self._guard_tokens = len(self._library.encode(self._guard, add_special_tokens=False).ids) if self._guard else 0
         self._library.no_truncation()
         self._library.no_padding()
         self.text = text
-        self.key = _fingerprint(facts) if self._is_gpt2s else _digest(facts)
+        self.key = _fingerprint(facts) if self._is_gpt2s else _digest(json.loads(text))
         self.vocab = max(self._library.get_vocab().values()) + 1
         special = {token["content"] for token in facts["added_tokens"]}
         self.end_text = next((each for each in ENDS_OF_TEXT if each in special), "")
@@ -159,20 +165,24 @@ class Bpe:
 
     def encode(self, text: str) -> np.ndarray:
         """Return uint32 token numbers; the end of text and other special tokens in the text are one token each."""
-        chunks = self.cut(text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS))
-        encodings = self._library.encode_batch_fast(list(chunks), add_special_tokens=False)
-        return np.concatenate([np.zeros(0, np.uint32), *(np.array(chunk.ids, np.uint32) for chunk in encodings)])
+        return np.concatenate([np.zeros(0, np.uint32), *self.encode_pieces([text])])
 
-    def cut(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Cut a text anew into pieces whose tokens, joined, are the tokens of the whole text."""
-        return self._cut(pieces)
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
+        """Yield uint32 token numbers that, joined, are those of the whole text, however it is cut into pieces."""
+        small = (piece[at : at + CHUNK_CHARS] for piece in pieces for at in range(0, len(piece), CHUNK_CHARS))
+        chunks, guard = self._split(small), ""
+        while batch := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
+            texts = [guard + batch[0], *(self._guard + chunk for chunk in batch[1:])]
+            for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False):
+                yield np.array(encoding.ids[self._guard_tokens if guard else 0 :], np.uint32)
+                guard = self._guard
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD, numbers beyond the vocabulary nothing."""
         return self._library.decode([token for token in tokens if token < self.vocab], skip_special_tokens=False)
 
 
-def whole_words(pieces: Iterable[str]) -> Iterator[str]:
+def split_at_words(pieces: Iterable[str]) -> Iterator[str]:
     """Cut a text anew into pieces whose tokens, joined, are the tokens of the whole text.
 
     A piece ends before a space or line break that follows a visible character. GPT-2's pattern never matches across
@@ -184,7 +194,7 @@ def whole_words(pieces: Iterable[str]) -> Iterator[str]:
 def _cut_at(border: re.Pattern[str], pieces: Iterable[str]) -> Iterator[str]:
     rest = ""
     for piece in pieces:
-        searched = max(len(rest) - 1, 0)
+        searched = max(len(rest) - 2, 0)
         rest += piece
         if found := border.match(rest, searched):
             yield rest[: found.end()]
@@ -193,12 +203,12 @@ def _cut_at(border: re.Pattern[str], pieces: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def whole_lines(pieces: Iterable[str]) -> Iterator[str]:
-    """Cut a text anew where a line break is followed by a visible character."""
+def split_at_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """Cut a text anew where one line break stands between visible characters."""
     return _cut_at(LINE_BORDER, pieces)
 
 
-def whole_text(pieces: Iterable[str]) -> Iterator[str]:
+def join_pieces(pieces: Iterable[str]) -> Iterator[str]:
     yield "".join(pieces)
 
 
@@ -216,7 +226,7 @@ def train_bpe(pieces: Iterable[str], vocab: int) -> Bpe:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, initial_alphabet=alphabet, special_tokens=[END_OF_TEXT], show_progress=False
     )
-    library.train_from_iterator(whole_words(pieces), trainer)
+    library.train_from_iterator(split_at_words(pieces), trainer)
     return Bpe(library.to_str(), "the trained tokenizer")
 
 
@@ -287,7 +297,7 @@ def _problem(facts: dict[str, Any]) -> str | None:
 
 
 def _splits_like_gpt2(facts: dict[str, Any]) -> bool:
-    """Whether `whole_words` cuts a text right for it."""
+    """Whether `split_at_words` cuts a text right for it."""
     model, cut = facts["model"], facts["pre_tokenizer"] or {}
     changes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
     if any(model.get(name) for name in changes) or facts["normalizer"]:
@@ -301,13 +311,7 @@ def _splits_like_gpt2(facts: dict[str, Any]) -> bool:
 
 
 def _has_borders_at_lines(facts: dict[str, Any]) -> bool:
-    """Whether no token crosses from a line break to a visible character, and none depends on what stands before a line.
-
-    Merges never cross if no token of the vocabulary does. A normalizer or pre-tokenizer that puts a space before the
-    text would put one before each piece.
-    """
-    if PREPENDS.search(json.dumps([facts["normalizer"], facts["pre_tokenizer"]])):
-        return False
+    """Whether merges never cross from a line break to a visible character, as no token of the vocabulary does."""
     line_break, *spaces = (_byte_character(ord(space)) for space in "\n\r\t ")
     crossing = re.compile(rf"[\n{line_break}][^\s\u2581{line_break}{''.join(spaces)}]")
     words = itertools.chain(facts["model"]["vocab"], (token["content"] for token in facts["added_tokens"]))
@@ -315,9 +319,9 @@ def _has_borders_at_lines(facts: dict[str, Any]) -> bool:
 
 
 def _digest(facts: dict[str, Any]) -> str:
-    """Return the SHA-256 of everything in a tokenizer.json that decides the numbers."""
-    kept = {name: value for name, value in facts.items() if name not in ("version", "truncation", "padding")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of what decides the numbers in a tokenizer.json, as the file says it."""
+    names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
+    return hashlib.sha256(json.dumps([facts.get(name) for name in names], sort_keys=True).encode()).hexdigest()
 
 
 def _fingerprint(facts: dict[str, Any]) -> str:

@@ -206,8 +206,7 @@ def _numbers(text: Text, tokenizer: Tokenizer, end: str, advance: Advance) -> It
     elif isinstance(tokenizer, Bpe):
         begin = tokenizer.begin_text
         pieces = text.pieces(advance, end and end + begin)
-        for piece in tokenizer.cut(itertools.chain([begin] * bool(begin), pieces)):
-            yield tokenizer.encode(piece)
+        yield from tokenizer.encode_pieces(itertools.chain([begin] * bool(begin), pieces))
     else:
         yield from map(tokenizer.encode, text.pieces(advance, end))
 

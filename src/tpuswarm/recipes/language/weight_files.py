@@ -32,9 +32,6 @@ class Tensors:
     def __getitem__(self, name: str) -> Any:
         return self._slices[name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._slices
-
     def drop(self, *endings: str) -> None:
         """Forget tensors whose names end so."""
         self._slices = {name: part for name, part in self._slices.items() if not name.endswith(endings)}

@@ -148,14 +148,16 @@ def docker_environment(options: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words[1::2])
 
 
-LIBTPU_FLAGS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["true", "7", "/x=y"]), max_size=4)
+LIBTPU_FLAGS = st.dictionaries(
+    st.sampled_from(["a_a", "b_b", "c_c", "d_d"]), st.sampled_from(["true", "7", "/x=y"]), max_size=4
+)
 
 
-@given(LIBTPU_FLAGS, LIBTPU_FLAGS, st.booleans())
-def test_pod_has_the_flags_of_its_metadata_and_of_the_fleet_however_its_script_splits_them(own, ours, has_other):
+@given(LIBTPU_FLAGS, LIBTPU_FLAGS, st.booleans(), st.sampled_from(["-e ", "-e", "-e=", "--env ", "--env="]))
+def test_pod_has_the_flags_of_its_metadata_and_of_the_fleet_however_its_script_splits_them(own, ours, has_other, env):
     own = {name: value for name, value in own.items() if ours.get(name, value) == value}
     words = [f"--{name}={value}" for name, value in own.items()]
-    given_text = " ".join([*["-e TF_X=1"] * has_other, *[f"-e LIBTPU_INIT_ARGS={' '.join(words)}"] * bool(own)])
+    given_text = " ".join([*["-e TF_X=1"] * has_other, *[f"{env}LIBTPU_INIT_ARGS={' '.join(words)}"] * bool(own)])
     fleet_flags = [Flag(name, value, "LIBTPU_INIT_ARGS", "all", "all") for name, value in ours.items()]
     merged = merge_env_vars(given_text, fleet_flags)
     variables = docker_environment(merged) if merged else {}
@@ -165,6 +167,23 @@ def test_pod_has_the_flags_of_its_metadata_and_of_the_fleet_however_its_script_s
         ((_, names),) = arguments
         arguments = [[name, variables[f"FLAGS_{name}"]] for name in names.split(",")]
     assert dict(map(tuple, arguments)) == own | ours
+
+
+@pytest.mark.parametrize(
+    "env_vars",
+    [
+        "-e LIBTPU_INIT_ARGS=--a_a=1 --privileged",
+        "-e LIBTPU_INIT_ARGS=--a_a=1 --cap-add SYS_NICE",
+        "-e 'LIBTPU_INIT_ARGS=--a_a 1'",
+        "-e LIBTPU_INIT_ARGS",
+        "-iteLIBTPU_INIT_ARGS=--a_a=1",
+        "LIBTPU_INIT_ARGS=--a_a=1",
+    ],
+)
+def test_metadata_that_may_mean_two_things_is_refused_with_the_way_to_write_it(env_vars):
+    with pytest.raises(InputError, match=r"unclear what .* write -e 'LIBTPU_INIT_ARGS=.*' once, after all other"):
+        check_tf_pods(document(env_vars=env_vars))
+    check_tf_pods(document(env_vars="--privileged --cap-add SYS_NICE -e 'LIBTPU_INIT_ARGS=--a_a=1'"))
 
 
 def test_own_metadata_of_a_pod_stays_and_is_never_contradicted():

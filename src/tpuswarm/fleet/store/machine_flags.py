@@ -71,7 +71,7 @@ def merge_env_vars(given: str, flags: Iterable[Flag]) -> str:
 
     No source says how the start script treats quotes, so no option holds a blank: with several flags, libtpu reads
     each from a variable of its own (https://abseil.io/docs/cpp/guides/flags, `--fromenv`). Raise InputError if the
-    value cannot be read, or sets one of the flags otherwise.
+    value is not understood, or sets one of the flags otherwise.
     """
     try:
         words = shlex.split(given)
@@ -81,16 +81,20 @@ def merge_env_vars(given: str, flags: Iterable[Flag]) -> str:
     arguments: list[str] = []
     in_arguments = False
     for word in words:
-        if found := re.fullmatch(rf"(--env=)?{LIBTPU_VARIABLE}=(.*)", word):
-            if not found[1] and others:
-                others.pop()  # its -e
+        if found := re.fullmatch(rf"(-e=?|--env=)?{LIBTPU_VARIABLE}=(.*)", word):
+            if not found[1] and (not others or others.pop() not in ("-e", "--env")):
+                raise _not_understood(word)
             arguments += found[2].split()
             in_arguments = True
-        elif in_arguments and word.startswith("--") and not word.startswith("--env"):
+        elif in_arguments and word.startswith("--") and "_" in _split_argument(word)[0]:  # docker's have none
             arguments.append(word)
+        elif LIBTPU_VARIABLE in word or (in_arguments and re.match("--(?!env)", word)):
+            raise _not_understood(word)
         else:
             others.append(word)
             in_arguments = False
+    if unclear := [argument for argument in arguments if not re.match(r"--?\w", argument)]:
+        raise _not_understood(unclear[0])
     values = {name: value if equals else "true" for name, equals, value in map(_split_argument, arguments)}
     for flag in flags:
         if flag.variable == LIBTPU_VARIABLE and values.setdefault(flag.name, flag.value) != flag.value:
@@ -105,6 +109,13 @@ def merge_env_vars(given: str, flags: Iterable[Flag]) -> str:
         others += ["-e", f"{LIBTPU_VARIABLE}=--fromenv={','.join(values)}"]
         others += [word for name, value in values.items() for word in ("-e", f"FLAGS_{name}={value}")]
     return shlex.join(others) if values else given
+
+
+def _not_understood(word: str) -> InputError:
+    return InputError(
+        f"it is unclear what {word} means in metadata {ENV_VARS}: write -e '{LIBTPU_VARIABLE}=--NAME=VALUE ...' once, "
+        "after all other options"
+    )
 
 
 def _split_argument(argument: str) -> tuple[str, str, str]:

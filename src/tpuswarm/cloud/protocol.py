@@ -192,7 +192,7 @@ class Listing(NamedTuple):
 
     machines: tuple[Machine, ...]
     unreachable: frozenset[str]
-    """Zones that did not answer; their machines are unknown."""
+    """Zones and regions that did not answer; their machines are unknown."""
 
 
 class Outcome(NamedTuple):

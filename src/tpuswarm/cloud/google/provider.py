@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Invalid, NoQuota, NotFound, Unreachable
 from tpuswarm.cloud.google import instances, nodes, slices
-from tpuswarm.cloud.google.access import REQUEST_TIMEOUT_S, Access
+from tpuswarm.cloud.google.access import REQUEST_TIMEOUT_S, Access, wait_until
 from tpuswarm.cloud.google.answers import answer_from_operation, answer_from_status
 from tpuswarm.cloud.google.buckets import GoogleBucket
 from tpuswarm.cloud.google.failures import cloud_error_for
@@ -33,10 +34,11 @@ class GoogleProvider:
 
         Uses plain REST, because importing the clients takes longer than everything else.
         """
+        zones = set(zones)
         with ThreadPoolExecutor(16) as pool:
-            listed_instances = pool.submit(self._instances_and_slices)
+            listed_instances = pool.submit(self._instances_and_slices, zones)
             # Requests before nodes: the node of an active request is then among the nodes.
-            requests = list(pool.map(self._requests, sorted(set(zones))))
+            requests = list(pool.map(self._requests, sorted(zones)))
             tpus, unreachable = self._nodes()
             from_compute, unreachable_for_compute = listed_instances.result()
         unreachable |= unreachable_for_compute | {zone for zone, listed in requests if listed is None}
@@ -133,7 +135,10 @@ class GoogleProvider:
         doing = f"setting {', '.join(sorted(metadata))} on {machine.name} in {machine.zone}"
         if machine.is_instance:
             urls = [self._instance_url(machine, number) for number in range(len(machine.workers) or 1)]
-            return [self._set_instance_metadata(doing, url, metadata) for url in urls][-1]
+            *others, last = [self._set_instance_metadata(doing, url, metadata) for url in urls]
+            for operation in others:
+                self._wait(doing, operation)
+            return last
         from google.cloud import tpu_v2
 
         client, name = self.access.tpu, self._node(machine)
@@ -142,6 +147,15 @@ class GoogleProvider:
         )
         update = {"node": tpu_v2.Node(name=name, metadata={**old, **metadata}), "update_mask": {"paths": ["metadata"]}}
         return self._tpu(doing, functools.partial(client.update_node, request=update))
+
+    def _wait(self, doing: str, operation: str) -> None:
+        def is_done() -> bool:
+            done, error = self.outcome(operation)
+            if error:
+                raise error
+            return done
+
+        wait_until(doing, is_done)
 
     def _set_instance_metadata(self, doing: str, url: str, metadata: Mapping[str, str]) -> str:
         current = self.access.get(doing, url)["metadata"]
@@ -185,10 +199,12 @@ class GoogleProvider:
             return zone, None
         return zone, [resource for page in pages for resource in page.get("queuedResources", ())]
 
-    def _instances_and_slices(self) -> tuple[list[Machine], frozenset[str]]:
-        parts, unreachable_for_groups = self.slices.list_parts()
+    def _instances_and_slices(self, zones: Iterable[str]) -> tuple[list[Machine], frozenset[str]]:
+        parts, unreachable_for_parts = self.slices.list_parts()
         listed, unreachable = instances.list_aggregated(self.access, "instances")
-        unreachable |= unreachable_for_groups
+        # A template's region that does not answer hides the slices of all its zones.
+        known = {*zones, *(one["zone"].rsplit("/", 1)[-1] for one in listed)}
+        unreachable |= unreachable_for_parts | {zone for zone in known if region_of(zone) in unreachable_for_parts}
         single = [instances.machine_from_instance(one) for one in listed if slices.slice_of(one) is None]
         return [*single, *slices.machines_from_slices(parts, listed, unreachable, self.project)], unreachable
 

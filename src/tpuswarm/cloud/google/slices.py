@@ -6,24 +6,25 @@ https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-multi-host-slice
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tpuswarm.catalog import find
 from tpuswarm.catalog.accelerators import format_topology
 from tpuswarm.catalog.prices import region_of
-from tpuswarm.cloud.errors import CloudError, NotFound
+from tpuswarm.cloud.errors import CloudError, Denied, Invalid, NoQuota, NotFound, Unreachable
 from tpuswarm.cloud.google.access import Access, wait_until
 from tpuswarm.cloud.google.answers import answer_from_operation
 from tpuswarm.cloud.google.failures import cloud_error_for
 from tpuswarm.cloud.google.instances import COMPUTE_HOST, how_of, instance_from_spec, list_aggregated
 from tpuswarm.cloud.google.nodes import parse_timestamp
-from tpuswarm.cloud.protocol import REMAINS, Machine, State, TpuSpec, Worker
+from tpuswarm.cloud.protocol import REMAINS, How, Machine, State, TpuSpec, Worker
 
 SLICE_LABEL, ZONE_LABEL, TYPE_LABEL = "tpuswarm-slice", "tpuswarm-zone", "tpuswarm-type"
 """Labels of a slice's template and hosts, which have neither field of their own."""
 NEW_S = 300.0
-"""A template without a group is a slice that is being made for so long; then it is what is left of one."""
+"""A template without hosts is a slice that is being made for so long; then the group must say that hosts will come."""
 ENDED_STATUSES = ("STOPPING", "STOPPED", "SUSPENDING", "SUSPENDED", "TERMINATED", "DEPROVISIONING")
 
 
@@ -41,7 +42,10 @@ class Slices:
         self._access = access
 
     def create(self, spec: TpuSpec) -> str:
-        """Make a slice's parts; return the path of the group's operation. Removes the parts if one is refused."""
+        """Make a slice's parts; return the path of the group's operation.
+
+        Removes the parts if one is refused. Keeps them after a lost answer: the group may exist, and the listing tells.
+        """
         doing, region = f"creating {spec.name} in {spec.zone}", f"regions/{region_of(spec.zone)}"
         links = {kind: f"projects/{self._access.project}/{region}/{kind}/{spec.name}" for kind in PARTS}
         self._make(doing, f"{region}/instanceTemplates", template_from_spec(spec, self._access.project))
@@ -49,8 +53,11 @@ class Slices:
             self._make(doing, f"{region}/resourcePolicies", policy_from_spec(spec))
             group = group_from_spec(spec, links)
             answer = self._access.post(doing, self._url(f"zones/{spec.zone}/instanceGroupManagers"), group)
+        except Unreachable:
+            raise
         except CloudError:
-            self.delete_parts(doing, region, spec.name)
+            with suppress(CloudError):  # a part that stays is listed
+                self.delete_parts(doing, region, spec.name)
             raise
         return f"projects/{self._access.project}/zones/{spec.zone}/operations/{answer['name']}"
 
@@ -74,15 +81,16 @@ class Slices:
         return f"projects/{self._access.project}/{region}/operations/{answer['name']}"
 
     def list_parts(self) -> tuple[list[SliceParts], frozenset[str]]:
-        """List the slices that tpuswarm made, and zones that do not answer.
+        """List the slices that tpuswarm made, and zones and regions that do not answer.
 
         List the hosts later: a stable group then has all that it will have.
         """
-        templates, _ = list_aggregated(self._access, "instanceTemplates")
+        templates, unreachable = list_aggregated(self._access, "instanceTemplates")
         templates = [one for one in templates if SLICE_LABEL in one.get("properties", {}).get("labels", {})]
-        groups, unreachable = list_aggregated(self._access, "instanceGroupManagers") if templates else ([], frozenset())
+        groups, silent = list_aggregated(self._access, "instanceGroupManagers") if templates else ([], frozenset())
         by_name = {(group["zone"].rsplit("/", 1)[-1], group["name"]): group for group in groups if "zone" in group}
-        return [SliceParts(template, by_name.get(_slice_key(template))) for template in templates], unreachable
+        parts = [SliceParts(template, by_name.get(_slice_key(template))) for template in templates]
+        return parts, unreachable | silent
 
     def _make(self, doing: str, path: str, body: Mapping[str, Any]) -> None:
         operation = self._access.post(doing, self._url(path), body)
@@ -149,22 +157,29 @@ def group_from_spec(spec: TpuSpec, links: Mapping[str, str]) -> dict[str, Any]:
 def machines_from_slices(
     slices: Iterable[SliceParts], instances: Iterable[Mapping[str, Any]], unreachable: frozenset[str], project: str
 ) -> list[Machine]:
-    """Convert slices and their hosts among `instances`, which were listed later; skips unreachable zones."""
+    """Convert slices and their hosts among `instances`, which were listed later; skips unreachable zones.
+
+    Hosts without a template are a slice too: they cost money.
+    """
     hosts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for instance in instances:
         if name := slice_of(instance):
             hosts.setdefault((instance["zone"].rsplit("/", 1)[-1], name), []).append(instance)
-    return [
-        _machine(parts, hosts.get(_slice_key(parts.template), []), project)
-        for parts in slices
-        if _slice_key(parts.template)[0] not in unreachable
-    ]
+    known = {_slice_key(parts.template): parts for parts in slices}
+    known |= {key: SliceParts(_template_of(key[1], hosts[key]), None) for key in hosts if key not in known}
+    return [_machine(parts, hosts.get(key, []), project) for key, parts in known.items() if key[0] not in unreachable]
 
 
 def slice_of(instance: Mapping[str, Any]) -> str | None:
     """Return the name of the slice that an instance belongs to; None: it is a machine of its own."""
     name: str | None = instance.get("labels", {}).get(SLICE_LABEL)
     return name
+
+
+def _template_of(name: str, hosts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a template that says what its hosts say."""
+    first = min(hosts, key=lambda host: str(host.get("creationTimestamp", "")))
+    return {"name": name, "creationTimestamp": first.get("creationTimestamp"), "properties": first}
 
 
 def _slice_key(template: Mapping[str, Any]) -> tuple[str, str]:
@@ -178,12 +193,8 @@ def _machine(parts: SliceParts, instances: Iterable[Mapping[str, Any]], project:
     hosts = sorted(instances, key=lambda instance: str(instance["name"]))  # by number, as their metadata lists them
     created = parse_timestamp(template.get("creationTimestamp"))
     error = None if group is None else _refusal(group, template["name"], project)
-    state, said, why = _state(group, hosts, find(labels[TYPE_LABEL]).hosts, time.time() - created)
     how = how_of(properties.get("scheduling", {}))
-    if state == "creating" and how == "flex-start" and not any(host.get("status") == "RUNNING" for host in hosts):
-        state = "waiting"  # for as long as it takes: the group has no limit
-    elif error and state == "creating":
-        state, said, why = "dead", error.code, str(error)
+    state, said, why = _state(group, hosts, find(labels[TYPE_LABEL]).hosts, how, error, time.time() - created)
     return Machine(
         name=template["name"],
         zone=labels[ZONE_LABEL],
@@ -203,11 +214,17 @@ def _machine(parts: SliceParts, instances: Iterable[Mapping[str, Any]], project:
 
 
 def _state(
-    group: Mapping[str, Any] | None, hosts: list[Mapping[str, Any]], count: int, age_s: float
+    group: Mapping[str, Any] | None,
+    hosts: list[Mapping[str, Any]],
+    count: int,
+    how: How,
+    error: CloudError | None,
+    age_s: float,
 ) -> tuple[State, str, str]:
     """Return state, the cloud's word for it, and why. A slice that has lost one host has ended."""
-    if group is None:
+    if group is None and not hosts:
         return ("creating" if age_s < NEW_S else "dead"), REMAINS, "it has no hosts"
+    group = group or {}  # not listed, though its hosts are
     statuses = [str(host.get("status", "")) for host in hosts]
     if group.get("currentActions", {}).get("deleting") or group.get("targetSize") == 0:
         return "deleting", "DELETING", ""
@@ -216,9 +233,20 @@ def _state(
     for host in hosts:
         if host.get("status") in ENDED_STATUSES:
             return "dead", "TERMINATED", f"host {host['name']}: {host.get('statusMessage') or host['status']}"
-    if group.get("status", {}).get("isStable") and hosts:
+    if _is_settled(group) and (hosts or age_s >= NEW_S):
         return "dead", "TERMINATED", f"{len(hosts)} of {count} hosts are left"
-    return "creating", next((status for status in statuses if status != "RUNNING"), "CREATING"), ""
+    is_waiting = how == "flex-start" and "RUNNING" not in statuses
+    if error and (not is_waiting or isinstance(error, NoQuota | Denied | Invalid)):
+        return "dead", error.code, str(error)
+    said = next((status for status in statuses if status != "RUNNING"), "CREATING")
+    return ("waiting" if is_waiting else "creating"), said, ""  # waiting has no limit in Compute Engine
+
+
+def _is_settled(group: Mapping[str, Any]) -> bool:
+    """Whether the group will make no more hosts."""
+    status = group.get("status", {})
+    is_in_progress = status.get("bulkInstanceOperation", {}).get("inProgress")
+    return bool(status.get("isStable")) and not is_in_progress and not group.get("currentActions", {}).get("creating")
 
 
 def _refusal(group: Mapping[str, Any], name: str, project: str) -> CloudError | None:

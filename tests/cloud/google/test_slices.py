@@ -1,4 +1,4 @@
-"""What slices and their metadata become when Compute Engine answers late, in part or not at all."""
+"""What slices, their metadata and a network become when Compute Engine answers late, in part or not at all."""
 
 import time
 from dataclasses import replace
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cloud.google.conftest import spec
-from tpuswarm.cloud.errors import Changed, NoQuota, Unreachable
+from tpuswarm.cloud.errors import Changed, Invalid, NoQuota, Unreachable
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints
+from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.google.slices import NEW_S, Slices
 from tpuswarm.cloud.protocol import REMAINS, Machine, Worker
@@ -131,6 +132,35 @@ def test_refused_creation_says_why_though_its_parts_cannot_be_deleted():
     access = Answering({GROUP_CREATION: NoQuota("too many"), "DELETE": Unreachable("no answer")})
     with pytest.raises(NoQuota, match="too many"):
         Slices(access).create(SLICE)
+
+
+NETWORK = "projects/p/global/networks/tpuswarm-f"
+
+
+@pytest.mark.parametrize(
+    ("machines", "error", "named"),
+    [
+        (
+            in_scope("instances", f"zones/{ZONE}", {"name": "mine", "networkInterfaces": [{"network": NETWORK}]}),
+            Invalid,
+            "mine",
+        ),
+        ({"/nodes": {"nodes": [{"name": "nodes/mine", "networkConfig": {"network": NETWORK}}]}}, Invalid, "mine"),
+        ({"aggregated/instances": {"unreachables": [f"zones/{ZONE}"]}}, Unreachable, ZONE),
+        (in_scope("instances", f"zones/{ZONE}", {"name": "mine", "networkInterfaces": [{"network": "x"}]}), None, ""),
+    ],
+)
+def test_network_keeps_its_firewall_rules_while_machines_are_in_it(machines, error, named):
+    rule = {"name": "r", "network": NETWORK, "description": "d", "direction": "INGRESS", "sourceRanges": ["10.0.0.0/8"]}
+    rules = {"items": [{**rule, "allowed": [{"IPProtocol": "tcp"}]}]}
+    access = Answering({"GET http://cloud/compute/v1/projects/p/global/firewalls": rules, **machines})
+    access.answers.insert(0, (f"GET http://cloud/compute/v1/{NETWORK}", {"description": "d"}))
+    if error is None:
+        assert Project(access).remove_network("tpuswarm-f", "d") == ["r", "tpuswarm-f"]
+        return
+    with pytest.raises(error, match=named):
+        Project(access).remove_network("tpuswarm-f", "d")
+    assert not access.changes
 
 
 def test_metadata_of_a_slice_fails_if_it_fails_on_any_host():

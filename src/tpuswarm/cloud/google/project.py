@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tpuswarm.cloud.errors import Denied, NotFound, Taken
+from tpuswarm.cloud.errors import Denied, Invalid, NotFound, Taken, Unreachable
 from tpuswarm.cloud.google import firewall, quotas
 from tpuswarm.cloud.google.access import Access, wait_until
 from tpuswarm.cloud.google.accounts import Accounts
 from tpuswarm.cloud.google.answers import answer_from_json, answer_from_operation
 from tpuswarm.cloud.google.buckets import STORAGE_HOST, bucket_url
 from tpuswarm.cloud.google.failures import cloud_error_for
+from tpuswarm.cloud.google.instances import list_aggregated
 
-BILLING_API = "cloudbilling.googleapis.com"
+BILLING_API, TPU_API = "cloudbilling.googleapis.com", "tpu.googleapis.com"
 APIS = {
     BILLING_API: "Cloud Billing",
     "cloudquotas.googleapis.com": "Cloud Quotas",
@@ -20,7 +21,7 @@ APIS = {
     "iam.googleapis.com": "IAM",
     "iamcredentials.googleapis.com": "IAM Credentials",
     "storage.googleapis.com": "Cloud Storage",
-    "tpu.googleapis.com": "Cloud TPU",
+    TPU_API: "Cloud TPU",
 }
 """The APIs that tpuswarm calls, in the order of enabling: the first one tells whether billing is on."""
 COMPUTE_HOST = "compute.googleapis.com"
@@ -161,7 +162,11 @@ class Project:
         self._make(f"making network {name}", "global/networks", network)
 
     def remove_network(self, name: str, description: str) -> list[str]:
-        """Delete the firewall rules and the network that have this description; return their names."""
+        """Delete the firewall rules and the network that have this description; return their names.
+
+        Raises Invalid if machines are in it: they would lose the rules, and keep the network.
+        """
+        self._check_unused(name)
         rules = [rule.name for rule in self.rules() if (rule.network, rule.description) == (name, description)]
         for rule in rules:
             self._remove(f"deleting firewall rule {rule}", f"global/firewalls/{rule}")
@@ -173,6 +178,26 @@ class Project:
             return rules
         self._remove(f"deleting network {name}", f"global/networks/{name}")
         return [*rules, name]
+
+    def _check_unused(self, network: str) -> None:
+        doing = f"listing the TPUs of network {network}"
+        url = self._access.url(TPU_API, f"v2/projects/{self.id}/locations/-/nodes")
+        pages = self._access.get_pages(doing, url)
+        instances, unreachable = list_aggregated(self._access, "instances")
+        silent = {*unreachable, *(zone.rsplit("/", 1)[-1] for page in pages for zone in page.get("unreachable", ()))}
+        interfaces = [(node["name"], node.get("networkConfig", {})) for page in pages for node in page.get("nodes", ())]
+        interfaces += [(one["name"], part) for one in instances for part in one.get("networkInterfaces", ())]
+        names = {name.rsplit("/", 1)[-1] for name, part in interfaces if _is_in(part, network)}
+        if names:
+            raise Invalid(
+                f"network {network} has {len(names)} machines, so it and its firewall rules stay: "
+                f"{', '.join(sorted(names))}; delete them, then run the command again"
+            )
+        if silent:
+            raise Unreachable(
+                f"{', '.join(sorted(silent))} did not answer and may have machines in network {network}, so it and its "
+                "firewall rules stay; run the command again later"
+            )
 
     def subnetwork(self, network: str, region: str, subnetwork: str | None = None) -> Subnetwork | None:
         """Return the part of a network in a region, or None."""
@@ -275,3 +300,7 @@ class Project:
     def _list_all(self, doing: str, url: str, key: str, query: Mapping[str, str]) -> list[dict[str, Any]]:
         pages = self._access.get_pages(doing, url, **query)
         return [resource for page in pages for resource in page.get(key, ())]
+
+
+def _is_in(interface: Mapping[str, Any], network: str) -> bool:
+    return str(interface.get("network", "")).rsplit("/", 1)[-1] == network

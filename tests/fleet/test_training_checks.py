@@ -240,14 +240,20 @@ def test_other_local_files_that_machines_do_not_get_are_refused(read, folder):
     for line, name in (
         ('init_from = "ignored"', "init_from"),
         ('options = {tokenizer = "hf:../mine"}', "options.tokenizer"),
+        ('options = {tokenizer = "hf:ignored"}', "options.tokenizer"),
     ):
         with pytest.raises(InputError, match=rf"^train.{name} is .*, which machines do not get"):
             fleet_data.place_data(read(line).train, "gs://some/runs/all")
         with pytest.raises(InputError, match=rf"^train.{name} is .*, which machines do not get"):
             fleet_data.place_data(read(line).train.model_copy(update={"data": "../out.txt"}), "gs://some/runs/all")
+    with pytest.raises(InputError, match=r"^train.recipe is hf:.*, which machines do not get"):
+        fleet_data.place_data(Train(recipe="hf:..", steps=1), "gs://some/runs/all")
 
 
 def test_other_local_files_must_have_the_path_that_machines_have(read, folder):
     assert fleet_data.place_data(read('init_from = "./texts"').train, "gs://some/runs/all")[1] == ()
-    with pytest.raises(InputError, match=r"^train.init_from is /.*, which machines have elsewhere: write ./texts$"):
+    with pytest.raises(InputError, match=r"^train.init_from is hf:/.* machines have elsewhere: write hf:./texts$"):
         fleet_data.place_data(read(f'init_from = "hf:{folder}/texts"').train, "gs://some/runs/all")
+    assert fleet_data.place_data(Train(recipe="hf:texts", steps=1), "gs://some/runs/all")[1] == ()
+    with pytest.raises(InputError, match=r"^train.recipe is hf:/.* machines have elsewhere: write hf:./texts$"):
+        fleet_data.place_data(Train(recipe=f"hf:{folder}/texts", steps=1), "gs://some/runs/all")

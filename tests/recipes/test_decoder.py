@@ -88,6 +88,14 @@ def test_run_goes_on_from_a_published_model_and_comes_back(published, text_file,
         again.load_shared(f"hf:{folder}", like(again))
 
 
+def test_file_that_names_a_published_model_goes_on_from_its_weights(published, typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = f'[train]\nrecipe = "hf:{published[0]}"\ndata = "fake"\nsteps = 1\nbatch = 8\nrun = "run"\n'
+    (tmp_path / "run.toml").write_text(table)
+    code, _, err = typed("train", "run.toml")
+    assert code == 0 and f"parameters from hf:{published[0]}" in err, err
+
+
 @pytest.mark.parametrize(
     ("facts", "words"),
     [

@@ -9,6 +9,7 @@ from tpuswarm.config.formatting import format_bytes
 from tpuswarm.config.train_table import Train
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.spec.file import SwarmFile
+from tpuswarm.recipes.language.hub import PREFIX
 from tpuswarm.remote.paths import find_project_root
 from tpuswarm.remote.sync.listing import list_files
 from tpuswarm.train.data.contents import contents_digest
@@ -45,11 +46,14 @@ class Upload:
 def local_paths(train: Train) -> dict[str, str]:
     """Return the settings of [train] that name files of this computer."""
     values: dict[str, object] = {"data": train.data, "init_from": train.init_from}
-    values |= {f"options.{name}": value for name, value in train.options.items() if "/" in str(value)}
-    texts = {
-        name: str(value).removeprefix("hf:") for name, value in values.items() if value and "://" not in str(value)
-    }
-    return {name: text for name, text in texts.items() if Path(text).expanduser().exists()}
+    named = {"recipe": train.recipe} | {f"options.{name}": value for name, value in train.options.items()}
+    values |= {name: value for name, value in named.items() if "/" in str(value) or str(value).startswith(PREFIX)}
+    texts = {name: str(value) for name, value in values.items() if value and "://" not in str(value)}
+    return {name: text for name, text in texts.items() if _to_path(text).exists()}
+
+
+def _to_path(text: str) -> Path:
+    return Path(text.removeprefix(PREFIX)).expanduser()
 
 
 def place_data(train: Train, run_url: str) -> tuple[str | None, tuple[Upload, ...]]:
@@ -60,7 +64,7 @@ def place_data(train: Train, run_url: str) -> tuple[str | None, tuple[Upload, ..
     """
     data, sent, uploads = train.data, _SentFiles(), list[Upload]()
     for name, text in local_paths(train).items():
-        path = Path(text).expanduser().resolve()
+        path = _to_path(text).resolve()
         files = _list_files(path)
         if sent.includes(files):
             if name == "data":
@@ -73,8 +77,11 @@ def place_data(train: Train, run_url: str) -> tuple[str | None, tuple[Upload, ..
                 f"train.{name} is {text}, which machines do not get: they get the files of {sent.root} that git does "
                 "not ignore. Move it there, or let git not ignore it."
             )
-        if name != "data" and Path(text).expanduser().is_absolute():
-            raise InputError(f"train.{name} is {text}, which machines have elsewhere: write ./{os.path.relpath(path)}")
+        if name != "data" and _to_path(text).is_absolute():
+            prefix = PREFIX if text.startswith(PREFIX) else ""
+            raise InputError(
+                f"train.{name} is {text}, which machines have elsewhere: write {prefix}./{os.path.relpath(path)}"
+            )
     return data, tuple(uploads)
 
 

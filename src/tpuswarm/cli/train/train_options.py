@@ -58,8 +58,6 @@ def read_options(context: typer.Context) -> TrainOptions:
     if (params["recipe"] or "").startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm train RECIPE {params['recipe']} …")
     params |= {"recipe": params["recipe"] or _recipe_of_run(params["run"])}
-    if params["recipe"].startswith("hf:") and params["init_from"] is None:  # go on from its weights
-        params |= {"init_from": params["recipe"]}
     table = _read_table(params, recipe_options(context.args, "train"))
     folder = refreshed_folder(table.run) if table.run else None
     if folder:
@@ -121,6 +119,8 @@ def _read_table(params: dict[str, Any], options: dict[str, str]) -> Train:
             file = {name: value for name, value in file.items() if name not in LENGTH_KEYS}
         options = file.pop("options", {}) | options
         given = file | given
+    if given["recipe"].startswith("hf:"):  # go on from its weights
+        given = {"init_from": given["recipe"]} | given
     try:
         table = Train(**given | {"options": options})
     except ValidationError as error:

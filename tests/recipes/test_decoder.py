@@ -16,6 +16,7 @@ from tpuswarm.recipes.decoder.architecture import parse_config
 from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.recipes.language import weight_files
 from tpuswarm.recipes.language.tokenizer import read_bpe
+from tpuswarm.train.run.loaded import load_run
 from tpuswarm.train.run.trust import rebuild_recipe
 from tpuswarm.train.trainer import Trainer
 
@@ -105,7 +106,7 @@ def test_file_that_names_a_published_model_goes_on_from_its_weights(published, t
         ({"hidden_act": "relu"}, "has the activation relu, which is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "scales positions by longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "is damaged: KeyError..low_freq_factor"),
-        ({"num_key_value_heads": 3}, "impossible shape: 4 heads of 8, 3 with keys"),
+        ({"num_key_value_heads": 3}, "has 4 heads and keys for 3, which must divide them"),
         ({"hidden_size": "wide"}, "is damaged"),
         ({"attention_dropout": 0.1}, "has attention_dropout 0.1, which is not supported"),
         ({"experts": 8}, "has experts 8, which is unknown in a model of qwen3"),
@@ -145,16 +146,33 @@ def test_null_means_none_and_a_missing_field_means_the_familys_default(facts, na
     [
         ({"architecture": "{"}, "architecture is the content of a config.json, not '{'"),
         ({"architecture": "[]"}, "architecture is the content of a config.json"),
-        ({"architecture": json.dumps(FACTS), "layers": 3}, "--layers is for models that are trained from scratch"),
+        ({"architecture": json.dumps(FACTS), "layers": 3}, "--layers shapes a model that is trained from scratch"),
         ({"architecture": json.dumps(FACTS), "context": 13}, "has a context of 12, not 13: lower --context"),
         ({"size": "7b"}, "unknown size '7b'"),
-        ({"heads": 3}, "impossible shape: 3 heads"),
+        ({"heads": 3}, "has 3 heads and keys for 2"),
         ({"width": 0}, "width"),
     ],
 )
 def test_impossible_options_are_refused(options, words):
     with pytest.raises(InputError, match=words):
         Decoder(data="fake", **options)
+
+
+@pytest.mark.parametrize("tokenizer", ["characters", "bpe"])
+def test_export_of_a_run_is_a_published_model(text_file, tmp_path, tokenizer):
+    small = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "mlp_width": 16, "context": 8}
+    recipe = Decoder(
+        data=str(text_file), tokenizer=tokenizer, vocab=None if tokenizer == "characters" else 300, **small
+    )
+    result = Trainer(devices=1).fit(recipe, steps=1, batch=2, run=tmp_path / "run")
+    recipe.export(load_run(result.run, jax.devices()[:1]).state, tmp_path)
+    options = Decoder.options_at(f"hf:{tmp_path}")
+    again = Decoder(**options, data=str(text_file))
+    assert again.tokenizer.key == recipe.tokenizer.key and again.config == recipe.config
+    again.load_shared(f"hf:{tmp_path}", like(again))
+    other = Decoder(**options | {"tokenizer": "bytes"}, vocab=256, data=str(text_file))
+    with pytest.raises(InputError, match="this recipe of 256: leave out --tokenizer and --vocab"):
+        other.load_shared(f"hf:{tmp_path}", like(other))
 
 
 @pytest.mark.parametrize("problem", ["missing", "shape", "extra", "dtype", "cut", "vocab"])

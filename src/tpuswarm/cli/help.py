@@ -119,7 +119,9 @@ def _write_recipe(words: Sequence[str], command_options: set[str | None], format
 
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None:
-        _write_lines("Recipes; RECIPE --help: its options", (*recipes.BUILT_IN, "file.py:NAME"), formatter)
+        _write_lines(
+            "Recipes; RECIPE --help: its options", (*recipes.BUILT_IN, "hf:ORG/NAME", "file.py:NAME"), formatter
+        )
         return
     heading = f"Options of {name}"
     try:
@@ -131,20 +133,34 @@ def _write_recipe(words: Sequence[str], command_options: set[str | None], format
     except TpuswarmError as error:
         _write_lines(heading, (str(error),), formatter)
         return
+    intro, described = _documentation(maker)
     rows = [
         (
             f"--{option.name.replace('_', '-')} {_type_name(option.annotation)}".rstrip(),
-            _default_text(given.get(option.name, option.default)),
+            f"{described.get(option.name, '')} {_default_text(given.get(option.name, option.default))}".strip(),
         )
         for option in inspect.signature(maker, eval_str=True).parameters.values()
         if option.name not in command_options
     ]
     with formatter.section(name):
-        for item in (inspect.getdoc(maker) or "").split("\n- "):
-            formatter.write_text(" ".join(item.split()))
+        formatter.write_text(intro)
+        for option_name, description in described.items():
+            if option_name in command_options:
+                formatter.write_text(f"--{option_name}: {description}")
     if rows:
         with formatter.section(heading):
             _write_table(rows, formatter)
+
+
+def _documentation(maker: Any) -> tuple[str, dict[str, str]]:
+    """Return how a recipe's docstring begins, and what it and its bases say of each option."""
+    bases = [base for base in getattr(maker, "__mro__", (maker,)) if base.__module__ not in ("abc", "builtins")]
+    texts = [inspect.cleandoc(base.__doc__ or "") for base in bases]
+    described: dict[str, str] = {}
+    for item in (item for text in reversed(texts) for item in text.split("\n- ")[1:]):
+        names, _, description = " ".join(item.split()).partition(": ")
+        described |= dict.fromkeys(names.split(", "), description)
+    return " ".join(texts[0].split("\n- ")[0].split()), described
 
 
 def _type_name(annotation: Any) -> str:

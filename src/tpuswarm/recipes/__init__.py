@@ -50,6 +50,8 @@ def find(name: str) -> tuple[str, dict[str, str]]:
         raise InputError(f"{name} may hold several recipes; name the one you mean: {name}:NAME")
     key = name.lower()
     key = ALIASES.get(key, key)
+    if key not in BUILT_IN and "/" in name:
+        raise InputError(f"unknown recipe {name!r}; a published model or its folder is named hf:{name}")
     if key not in BUILT_IN:
         raise InputError(f"unknown recipe {name!r}; {did_you_mean(name, [*BUILT_IN, *ALIASES])}")
     return BUILT_IN[key]

@@ -117,10 +117,10 @@ def _config(family: str, facts: Facts, name: str) -> Config:
     width, heads = int(facts["hidden_size"]), int(facts["num_attention_heads"])
     kv_heads = int(facts["num_key_value_heads"] or heads)
     head_width = int(facts["head_dim"] or width // heads)
-    if heads % kv_heads or head_width % 2 or (facts["head_dim"] is None and width % heads):
-        raise InputError(
-            f"{name} has an impossible shape: {heads} heads of {head_width}, {kv_heads} with keys, a width of {width}"
-        )
+    if heads % kv_heads:
+        raise InputError(f"{name} has {heads} heads and keys for {kv_heads}, which must divide them")
+    if head_width % 2 or (facts["head_dim"] is None and width % heads):
+        raise InputError(f"{name} has an impossible shape: {heads} heads of {head_width}, a width of {width}")
     layer_count = int(facts["num_hidden_layers"])
     windowed = _uses_window(family, facts, layer_count, name)
     rotaries = _rotaries(family, facts, head_width, name)

@@ -40,13 +40,13 @@ TUNING_LR = 2e-5
 
 
 class Decoder(LanguageModel):
-    """One decoder and its text; options that are None follow from the size, the architecture or the data.
+    """A language model of today, trained on text: a Llama from scratch, or a published model.
 
-    - size: tiny or 300m, for a model in the family llama that is trained from scratch.
+    - size: tiny or 300m, of a model that is trained from scratch; it gives the defaults.
     - architecture: instead of a size, a published model (hf:ORG/NAME, hf:DIR) or the content of its config.json.
-    - layers, width, heads, kv_heads, mlp_width: of a model that is trained from scratch.
+    - layers, width, heads, mlp_width: of a model that is trained from scratch.
+    - kv_heads: heads with keys and values of their own, which divide --heads.
     - context: tokens of a row, at most those that the model was made for.
-    Others: LanguageModel.
     """
 
     identity = (*LanguageModel.identity, "architecture")
@@ -85,7 +85,9 @@ class Decoder(LanguageModel):
         if architecture is not None:
             if given:
                 name = next(iter(given)).replace("_", "-")
-                raise InputError(f"--{name} is for models that are trained from scratch: their shape is free")
+                raise InputError(
+                    f"--{name} shapes a model that is trained from scratch; a published model has its own shape"
+                )
             published = open_published(architecture) if architecture.startswith(PREFIX) else None
             tokenizer = tokenizer or (architecture if published else None)
             self._facts = shapes.facts_of(published) if published else _parsed(architecture)
@@ -195,6 +197,7 @@ class Decoder(LanguageModel):
         """Return the options for a published model: its architecture, and its tokenizer if it has one."""
         published = open_published(place)  # before JAX loads
         from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
+        from tpuswarm.recipes.language.tokenizer import Characters
 
         vocab = shapes.parse_config(shapes.facts_of(published), place).vocab
         theirs = read_tokenizer(published)
@@ -203,7 +206,9 @@ class Decoder(LanguageModel):
                 f"the tokenizer of {place} does not match its weights: it has {theirs.vocab} tokens, they have "
                 f"{vocab}; restore the original, or remove the tokens that were added"
             )
-        return {"architecture": place}
+        if isinstance(theirs, Characters):
+            return {"architecture": place, "tokenizer": theirs.kind, "alphabet": theirs.alphabet}
+        return {"architecture": place} | ({"tokenizer": place} if theirs else {})
 
     def load_shared(self, place: str, like: Any) -> Any:
         """Read the weights of a published model of this shape."""
@@ -212,6 +217,11 @@ class Decoder(LanguageModel):
 
         published = open_published(place)
         theirs = shapes.parse_config(shapes.facts_of(published), place)
+        if theirs.vocab != self.vocab:
+            raise InputError(
+                f"{place} has a vocabulary of {theirs.vocab}, this recipe of {self.vocab}: leave out --tokenizer and "
+                "--vocab"
+            )
         if replace(theirs, context=self._context) != self.config:
             raise InputError(f"{place} is another model than this recipe's; train {place} itself")
         tokenizer = read_tokenizer(published) if self.tokenizer else None

@@ -33,7 +33,12 @@ SHAPE_LIMITS: dict[str, dict[str, float]] = {
 
 
 class GPT2(LanguageModel):
-    """One GPT-2 and its text; options that are None follow from `size` or from the data. Others: LanguageModel."""
+    """GPT-2, trained on text.
+
+    - size: one of OpenAI's, or tiny; it gives the defaults.
+    - layers, heads, width: of the model.
+    - dropout: of embeddings, attention and residuals.
+    """
 
     target = "tpuswarm.recipes.gpt2.recipe:GPT2"
 

@@ -36,19 +36,25 @@ LIMITS: dict[str, Mapping[str, float]] = {
 
 
 class LanguageModel(Recipe):
-    """A model of text; a subclass gives the model.
+    """A model of text; a subclass gives the model, and the defaults.
 
-    - data: path or URL of text, `fake` for random tokens, None for the Python standard library's source.
-    - json_field: the field with the text in .jsonl files; `none` reads them as plain text.
+    - data: path or URL of text, or `fake` for random tokens; without it, the Python standard library's source.
+    - json_field: field with the text in .jsonl files; `none` reads them as plain text.
     - separator: `endoftext` puts the tokenizer's end of text between files and between .jsonl lines; `none` nothing.
     - held_out: share of the text, at its end, that is not trained on.
     - tokenizer: characters (of the data, or `alphabet`), bytes, bpe (trained on the data for a vocabulary of
-      `bpe_vocab`; `tokenizer_digest` is the fingerprint of a known one), or a published model's (gpt2, hf:ORG/NAME,
-      hf:DIR).
-    - vocab: of the model; None: as large as the tokenizer needs.
+      `vocab`), or a published model's (gpt2, hf:ORG/NAME, hf:DIR).
+    - alphabet: characters, instead of those of the data.
+    - tokenizer_digest: fingerprint of a BPE that was trained before.
+    - vocab: size of the model's vocabulary; without it, as large as the tokenizer needs.
     - optimizer: adamw, muon (for the layers' matrices) or adafactor (with the smallest state).
     - moments: bf16 halves the first moment of adamw and muon.
-    - lr: peak learning rate, reached after the share `warmup` of the run; a cosine lowers it to lr_end.
+    - lr: peak learning rate, in AdamW's sense for all optimizers.
+    - lr_end: learning rate at the end of the run, after a cosine.
+    - warmup: share of the run in which the learning rate rises.
+    - beta2: decay of AdamW's second moment.
+    - weight_decay: of matrices and embeddings.
+    - context: tokens of a row.
     - seed: of the order of the rows.
     """
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,18 @@ from safetensors.numpy import load_file, save_file
 import tpuswarm
 from tpuswarm import InputError, Trainer
 from tpuswarm.torch import op, recipe
-from tpuswarm.torch.graph import Dtype, ExportedModule, Graph, Node, Ref, RowFormula, read, write, zeros_without_memory
+from tpuswarm.torch.graph import (
+    Dtype,
+    ExportedModule,
+    Graph,
+    IndexLimit,
+    Node,
+    Ref,
+    RowFormula,
+    read,
+    write,
+    zeros_without_memory,
+)
 from tpuswarm.torch.interpreter import run_graph
 from tpuswarm.torch.ops import OPS
 from tpuswarm.train.program.compiled import compile_step
@@ -26,6 +38,7 @@ from tpuswarm.train.program.request import default_request
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.user_code import CodeLine
 
+GOLDEN = Path(__file__).with_name("golden")
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 DATA = {"x": X, "y": X @ np.float32([[1], [-2], [3]]) + 0.5}
 
@@ -86,10 +99,17 @@ def test_file_is_read_as_it_was_written(file):
     np.testing.assert_array_equal(found.arrays["params"]["line.weight"], np.zeros((3, 1)))
 
 
+def test_file_of_the_earlier_format_is_read():
+    """The version before format 3 wrote it from the same module."""
+    found = read(GOLDEN / "module-format-2.safetensors")
+    limit = IndexLimit("y", ((0, 0, None, 1),), 9, -100, "model.py:3")
+    assert (found.train, found.evaluate) == (replace(graph(True), index_limits=(limit,)), graph(False))
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (2, r"comes from an older tpuswarm; export it again with tpuswarm\.torch\.save"),
+        (1, r"comes from an older tpuswarm; export it again with tpuswarm\.torch\.save"),
         (4, "format 4 is unknown to tpuswarm .*, which reads format 3; use the version that wrote it"),
     ],
 )

@@ -12,7 +12,7 @@ from tpuswarm.errors import InputError, UnknownFormat
 from tpuswarm.train.data.contents import report_open
 from tpuswarm.train.process.atomic import partial_path
 
-FORMAT_PREFIX, FORMAT, OLD_FORMATS = "tpuswarm torch ", "3", ("1", "2")
+FORMAT_PREFIX, FORMAT, EARLIER_FORMAT = "tpuswarm torch ", "3", "2"
 Group = Literal["params", "buffers", "constants"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -177,11 +177,11 @@ def read(path: Path) -> ExportedModule:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {}).get("tpuswarm", "{}"))
             form = str(header.get("format"))
-            if form in [FORMAT_PREFIX + old for old in OLD_FORMATS]:
+            if form == f"{FORMAT_PREFIX}1":
                 raise InputError(f"{path} comes from an older tpuswarm; export it again with tpuswarm.torch.save")
             if not form.startswith(FORMAT_PREFIX):
                 raise InputError(f"{path} is not an exported module; tpuswarm.torch.save writes one")
-            if form != FORMAT_PREFIX + FORMAT:
+            if form not in (FORMAT_PREFIX + FORMAT, FORMAT_PREFIX + EARLIER_FORMAT):
                 raise UnknownFormat(str(path), form.removeprefix(FORMAT_PREFIX), FORMAT)
             shapes = header.get("shapes", {})
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no mapping
@@ -193,7 +193,8 @@ def read(path: Path) -> ExportedModule:
     for key, array in found.items():
         group, _, name = key.partition("/")
         arrays[group][name] = array
-    train, evaluate = (_decode(header[name]) for name in ("train", "evaluate"))
+    decode = _decode if form == FORMAT_PREFIX + FORMAT else _decode_earlier_graph
+    train, evaluate = (decode(header[name]) for name in ("train", "evaluate"))
     frozen = tuple(header.get("frozen", ()))
     return ExportedModule(header["name"], arrays, header["tied"], train, evaluate, frozen, not shapes)
 
@@ -226,10 +227,32 @@ def _decode(value: Any) -> Any:
             return [_decode(item) for item in value]
         case {"dict": items}:
             return {name: _decode(item) for name, item in items.items()}
+        case {"ref": name}:  # this and the next two: EARLIER_FORMAT
+            return Ref(name)
+        case {"dtype": name}:
+            return Dtype(name)
+        case {"rows": [terms, is_integer]}:
+            return RowFormula(tuple(map(tuple, terms)), is_integer)
         case dict():
             ((name, arguments),) = value.items()
             return CLASSES[name](*map(_decode, arguments))
     return value
+
+
+def _decode_earlier_graph(encoded: Mapping[str, Any]) -> Graph:
+    """Decode a graph of EARLIER_FORMAT."""
+    arrays = {name: (group, array) for name, (group, array) in encoded["arrays"].items()}
+    nodes = tuple(
+        Node(name, op, tuple(_decode(args)), _decode(kwargs), *source)
+        for name, op, args, kwargs, *source in encoded["nodes"]
+    )
+    metrics, buffers, gradients = (_decode(encoded[name]) for name in ("metrics", "buffers", "gradients"))
+    limits = tuple(
+        IndexLimit(array, tuple(map(tuple, slices)), *others)
+        for array, slices, *others in encoded.get("index_limits", ())
+    )
+    loss, forward = Ref(encoded["loss"]), encoded["forward"]
+    return Graph(arrays, encoded["batch"], nodes, loss, metrics, buffers, gradients, forward, limits)
 
 
 def resolve(value: Any, outputs: Mapping[str, Any], rows: int) -> Any:

@@ -130,9 +130,12 @@ def test_second_computer_makes_its_own_key_and_is_let_in(routes, fleet, tmp_path
     admitted = routes.fleet.folder / "admitted.json"
     assert len(json.loads(admitted.read_text())["told"]) == 2
     for machine in routes.snapshot().listing.machines:
-        routes._cloud.set_metadata(machine, {"ssh-keys": "nobody:ssh-ed25519 AAAA"})
+        lines = f"nobody:ssh-ed25519 AAAA\n{hosts[0].user}:ssh-ed25519 BBBB"
+        routes._cloud.set_metadata(machine, {"ssh-keys": lines})
     admitted.write_text(json.dumps({**json.loads(admitted.read_text()), "told": []}))
     assert not errors()
+    for machine in routes.snapshot().listing.machines:  # other people keep their keys
+        assert "nobody:" in machine.metadata["ssh-keys"] and "BBBB" not in machine.metadata["ssh-keys"]
     admitted.unlink()
     assert routes.key.read_bytes() != (fleet.folder / ".ssh/tpuswarm").read_bytes() and len(theirs) == 5
 

@@ -231,21 +231,24 @@ class Routes:
         if not self.accepts_own_key(document):
             self.note_new_key(document)
             document = self._store.change(add_key)
-        keys = {pool.name: pool.spec.metadata[SSH_KEYS] for pool in document.desired.pools}
         ready = [machine for machine in document.desired.own(listing.machines) if machine.state == "ready"]
         if lacking := [machine for machine in ready if admitted.lacks(machine)]:
+            document = self._store.load() or document  # another computer may have added its key since
+            keys = {pool.name: pool.spec.metadata.get(SSH_KEYS) for pool in document.desired.pools}
             with ThreadPoolExecutor(MAX_THREADS) as threads:
                 results = threads.map(lambda machine: self._add_key(machine, keys.get(machine.pool or "")), lacking)
                 admitted.add([machine for machine, added in zip(lacking, results, strict=True) if added])
         return document
 
     def _add_key(self, machine: Machine, keys: str | None) -> bool:
-        """Return whether the machine took the keys; otherwise its login fails and says so."""
+        """Replace the keys of the fleet's user; return whether the machine took them, else its login says why not."""
         if keys is None:
             return True
         try:
-            own = (machine.metadata or {}).get(SSH_KEYS, "")
-            lines = dict.fromkeys((*own.splitlines(), *keys.splitlines()))
+            user, _, _ = keys.strip().partition(":")
+            own = (machine.metadata or {}).get(SSH_KEYS, "").splitlines()
+            others = [line for line in own if line.strip().partition(":")[0] != user]
+            lines = dict.fromkeys((*others, *keys.splitlines()))
             self.set_metadata(machine, {SSH_KEYS: "\n".join(lines)})
         except (CloudError, RunFailed):
             return False

@@ -85,7 +85,7 @@ def test_training_view(tmp_path, text_file):
         r"interrupted: saved at step (\d+)\. To resume: the same `tpuswarm train` command with ", opened.sentences
     )
     assert printed and (tmp_path / name / "checkpoints" / f"{int(printed[1]):08}").exists()
-    assert "blocks/attn/proj/w " in shown and "…" not in shown
+    assert "\nmodel: " in shown and "\nsettings: " in shown and "…" not in shown
 
 
 def test_list_of_runs_begins_with_the_one_used_last_and_leaves_columns_out(runs):

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from tpuswarm.recipes.decoder import architecture, export, model, weights
 from tpuswarm.recipes.decoder.sample import generate
 from tpuswarm.recipes.language.hub import Published
 from tpuswarm.train.recipe import Options
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 SHAPE = {
     "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

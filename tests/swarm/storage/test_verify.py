@@ -84,6 +84,7 @@ def test_state_that_is_not_finite_is_a_problem(tmp_path):
 def test_rolled_back_ledger_is_a_problem(run):
     """The chain of the rest is sound; only the events know more."""
     append_event(Path(run.store.root), "commit", **commit_event(run.records[12]))
+    append_event(Path(run.store.root), "commit", reversion=13)  # a damaged row says nothing
     assert report(run).problems == []
     run.store.delete(commit_name(12))
     assert "events.jsonl announces commit 12; commits/000012.json is missing" in report(run).problems

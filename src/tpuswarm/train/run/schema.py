@@ -150,6 +150,11 @@ class _Summary(TypedDict):
 
 
 @_strict
+class _Commit(TypedDict):
+    version: int
+
+
+@_strict
 class _Joined(TypedDict):
     member: str
     incarnation: str
@@ -179,6 +184,7 @@ _EVENTS: dict[str, TypeAdapter[Any]] = {
     "diagnostic": TypeAdapter(_Finding),
     "parameters": TypeAdapter(_Parameters),
     "summary": TypeAdapter(_Summary),
+    "commit": TypeAdapter(_Commit),
     "joined": TypeAdapter(_Joined),
     "lost": TypeAdapter(_Lost),
     "left": TypeAdapter(_Left),

@@ -104,7 +104,7 @@ def parse_config(facts: Facts, name: str) -> Config:
             raise InputError(f"{name} has {field} {facts[field]}, which is not supported; it must be {allowed[-1]}")
     unknown = sorted(facts.keys() - defaults.keys() - REFUSED.keys() - NOT_SHAPE)
     for field in unknown:
-        if facts[field] is not None and facts[field] is not False:  # what is off changes nothing
+        if facts[field] is not None and facts[field] is not False:  # null or false: the feature is off
             raise InputError(f"{name} has {field} {facts[field]}, which is unknown in a model of {family}")
     try:
         return _config(str(family), {**defaults, **facts}, name)
@@ -205,7 +205,7 @@ def _lacks_positions(family: str, facts: Facts, layers: int) -> list[bool]:
 
 
 def _rotaries(family: str, facts: Facts, head_width: int, name: str) -> tuple[Rotary, ...]:
-    """Return the rotary positions of layers that see everything and, for Gemma 3, of those that see a window."""
+    """Return the rotary positions of layers with full attention and, for Gemma 3, of those with a window."""
     parameters = dict(facts["rope_parameters"] or {})
     default = {"rope_theta": facts["rope_theta"], **(facts["rope_scaling"] or {})}
     local = {"rope_theta": facts.get("rope_local_base_freq")}

@@ -30,7 +30,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of one decoder. Vocabulary and context of a run may be smaller than those that a model was made for."""
+    """Shape of one decoder. A run may use a smaller context than the model's."""
 
     width: int
     mlp_width: int
@@ -46,18 +46,18 @@ class Config:
     attention_scale: float
     """Factor of the scores before the softmax."""
     activation: Literal["silu", "gelu"] = "silu"
-    """Of the gate; `gelu` is the approximation by tanh."""
+    """Activation of the MLP's gate; `gelu` is the tanh approximation."""
     norm_inputs: bool = True
-    """Whether attention and MLP normalize what they read."""
+    """Whether attention and MLP normalize their inputs."""
     norm_outputs: bool = False
-    """Whether they normalize what they add."""
+    """Whether they normalize their outputs."""
     norm_offset: bool = False
     """Whether norms multiply by 1 + scale, so that scales start at 0."""
     norm_heads: Literal["none", "each", "all"] = "none"
     """Whether queries and keys are normalized, over each head or over all heads."""
     qkv_bias: bool = False
     out_bias: bool = False
-    """Of attention's output."""
+    """Bias of attention's output."""
     mlp_bias: bool = False
     tied: bool = True
     """Whether the embedding is the output head too."""
@@ -66,7 +66,7 @@ class Config:
     """Scores s become cap tanh(s / cap)."""
     logit_cap: float | None = None
     deviation: float = 0.02
-    """Of the first parameters."""
+    """Standard deviation of the initial parameters."""
 
     @property
     def padded_vocab(self) -> int:

@@ -40,7 +40,7 @@ TUNING_LR = 2e-5
 
 
 class Decoder(LanguageModel):
-    """A language model of today, trained on text: a Llama from scratch, or a published model.
+    """A language model, trained on text: a Llama from scratch, or a published model.
 
     - size: tiny or 300m, of a model that is trained from scratch; it gives the defaults.
     - architecture: instead of a size, a published model (hf:ORG/NAME, hf:DIR) or the content of its config.json.

@@ -24,7 +24,7 @@ class Tensor(NamedTuple):
     """One of their tensors."""
 
     path: str
-    """Of our parameter."""
+    """Path of our parameter."""
     layer: int | None
     name: str
     shape: tuple[int, ...]

@@ -20,7 +20,7 @@ WEIGHTS_WORDS = "weights (pickles are not read: save them as safetensors)"
 COMPARED_ROWS = 4096
 """Rows of two tensors that are compared at a time."""
 SHARD_BYTES = 2 * 2**30
-"""Of a file that is written; the host holds one at a time."""
+"""Size of a file that is written; the host holds one at a time."""
 
 
 class Tensors:

@@ -11,6 +11,7 @@ import pytest
 from tests.train import toy
 from tpuswarm import InputError, Trainer, Weighted, supervised
 from tpuswarm.recipes.gpt2.recipe import GPT2
+from tpuswarm.train.look.describe import describe_start
 from tpuswarm.train.optimizer import default_decay_mask, swarm_obstacle
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.directory import EVENTS, METRICS, read_rows
@@ -86,6 +87,33 @@ def test_epoch_begins_after_the_steps_of_whole_epochs(steps_per_epoch):
     state, step = program.init(jax.random.key(0)), jax.jit(program.step)
     for number in filter(lambda step: step % steps_per_epoch == 0, range(300)):
         assert step(state, batch, toy.clock(number, 0.0))[1]["lr"] == number / steps_per_epoch
+
+
+WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 100, 1_000, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "rate"),
+    [
+        (optax.adamw(3e-4, mask=default_decay_mask), None, "0.0003"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), None, "0.1"),
+        (optax.adam(WARMUP), None, "0, 0.01 after 10% of the run, 0.0001 at the end"),
+        (optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(WARMUP), optax.scale(-1.0)), None,
+         "0, 0.01 after 10% of the run, 0.0001 at the end"),
+        (None, WARMUP, "0, 0.01 after 10% of the run, 0.0001 at the end"),
+        (None, lambda progress: 1e-2 * (1 - progress), "0.01, 0 at the end"),
+        (None, lambda epoch: 1e-2 / (1 + epoch), "0.01, 0.0025 at the end"),
+        (optax.partition({"a": optax.sgd(0.1), "b": optax.sgd(0.2)}, "a"), None, ""),
+        (optax.masked(optax.sgd(0.1), default_decay_mask), None, ""),
+        (optax.lbfgs(), None, ""),
+        (optax.MultiSteps(optax.sgd(0.1), 2), None, ""),
+    ],
+)  # fmt: skip
+def test_settings_tell_the_learning_rate_where_the_optimizer_does(optimizer, schedule, rate):
+    data = {"x": np.zeros(3_000, np.float32)}
+    recipe = supervised(lambda key: {}, quadratic, optimizer or (lambda rate, mask: optax.sgd(rate)), data, schedule)
+    about = describe_start(recipe, {"steps": 1_000, "batch": 9, "precision": "f32"}, 1, "", recipe.data("train"), 0)
+    assert about["settings"] == f"9 rows a step{', learning rate ' * bool(rate)}{rate}, f32"
 
 
 def test_run_with_a_schedule_of_steps_can_become_longer(tmp_path):

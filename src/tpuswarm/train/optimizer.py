@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,10 @@ SCHEDULE_STATES = (
 """States of optax that count updates for a schedule."""
 SCHEDULED = ("learning_rate", "b3", "alpha")
 """Arguments of optax.contrib that may be schedules."""
+SCALES = ("step_size", "step_size_fn")
+"""Variables of `optax.scale` and `optax.scale_by_schedule`."""
+RATE_SAMPLES = 100
+"""Parts of a run at whose ends a schedule is read to describe it."""
 UNDECAYED = ("b", "bias", "biases", "beta", "scale", "gain", "gamma", "offset")
 """Names of parameters without weight decay, of any shape: in stacked layers they have two axes."""
 LOOKAHEAD_WARNING = "has no attribute `fast`"
@@ -134,7 +139,12 @@ def _calls_schedule(update: Callable[..., Any]) -> bool:
 
     Some optimizers of optax.contrib have the same state with a learning rate and with a schedule of it.
     """
-    seen, remaining = set[int](), [update]
+    return any(callable(variables.get(name)) for variables in _closures(update) for name in SCHEDULED)
+
+
+def _closures(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Yield the variables that a function has in its closure, and those of the functions in it."""
+    seen, remaining = set[int](), [function]
     while remaining:
         part = remaining.pop()
         if id(part) in seen:
@@ -143,12 +153,54 @@ def _calls_schedule(update: Callable[..., Any]) -> bool:
         if isinstance(part, tuple | list):
             remaining += part
         elif inspect.isfunction(part) and part.__closure__:
-            variables = dict(zip(part.__code__.co_freevars, part.__closure__, strict=True))
-            values = {name: cell.cell_contents for name, cell in variables.items() if cell != CellType()}
-            if any(callable(values.get(name)) for name in SCHEDULED):
-                return True
-            remaining += values.values()
-    return False
+            cells = dict(zip(part.__code__.co_freevars, part.__closure__, strict=True))
+            variables = {name: cell.cell_contents for name, cell in cells.items() if cell != CellType()}
+            yield variables
+            remaining += variables.values()
+
+
+def describe_rate(
+    optimizer: Any, schedule: Callable[..., Any] | None, steps: int, steps_per_epoch: float | None
+) -> str:
+    """Describe the learning rate over a run; empty if the optimizer does not tell it."""
+    unit = schedule_unit(schedule) if schedule else "step"
+    scales = [schedule] if schedule else _scales(as_transformation(optimizer))
+    if not scales or scales == [-1.0]:  # an optimizer that finds its rate itself ends with -1
+        return ""
+    steps_per_unit = {"step": 1.0, "epoch": steps_per_epoch or steps, "progress": steps}[unit]
+    positions = np.linspace(0, steps / steps_per_unit, RATE_SAMPLES + 1)
+    positions = positions.astype(np.int32 if unit == "step" else np.float32)
+
+    def rate(position: jax.Array) -> jax.Array:
+        return abs(math.prod(scale(position) if callable(scale) else scale for scale in scales) + 0.0 * position)
+
+    with blame("the schedule fails"):
+        found = [float(x) for x in jax.jit(jax.vmap(rate))(positions)]
+    first, last, highest = found[0], found[-1], max(found)
+    if highest == min(found):
+        return f"{first:g}"
+    end = f"{last:g} at the end"
+    if highest in (first, last):
+        return f"{first:g}, {end}"
+    return f"{first:g}, {highest:g} after {found.index(highest) / RATE_SAMPLES:.0%} of the run, {end}"
+
+
+def _scales(transformation: Any) -> list[Any] | None:
+    """Return the factors, and functions of the step, by which a chain of optax scales updates.
+
+    None if a part scales only some parameters, or in another way.
+    """
+    update = getattr(transformation, "update", transformation)
+    variables = next(_closures(update), {})
+    if set(variables) == {"tx"}:  # optax.with_extra_args_support
+        return _scales(variables["tx"])
+    if "update_fns" in variables:  # optax.chain
+        parts = [_scales(part) for part in variables["update_fns"]]
+        return None if any(part is None for part in parts) else [scale for part in parts for scale in part or ()]
+    own = [variables[name] for name in SCALES if name in variables]
+    if own:
+        return own
+    return None if any(name in inner for inner in _closures(update) for name in SCALES) else []
 
 
 def schedule_unit(schedule: Callable[..., Any]) -> Literal["progress", "step", "epoch"]:

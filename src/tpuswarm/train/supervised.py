@@ -14,7 +14,7 @@ from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.train.data.source import ArraySource, by_split, rows_of, source_of
 from tpuswarm.train.entry_point import entry_point
 from tpuswarm.train.losses import Loss, in_precision
-from tpuswarm.train.optimizer import check_schedule
+from tpuswarm.train.optimizer import check_schedule, describe_rate
 from tpuswarm.train.recipe import Options, Recipe, Source, check_defaults
 from tpuswarm.train.supervised_program import SupervisedProgram
 from tpuswarm.train.user_code import require_call
@@ -109,6 +109,11 @@ class Supervised(Recipe):
     def loss(self, options: Options) -> Loss:
         """Return the loss in float32, in the form that `compile_step` has chosen."""
         return self._loss
+
+    def describe_rate(self, steps: int, batch: int) -> str:
+        """Describe the learning rate over a run; empty if the optimizer does not tell it."""
+        rows = getattr(source_of(self, "train"), "rows_per_epoch", None)
+        return describe_rate(self._optimizer, self._schedule, steps, rows / batch if rows else None)
 
     def weights(self) -> Any:
         """Return initial parameters as `Program.weights` does; None if init makes them."""

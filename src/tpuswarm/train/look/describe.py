@@ -13,6 +13,7 @@ from tpuswarm.train.look.widgets import Column, make_table
 from tpuswarm.train.program.compiled import Compiled
 from tpuswarm.train.program.mesh import bytes_per_device
 from tpuswarm.train.recipe import Recipe, Source
+from tpuswarm.train.supervised import Supervised
 from tpuswarm.train.user_code import blame
 
 LOG_WIDTH = 120
@@ -27,11 +28,14 @@ def describe_start(
     rows = getattr(source, "rows_per_epoch", None)
     trained = "a stream of rows" if rows is None else f"{rows:,} rows to train on"
     held_out = f"{held_out_rows:,} held out" if held_out_rows else "none held out"
-    rate = f"learning rate {words['learning rate']}" if "learning rate" in words else ""
+    rate = words.get("learning rate", "")
+    if not rate and isinstance(recipe, Supervised):
+        rate = recipe.describe_rate(settings["steps"], settings["batch"])
+    learning_rate = f"learning rate {rate}" if rate else ""
     parts = {
         "model": (words.get("model"), f"{parameters:,} parameters"),
         "data": (words.get("data") or f"{trained}, {held_out}",),
-        "settings": (f"{settings['batch']:,} rows a step", rate, settings["precision"], form),
+        "settings": (f"{settings['batch']:,} rows a step", learning_rate, settings["precision"], form),
     }
     return {name: ", ".join(filter(None, facts)) for name, facts in parts.items()}
 

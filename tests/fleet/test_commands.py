@@ -317,6 +317,9 @@ def test_wrong_change_of_a_running_fleet_is_refused(cli):
     cli.write(SWARM.replace('type = "v2-8"', 'type = "v3-8"'))
     assert "pool small is of v2-8 (spot, TPU API) and would become v3-8 (spot, TPU API)" in cli.run("up --yes", code=2)
     assert set(cli.cloud.requests) <= {"machines"}
+    for scale in ("--scale small=0", ""):  # the way out that the message names
+        cli.run(f"up --yes {scale}")
+    assert {machine.type for machine in cli.cloud.existing.values() if machine.pool == "small"} == {"v3-8"}
 
 
 def test_up_fails_with_a_reason_if_some_machines_cannot_be_created(cli):

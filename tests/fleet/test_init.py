@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
+from tpuswarm.cli.fleet.init import _ask_yes_or_no
 from tpuswarm.config.toml_file import parse_toml
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.apply.file_text import complete
@@ -116,10 +117,12 @@ def test_mail_without_a_grant_is_refused(init):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a grant is a line"),
-        ("0 v2-8 us-central1-f", "a grant is a line"),
+        ("", "lacks the count and the type and the zone; a grant is a line"),
+        ("v2-8 us-central1-f", "lacks the count;"),
+        ("0 v2-8 us-central1-f", "the count is at least 1"),
         ("5 v99-8 us-central1-f", "unknown TPU 'v99-8'"),
-        ("5 v2-8 us-central1-f spot until soon", "until and a date"),
+        ("5 spot v2-8 us-central1", "'us-central1' has no place in it"),
+        ("5 v2-8 us-central1-f spot until soon", "'soon' has no place in it"),
         ("5 v2-8 us-central1-f spot 2027-01-31 please", "'please' has no place in it"),
     ],
 )
@@ -143,6 +146,12 @@ def test_invalid_input_is_one_sentence_and_writes_nothing(line, message, init):
     code, _, err = init(f"--dry-run {line}")
     assert code == 2 and message in err and err.count("\n") == 1
     assert not list(Path.cwd().iterdir())
+
+
+def test_question_is_repeated_until_the_answer_is_yes_or_no():
+    answers = iter(["maybe", "NO ", "", "y"])
+    found = [_ask_yes_or_no(lambda question, flag, default: next(answers) or default, "?", "--a") for _ in range(3)]
+    assert found == [False, False, True]
 
 
 def test_existing_file_is_prepared_for_and_not_overwritten(init):

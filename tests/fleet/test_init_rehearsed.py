@@ -43,6 +43,15 @@ def test_missing_parts_are_created_once(init, access):
     assert (Path("swarm.toml").read_text(), Path(".ssh/tpuswarm").read_bytes()) == (text, key)
 
 
+def test_bucket_that_exists_keeps_its_region(init, access):
+    Project(access("distant-1")).make_bucket("distant-1-swarm", "europe-west4", {})
+    code, _, err = init("--yes", "distant-1")
+    assert code == 2 and "us-central1" in err and "europe-west4" in err, "machines lie in another region: refused"
+    code, out, _ = init("--yes --allow-cross-region", "distant-1")
+    assert code == 0 and "bucket distant-1-swarm in europe-west4" in out
+    assert 'region = "europe-west4"' in Path("swarm.toml").read_text()
+
+
 def test_os_login_policy_is_reported_before_any_machine_exists(init, typed, access):
     _, out, _ = init("--yes", "login-1")
     assert "no: an organisation's policy turns OS Login on for all machines of project login-1" in " ".join(out.split())

@@ -7,13 +7,14 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tpuswarm.catalog import find
-from tpuswarm.cli.console import Yes, confirm, option, print_checks
+from tpuswarm.cli.console import ANSWERS, Yes, confirm, option, print_checks
 from tpuswarm.cloud.google.accounts import account_address
 from tpuswarm.cloud.google.endpoints import LOCAL_ACCOUNT
 from tpuswarm.cloud.google.firewall import network_tag
@@ -39,6 +40,8 @@ INFORMATIVE_CHECKS = ("account", "bucket", "quota", "region", "price")
 
 Question = Callable[[str, str, str | None], str]
 """Asks a question, names the option that answers it, and has a default."""
+WriteFile = Callable[[preparation.InitPlan], str]
+"""Returns the text of swarm.toml for a plan with the bucket's region."""
 
 
 def init(
@@ -84,7 +87,7 @@ def init(
     if file.exists():
         if any(value not in (None, False, []) for value in options):
             raise InputError(f"{file} exists. Change it there, or name another file.")
-        provider, plan, text = _plan_of_file(file)
+        provider, plan, write = _plan_of_file(file)
     else:
         provider = provider or "google"
         check_provider(provider)
@@ -94,20 +97,24 @@ def init(
         grants, pools = _ask_machines(ask, grants, type_, zone or [], count, on_demand)
         if mail:
             project = project or mail.project
-        plan, text = _plan_new_file(ask, file, provider, project, bucket, service_account, cross_region, grants, pools)
+        plan, write = _plan_new_file(ask, file, provider, project, bucket, service_account, cross_region, grants, pools)
+    state = preparation.ProjectState()
+    if not dry_run:
+        from tpuswarm.cloud.google.project import Project
+
+        with waiting("checking what exists"):
+            access = open_access(provider, plan.project)
+            cloud_project = Project(access)
+            state = preparation.inspect_project(cloud_project, plan)
+    plan = replace(plan, region=state.bucket_region or plan.region)
+    text = write(plan)
     echo(f"project {plan.project}; bucket {plan.bucket} in {plan.region}; network {plan.network}")
     if mail and mail.days:
         echo(f"the grants end {mail.days} days after the mail: add `expires = DATE` to each [[grant]]")
     if dry_run:
-        _print_steps(preparation.list_steps(plan, text, preparation.ProjectState()))
+        _print_steps(preparation.list_steps(plan, text, state))
         echo("nothing was done; a dry run does not check what exists already")
         return
-    from tpuswarm.cloud.google.project import Project
-
-    with waiting("checking what exists"):
-        access = open_access(provider, plan.project)
-        cloud_project = Project(access)
-        state = preparation.inspect_project(cloud_project, plan)
     steps = preparation.list_steps(plan, text, state)
     _print_steps(steps)
     if not all(step.there for step in steps):
@@ -143,14 +150,13 @@ def _print_next_commands(access: Any, cloud_project: Any, file: Path) -> None:
         )
 
 
-def _plan_of_file(file: Path) -> tuple[str, preparation.InitPlan, str]:
-    spec = read_swarm(file)
+def _plan_of_file(file: Path) -> tuple[str, preparation.InitPlan, WriteFile]:
+    spec, text = read_swarm(file), file.read_text(encoding="utf-8")
     is_rehearsal = spec.provider == "rehearsal"
     project = (spec.project or REHEARSAL_PROJECT) if is_rehearsal else find_project(spec.project)
-    text = complete(file.read_text(encoding="utf-8"), spec, project)
-    spec = parse_toml(text, file, SwarmFile)
-    plan = preparation.plan_from_file(spec, file, project, _user(spec.provider))
-    return spec.provider, plan, text
+    completed = parse_toml(complete(text, spec, project), file, SwarmFile)
+    plan = preparation.plan_from_file(completed, file, project, _user(spec.provider))
+    return spec.provider, plan, lambda plan: complete(text, spec, project, plan.region)
 
 
 def _user(provider: str) -> str | None:
@@ -216,7 +222,7 @@ def _plan_new_file(
     cross_region: bool,
     grants: list[preparation.GrantText],
     pools: list[preparation.PoolText],
-) -> tuple[preparation.InitPlan, str]:
+) -> tuple[preparation.InitPlan, WriteFile]:
     if provider == "rehearsal":
         project = project or REHEARSAL_PROJECT
     else:
@@ -233,15 +239,25 @@ def _plan_new_file(
         account or account_address(name, project),
         _user(provider),
     )
-    text = swarm_toml(plan, provider, cross_region, grants, pools)
-    for place, sentence in find_problems(parse_toml(text, file, SwarmFile), time.time()):
-        if place != ("storage", "region"):
+
+    def problems(plan: preparation.InitPlan) -> list[tuple[bool, str]]:
+        text = swarm_toml(plan, provider, cross_region, grants, pools)
+        found = find_problems(parse_toml(text, file, SwarmFile), time.time())
+        return [(place == ("storage", "region"), sentence) for place, sentence in found]
+
+    def write(plan: preparation.InitPlan) -> str:
+        allowed = cross_region
+        for _, sentence in problems(plan)[:1]:
+            echo(sentence)
+            if not _ask_yes_or_no(ask, "allow it, yes or no", "--allow-cross-region"):
+                raise InputError(f"{sentence} (--allow-cross-region)")
+            allowed = True
+        return swarm_toml(plan, provider, allowed, grants, pools)
+
+    for is_about_region, sentence in problems(plan):
+        if not is_about_region:
             raise InputError(sentence)
-        echo(sentence)
-        if ask("allow it, yes or no", "--allow-cross-region", "no").lower() not in ("y", "yes"):
-            raise InputError(f"{sentence} (--allow-cross-region)")
-        return plan, swarm_toml(plan, provider, True, grants, pools)
-    return plan, text
+    return plan, write
 
 
 def _user_fleet_name() -> str:
@@ -256,6 +272,12 @@ def _default_project() -> str | None:
         return find_project()
     except InputError:
         return None
+
+
+def _ask_yes_or_no(ask: Question, question: str, flag: str) -> bool:
+    while (answer := ask(question, flag, "no").strip().lower()) not in ANSWERS:
+        echo("answer yes or no", err=True)
+    return ANSWERS[answer]
 
 
 def _print_steps(steps: list[preparation.InitStep]) -> None:

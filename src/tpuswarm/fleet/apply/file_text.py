@@ -51,10 +51,10 @@ def _training_lines(plan: InitPlan, zone: str, machine: list[str]) -> list[str]:
     return [*(f"# {line}" for line in intro), "#", *(f"# {line}".rstrip() for line in tables)]
 
 
-def complete(text: str, spec: SwarmFile, project: str) -> str:
+def complete(text: str, spec: SwarmFile, project: str, bucket_region: str | None = None) -> str:
     """Return the text of a file with a bucket, and one network and service account for all its machines.
 
-    Raises InputError if the file cannot be changed in place.
+    bucket_region: by default that of most machines. Raises InputError if the file cannot be changed in place.
     """
     tables = [table for _, table, _ in spec.machine_tables]
     hosts = sum(table.count * find(table.type).hosts if isinstance(table, Pool) else 1 for table in tables)
@@ -67,7 +67,8 @@ def complete(text: str, spec: SwarmFile, project: str) -> str:
     if any(name not in table.model_fields_set for table in tables for name in given):
         text = _with_values(text, spec, given)
     if spec.storage is None and spec.pool:
-        region = main_region(Counter({zone: pool.count for pool in spec.pool for zone in pool.zones}))
+        zones = Counter({zone: pool.count for pool in spec.pool for zone in pool.zones})
+        region = bucket_region or main_region(zones)
         text = text.rstrip() + f'\n\n[storage]\nbucket = "{project}-{spec.name}"\nregion = "{region}"\n'
     return text
 

@@ -19,6 +19,7 @@ from tpuswarm.cloud.google.accounts import Grantee, account_address, create_comm
 from tpuswarm.cloud.google.project import APIS, BILLING_API
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.money import chips_of, is_generation, quota_key
+from tpuswarm.fleet.decide.names import ZONE_PATTERN
 from tpuswarm.fleet.spec.file import SwarmFile
 from tpuswarm.remote.own_key import find_key, key_file, make_key
 from tpuswarm.train.process.atomic import write_atomically
@@ -33,6 +34,8 @@ MAIL_GRANT = re.compile(
     re.IGNORECASE,
 )
 """A sentence of TRC's mails, of today (chips) and of 2020 (devices), as many who got one quote it."""
+
+FILLERS = ("", "cloud", "tpu", "chip", "chips", "chip(s)", "device", "devices", "device(s)", "in", "zone", "until")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class InitPlan(NetworkPlan):
 class ProjectState:
     apis: frozenset[str] = frozenset()
     billing: str | None = None
-    has_bucket: bool = False
+    bucket_region: str | None = None
+    """Where the bucket lies; None if there is none."""
     network: bool = False
     rules: tuple[firewall.Rule, ...] = ()
     default_account: str | None = None
@@ -145,25 +149,42 @@ def parse_mail(text: str) -> GrantMail:
 
 def parse_grant(text: str) -> GrantText:
     """Parse a line of the mail, or `64 v6e us-east1-d spot until 2099-01-31`. Raise InputError."""
-    if found := MAIL_GRANT.fullmatch(text.strip(" \t*-.")):
-        count, how, type_, zone = found.groups()
-        text = f"{count} {type_} {zone} {how.lower()}"
-    words = text.replace(",", " ").split()
-    example = (
-        "a grant is a line of the mail, or typed like `64 v6e us-east1-d spot until 2099-01-31`: count, type, zone"
-    )
-    if len(words) < 3 or not words[0].isdigit() or int(words[0]) < 1:
-        raise InputError(f"{text!r}: {example}")
-    type_ = words[1] if is_generation(words[1]) else find(words[1]).name
-    rest = [word.lower() for word in words[3:] if word.lower() != "until"]
-    spot = bool(rest) and rest[0] in ("spot", "preemptible", "on-demand") and rest.pop(0) != "on-demand"
-    try:
-        expires = date.fromisoformat(rest.pop(0)) if rest else None
-    except ValueError:
-        raise InputError(f"{text!r}: {example}, spot or nothing, until and a date") from None
-    if rest:
-        raise InputError(f"{text!r}: {rest[0]!r} has no place in it; {example}")
-    return GrantText(int(words[0]), type_, words[2], "spot" if spot else "on-demand", expires)
+    example = "a grant is a line of the mail, or typed like `64 v6e us-east1-d spot until 2099-01-31`"
+    found: dict[str, str] = {}
+    for word in re.split(r"[\s,]+", text.lower().strip(" \t*-.,")):
+        kind = _kind_of_word(word)
+        if kind == "unknown" and "type" not in found:
+            find(word)  # raises, and names similar types
+        if kind == "unknown" or kind in found:
+            raise InputError(f"{text!r}: {word!r} has no place in it; {example}")
+        if kind:
+            found[kind] = word
+    if missing := [kind for kind in ("count", "type", "zone") if kind not in found]:
+        raise InputError(f"{text!r} lacks the {' and the '.join(missing)}; {example}")
+    if int(found["count"]) < 1:
+        raise InputError(f"{text!r}: the count is at least 1")
+    type_ = found["type"] if is_generation(found["type"]) else find(found["type"]).name
+    how: Literal["spot", "on-demand"] = "spot" if found.get("how") in ("spot", "preemptible") else "on-demand"
+    expires = date.fromisoformat(found["date"]) if "date" in found else None
+    return GrantText(int(found["count"]), type_, found["zone"], how, expires)
+
+
+def _kind_of_word(word: str) -> str:
+    """Return which part of a grant a word is: empty for a word without meaning."""
+    if word in FILLERS:
+        return ""
+    if word in ("spot", "preemptible", "on-demand"):
+        return "how"
+    if word.isdigit():
+        return "count"
+    if ZONE_PATTERN.fullmatch(word):
+        return "zone"
+    with suppress(ValueError):
+        date.fromisoformat(word)
+        return "date"
+    with suppress(InputError):
+        return "type" if is_generation(word) or find(word) else "unknown"
+    return "unknown"
 
 
 def list_network_steps(plan: NetworkPlan, has_network: bool, rules: Iterable[firewall.Rule]) -> list[InitStep]:
@@ -199,7 +220,7 @@ def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]
         ("billing", "see that a billing account is linked", f"gcloud billing projects describe {plan.project}",
          state.billing is not None),
         ("apis", f"turn on {api_names}", shlex.join(["gcloud", "services", "enable", *missing, project]), has_apis),
-        ("bucket", f"make the bucket {plan.bucket} in {plan.region}", bucket, state.has_bucket),
+        ("bucket", f"make the bucket {plan.bucket} in {plan.region}", bucket, state.bucket_region is not None),
         *list_network_steps(plan, state.network, state.rules),
         ("account", f"make the service account {grantee.account}", create_command(grantee.account, plan.project),
          state.account),
@@ -231,10 +252,11 @@ def inspect_project(project: "Project", plan: InitPlan) -> ProjectState:
     grantee, has_iam = plan.grantee(default), "iam.googleapis.com" in state.apis
     has_account = has_iam and project.accounts.exists(grantee.account)
     has_compute, has_storage = ("compute.googleapis.com" in state.apis), ("storage.googleapis.com" in state.apis)
+    bucket = project.find_bucket(plan.bucket, plan.bucket_project) if has_storage else None
     return replace(
         state,
         billing=billing,
-        has_bucket=has_storage and project.find_bucket(plan.bucket, plan.bucket_project) is not None,
+        bucket_region=bucket.region if bucket else None,
         network=project.has_network(plan.network) if has_compute else False,
         rules=project.rules() if has_compute else (),
         default_account=default,

@@ -247,7 +247,8 @@ def require_same_types(before: Desired | None, desired: Desired) -> None:
     old_pools = {pool.name: pool for pool in before.pools} if before and before.down is None else {}
     for pool in desired.pools:
         old = old_pools.get(pool.name)
-        if old and old.count and (old.type, old.how, old.spec.api) != (pool.type, pool.how, pool.spec.api):
+        is_changed = old and (old.type, old.how, old.spec.api) != (pool.type, pool.how, pool.spec.api)
+        if old and old.count and pool.count and is_changed:
             raise InputError(
                 f"pool {pool.name} is of {_kind(old)} and would become {_kind(pool)}: give the "
                 f"new pool another name, or delete the old machines first: `tpuswarm up --scale {pool.name}=0`"

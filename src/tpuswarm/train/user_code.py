@@ -147,6 +147,11 @@ def is_recipe_file(file: str) -> bool:
     return Path(file).is_relative_to(OUR_RECIPES) or code_owner(file) == "user"
 
 
+def users_line(place: CodeLine | None) -> CodeLine | None:
+    """Return a line of a recipe if the user may change it: not one of our own recipes."""
+    return None if place is None or Path(place.file).is_relative_to(OUR_RECIPES) else place
+
+
 def recipe_line(trace: Any) -> CodeLine | None:
     """Return the innermost line of a recipe in a JAX traceback (`equation.source_info.traceback`), if any."""
     codes, positions = trace.raw_frames() if trace else ((), ())

@@ -18,9 +18,11 @@ from tests.train import toy
 from tests.train.findings import place, read_findings, run_steps
 from tests.train.program.test_flops import count
 from tpuswarm import InputError, supervised
+from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.diagnose.machine_faults import DEAD_VARIABLES, Machine, cpu_fallback, dead_variables, holders
 from tpuswarm.train.diagnose.program_faults import float32_in_bf16, half_empty, tied_weights
 from tpuswarm.train.program.compiled import compile_step
+from tpuswarm.train.program.flops import model_flops
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Options
 
@@ -132,6 +134,16 @@ def test_width_that_fills_half_a_matrix_unit_is_named():
     assert found.message.startswith(f"{place(__file__, 'x @ down @ up')}: a dimension of 64 fills only 50%")
     assert half_empty(flops, "TPU v6 lite", 1024, 1)[0].numbers["unit"] == 256
     assert half_empty(flops, "cpu", 1024, 1) == []
+
+
+def test_products_of_our_own_recipe_are_one_finding_without_a_line():
+    program = GPT2(size="tiny", data="fake").program(Options(precision="bf16"))
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    flops = model_flops(jax.make_jaxpr(program.step)(state, program.batch_spec(12), toy.clock(0, 0.0)))
+    [found] = half_empty(flops, "TPU v3", 12, 1)  # its heads are 32 wide, in two products of attention
+    assert found.message.startswith(
+        "the step: a dimension of 32 fills only 6% of the 128x128 matrix unit and wastes 53%"
+    )
 
 
 TPU_VM = Machine(

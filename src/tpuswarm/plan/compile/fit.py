@@ -21,7 +21,7 @@ from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_m
 from tpuswarm.train.program.request import Choice, Request, default_request
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.settings import check_batch
-from tpuswarm.train.user_code import build_recipe
+from tpuswarm.train.user_code import build_recipe, users_line
 
 Report = Callable[[str], None]
 
@@ -182,15 +182,11 @@ def _row_bytes(placed: Placed) -> int:
 
 
 def _to_json(hazards: Sequence[Hazard]) -> tuple[dict[str, Any], ...]:
-    return tuple(
-        {
-            "kind": hazard.kind,
-            "sentence": hazard.sentence,
-            "file": hazard.place.file if hazard.place else None,
-            "line": hazard.place.line if hazard.place else None,
-        }
-        for hazard in hazards
-    )
+    found = []
+    for hazard in hazards:
+        file, line = users_line(hazard.place) or (None, None)
+        found.append({"kind": hazard.kind, "sentence": hazard.sentence, "file": file, "line": line})
+    return tuple(found)
 
 
 def _first_line(error: Exception) -> str:

@@ -36,7 +36,7 @@ class Hazard:
     kind: Kind
     sentence: str
     place: CodeLine | None
-    """Line of the recipe, if known."""
+    """Line of the user's recipe, if known."""
 
     def __str__(self) -> str:
         return f"{self.sentence} ({self.place})" if self.place else self.sentence

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from tpuswarm.config.formatting import format_share
 from tpuswarm.train.program.flops import Flops, Product
-from tpuswarm.train.user_code import CodeLine
+from tpuswarm.train.user_code import CodeLine, users_line
 
 MAX_FILL = 0.5
-MIN_WASTE_SHARE = 0.05
-"""Smallest reported waste at one line, as a share of the matrix unit's time."""
+MIN_WASTE_SHARE = 0.2
+"""Smallest reported waste at one line of the user, or in our own recipe, as a share of the matrix unit's time."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Underfilled:
     """Products of one line whose dimension `size` fills too little of the matrix unit."""
 
     place: CodeLine | None
+    """Line of the user's recipe."""
     size: int
     unit: int
     fill: float
@@ -54,7 +55,7 @@ def underfilled(flops: Flops, unit: int, batch: int, devices: int) -> list[Under
         total_time += time
         if fill <= MAX_FILL:
             worst = min(sizes, key=lambda size: _padded(size, unit))
-            found[product.place, worst].append((product.flops, time))
+            found[users_line(product.place), worst].append((product.flops, time))
     places = []
     for (place, size), products in found.items():
         useful, time = map(sum, zip(*products, strict=True))

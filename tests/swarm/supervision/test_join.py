@@ -106,6 +106,24 @@ def test_wrong_token_is_reported_while_ray_still_tries(join_swarm, ray_start):
     assert [process.poll() is not None for process in started] == [True]
 
 
+def test_machine_that_gets_the_token_of_a_new_head_while_ray_tries_joins_again(swarm, join_swarm, tmp_path, ray_start):
+    """A new head at the old address refuses the old token."""
+    token = tmp_path / "token"
+    refused = f"echo new >{token}; echo InvalidAuthToken; exec sleep 600"
+    started = ray_start(f"if grep -q new {token}; then echo Ray runtime started; else {refused}; fi")
+    lines = join_swarm(lambda text: swarm.close() if len(started) == 2 else None)
+    assert [len(started), lines[-1]] == [3, "the swarm has ended"] and "rejoining" in lines[1]
+
+
+def test_machine_leaves_a_dead_head_before_ray_gives_up(swarm, join_swarm, ray_start, monkeypatch):
+    started = ray_start("exec sleep 600")
+    start = node._start
+    monkeypatch.setattr(node, "HEAD_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(node, "_start", lambda *args: (start(*args), swarm.close())[0])
+    assert join_swarm()[-1] == "the swarm has ended"
+    assert [process.poll() is not None for process in started] == [True]
+
+
 @pytest.mark.parametrize(("how", "error"), [("wrong", InputError), ("failed", RunFailed)])
 def test_dismissed_machine_shows_the_reason(join_swarm, tmp_path, ray_start, how, error):
     letter = f'{{"how": "{how}", "reason": "j0 cannot join: other data"}}'

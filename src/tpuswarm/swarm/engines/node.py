@@ -32,6 +32,8 @@ from tpuswarm.train.process.stop import StopSignals
 from tpuswarm.train.process.waiting import waiting
 
 CONNECT_TIMEOUT_S = 5.0
+HEAD_CHECK_INTERVAL_S, HEAD_CHECK_TIMEOUT_S = 2.0, 1.0
+"""A node leaves a head that refuses connections: Ray would try to reach it for 60 s, and cannot move to another."""
 RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 60.0
 """Pause before a node that ended by itself is started again; doubles until one has lived longer than the maximum."""
 START_TIMEOUT_TEXT = "timed out during startup"
@@ -61,17 +63,18 @@ def be_node(
     with StopSignals() as stop:
         say(f"joining {address}; Ctrl-C leaves")
         while True:
-            began = time.monotonic()
+            began, secret = time.monotonic(), token.read_bytes()
             output = _run_node(address, name, environment, stop, say, ports, joined)
             if stop.requested is not None:
                 return True
             slow = START_TIMEOUT_TEXT in output
+            has_new_token = INVALID_TOKEN in output and token.read_bytes() != secret  # of a new head at this address
             try:
-                if not slow:
+                if not slow and not has_new_token:
                     _raise_start_error(output, address, token)
                     joined = True
             except RunFailed:
-                if not joined:
+                if not joined and not _refuses(address):
                     raise
             if _swarm_ended(address, stop, say):
                 say("the swarm has ended")
@@ -85,11 +88,11 @@ def be_node(
             pause = min(2 * pause, MAX_RESTART_PAUSE_S)
 
 
-def connection_error(address: str) -> OSError | None:
+def connection_error(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> OSError | None:
     """Try to connect to `HOST:PORT`; return the error, None on success."""
     name, _, port = address.rpartition(":")
     try:
-        socket.create_connection((name, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        socket.create_connection((name, int(port)), timeout=timeout_s).close()
     except OSError as error:
         return error
     return None
@@ -101,6 +104,10 @@ def wait(seconds: float, stop: StopSignals) -> bool:
     while stop.requested is None and time.monotonic() < end:
         time.sleep(min(0.2, seconds))
     return stop.requested is not None
+
+
+def _refuses(address: str) -> bool:
+    return isinstance(connection_error(address, HEAD_CHECK_TIMEOUT_S), ConnectionRefusedError)
 
 
 def _swarm_ended(address: str, stop: StopSignals, say: Say) -> bool:
@@ -130,7 +137,10 @@ def _run_node(
     ports: Ports | None,
     joined: bool,
 ) -> str:
-    """Run a node until it ends or this machine leaves; return `ray`'s output. Raise if the swarm dismisses it."""
+    """Run a node until it ends, its head refuses connections, or this machine leaves; return `ray`'s output.
+
+    Raise if the swarm dismisses it.
+    """
     parent = private_folder()
     for old in parent.iterdir():
         if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
@@ -138,17 +148,27 @@ def _run_node(
     require_room(MIN_STORE_BYTES)
     with tempfile.TemporaryFile("w+") as output:
         node = _start(address, parent, name, environment, output.fileno(), ports)
-        folder = parent / str(node.pid)
+        folder, checked_at = parent / str(node.pid), time.monotonic()
+
+        def should_stay() -> bool:
+            nonlocal checked_at
+            if not _should_stay(node, folder, stop):
+                return False
+            if time.monotonic() < checked_at + HEAD_CHECK_INTERVAL_S:
+                return True
+            checked_at = time.monotonic()
+            return not _refuses(address)
+
         try:
             with waiting(f"waiting for {address} to start a member here"):
-                while not _members(node.pid) and _should_stay(node, folder, stop):
+                while not _members(node.pid) and should_stay():
                     # A machine that had joined may get the token of a new head while Ray tries.
                     if not joined and INVALID_TOKEN in (printed := _printed(output)):
                         return printed
                     time.sleep(0.2)
             for pid in _members(node.pid):
                 say(f"a member runs here, pid {pid}")
-            while _should_stay(node, folder, stop):
+            while should_stay():
                 time.sleep(0.2)
             if stop.requested is not None:
                 say("leaving: the member here pushes its work first")

@@ -15,6 +15,7 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's default of 15 would slow training down
     "RAY_raylet_start_wait_time_s": "60",  # a busy machine needs longer than Ray's 30 s
     "RAY_gcs_server_port_wait_time_s": "60",
+    "RAY_worker_register_timeout_seconds": "120",  # 30 s were measured at ten programs for each core; Ray allows 60
 }
 """For every process that imports Ray, and every machine's node."""
 MEMBER = "tpuswarm-member"

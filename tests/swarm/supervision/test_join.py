@@ -23,6 +23,7 @@ from tpuswarm.swarm.member.group import Group
 from tpuswarm.swarm.supervision import join as joining
 from tpuswarm.swarm.supervision.join import _HostEnd, join
 from tpuswarm.swarm.views.status import FINISHED, STOPPED, Progress, SwarmStatus, compose
+from tpuswarm.train.hosts import rendezvous
 from tpuswarm.train.hosts.control_channel import ExitStatus
 
 
@@ -122,6 +123,15 @@ def test_machine_leaves_a_dead_head_before_ray_gives_up(swarm, join_swarm, ray_s
     monkeypatch.setattr(node, "_start", lambda *args: (start(*args), swarm.close())[0])
     assert join_swarm()[-1] == "the swarm has ended"
     assert [process.poll() is not None for process in started] == [True]
+
+
+def test_host_that_waits_for_host_0_uses_the_token_of_a_new_head(tmp_path, monkeypatch):
+    token, read = tmp_path / "token", []
+    token.write_text("old")
+    monkeypatch.setattr(rendezvous, "initialize", lambda at, count, index, secret, *_: read.append(secret))
+    Group("127.0.0.1:1", 2, 1, str(token)).gather()
+    token.write_text("new\n")
+    assert read[0]() == b"new"
 
 
 @pytest.mark.parametrize(("how", "error"), [("wrong", InputError), ("failed", RunFailed)])

@@ -49,9 +49,12 @@ class Group:
     def gather(self, awaited: Callable[[], bool] = lambda: True) -> "Hosts":
         """Connect all hosts; raise as train/hosts/rendezvous.py says.
 
-        Host 0 waits without limit, as a machine may take long to come back, while `awaited` returns True.
+        Host 0 waits without limit, as a machine may take long to come back, while `awaited` returns True. The token is
+        read at each connection: a new head sends another one, also to hosts that wait already.
         """
         from tpuswarm.train.hosts.rendezvous import JOIN_TIMEOUT_S, initialize
 
-        secret = Path(self.token).read_text().strip().encode()
+        def secret() -> bytes:
+            return Path(self.token).read_text().strip().encode()
+
         return initialize(self.at, self.count, self.index, secret, JOIN_TIMEOUT_S if self.index else math.inf, awaited)

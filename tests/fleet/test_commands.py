@@ -20,14 +20,16 @@ from tpuswarm.cli.fleet import view
 from tpuswarm.cli.fleet.view import _draw_fleet, open_fleet
 from tpuswarm.cli.machine.jobs import run_jobs_until
 from tpuswarm.cloud.errors import Unreachable
-from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Worker
+from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Worker
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.decide.choose_actions import DELETE_RETRY_S
+from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.fleet_state import WorkStatus
 from tpuswarm.fleet.decide.jobs import Assignment, Job
 from tpuswarm.fleet.hosts.setup import SavedSetup
 from tpuswarm.fleet.store.document import KeeperLease, document_path
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet
+from tpuswarm.fleet.view import machine_rows, machines_table
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.train.process.computer import computer_id
 
@@ -86,7 +88,7 @@ def test_fleet_from_up_to_down(cli, golden):
     out = cli.run("up --yes")
     assert cli.ready == ["gpt2-head", "gpt2-router", "v2-usc1f-0", "v2-usc1f-1", "v3-euw4a-0", "v5e-usw4a-0"]
     assert "no keeper runs from now on" in out and "v3-euw4a-0: ready: it is ready" in out
-    assert "nothing to do" in cli.run("up --yes")
+    assert "no machine needs a change" in cli.run("up --yes")
 
     out = cli.run("router show --from swarm.toml")
     assert "# port 22000: v2-usc1f-0/0" in out and "# port 22001: v2-usc1f-1/0" in out and "gpt2-head" not in out
@@ -198,8 +200,9 @@ def test_interrupted_command_lists_what_exists_and_continues_when_repeated(cli, 
             return cli.run(line, code=130)
 
     out = interrupt("up --yes", sleeps=2)
-    assert "no keeper runs now, and machines still cost money" in out and "the same command continues" in out
-    assert "6 machines exist: gpt2-head (staging), gpt2-router (staging)" in out
+    assert "machines still cost money" in out and "the same command continues" in out
+    assert out.count("no keeper runs") == 1
+    assert "6 machines exist: gpt2-head (creating), gpt2-router (creating)" in out
     cli.run("up --yes")
     assert len(cli.ready) == 6
     assert "6 machines exist" in interrupt("down --yes", sleeps=0)
@@ -345,6 +348,22 @@ def test_live_list_fits_its_screen_and_drops_healthy_machines_first(cli, width, 
     assert lines[1].startswith("v2-usc1f-57  v2-8") and "preempted" in lines[1]
     assert any(line.startswith("and ") and line.rstrip().endswith("more") for line in lines)
     assert sum(line.startswith("grant of ") for line in lines) == 2
+
+
+def test_states_have_one_word_in_all_apis_and_unknown_prices_no_column():
+    def machine(name: str, **about: object) -> Machine:
+        return Machine(name, A, "tpu", "v99-8", labels={FLEET_LABEL: "f", POOL_LABEL: "a"}, **about)
+
+    machines = (
+        machine("a", state="ready", said="RUNNING"), machine("b", state="ready", said="READY"),
+        machine("c", state="creating", said="PROVISIONING"), machine("d", state="dead", said="PREEMPTED"),
+    )  # fmt: skip
+    rows = machine_rows(Desired("f", pools=()), Listing(machines, frozenset()), (), 0.0)
+    screen = Console(width=60, file=io.StringIO())
+    screen.print(machines_table(rows, screen.width))
+    heads, *lines = screen.file.getvalue().splitlines()
+    assert heads.split() == ["machine", "type", "zone", "state", "age"]
+    assert [line.split()[3] for line in lines] == ["ready", "ready", "creating", "preempted"]
 
 
 def test_killed_keeper_is_not_believed_and_a_living_one_is_not_denied(cli):

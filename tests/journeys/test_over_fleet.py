@@ -123,7 +123,7 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
 
     shutil.rmtree(fleet.folder / "state")  # another laptop
     out, _ = fleet.run("train", "swarm.toml", "--yes", "--detach")
-    assert "nothing to do" in out
+    assert "no machine needs a change" in out
     seen = read_status(fleet)
     assert seen["loss"] < first["loss"]
 

@@ -168,6 +168,11 @@ class Machine:
     """Why the cloud gave up the queued request, if known."""
 
     @property
+    def state_word(self) -> str:
+        """The state; of a dead machine the cloud's word, such as `preempted`."""
+        return self.said.lower() if self.state == "dead" else self.state
+
+    @property
     def fleet(self) -> str | None:
         """The id of the fleet that made it; None: no fleet."""
         return self.labels.get(FLEET_LABEL)

@@ -94,7 +94,7 @@ def _kind_and_reason(
 ) -> tuple[ActivityKind, str]:
     if machine.state != "ready":
         since = next((event.at for event in reversed(events) if event.machine == machine.name), machine.created)
-        return "not ready", machine.said.lower() + (f" since {format_age(now - since)}" if since else "")
+        return "not ready", machine.state_word + (f" since {format_age(now - since)}" if since else "")
     if machine.healthy is False:
         return "not ready", f"unhealthy: {machine.why}" if machine.why else "unhealthy"
     assigned = [pair for pair in all_assignments(document.jobs) if pair[1].machine == machine.name]

@@ -50,6 +50,8 @@ class MachineRow:
     zone: str
     how: str
     state: str
+    state_word: str
+    """As Machine.state_word."""
     said: str
     healthy: bool | None
     why: str
@@ -74,8 +76,8 @@ def machine_rows(desired: Desired, listing: Listing, events: Iterable[Event], no
         if not is_billable(machine):
             cost = 0.0 if machine.state == "waiting" else None
         rows.append(MachineRow(
-            machine.name, machine.pool or "", machine.type, machine.zone, machine.how, machine.state, machine.said,
-            machine.healthy, machine.why, age_s, lost[machine.name], hourly, cost,
+            machine.name, machine.pool or "", machine.type, machine.zone, machine.how, machine.state,
+            machine.state_word, machine.said, machine.healthy, machine.why, age_s, lost[machine.name], hourly, cost,
             tuple((worker.internal, worker.external) for worker in machine.workers),
         ))  # fmt: skip
     return rows
@@ -121,13 +123,16 @@ def machines_table(rows: Sequence[MachineRow], width: int) -> "Table":
         Column("age", right=True), Column("lost", right=True, rank=3), Column("$/h", right=True),
         Column("cost, $", right=True),
     ]  # fmt: skip
+    prices = [("–", "–") if row.state in FREE_STATES else (_amount(row.hourly), _amount(row.cost)) for row in rows]
+    if all(hourly in ("–", "?") for hourly, _ in prices):
+        prices = [("", "")] * len(rows)
     lines = [
         (
-            row.name, row.type, row.zone, row.said.lower() if row.healthy is not False else "unhealthy",
+            row.name, row.type, row.zone, row.state_word if row.healthy is not False else "unhealthy",
             "–" if row.age_s is None else format_age(row.age_s), str(row.preemptions or ""),
-            *(("–", "–") if row.state in FREE_STATES else (_amount(row.hourly), _amount(row.cost))),
+            *price,
         )
-        for row in rows
+        for row, price in zip(rows, prices, strict=True)
     ]  # fmt: skip
     colors = ["red" if row.healthy is False else STATE_COLORS.get(row.state, "yellow") for row in rows]
     return make_table(columns, lines, width, colors)

@@ -273,7 +273,7 @@ def print_preview(steps: Preview, desired: Desired, provider: str, has_keeper: b
     for wait in steps.waits:
         echo(f"not now: {wait.subject} – {wait.why}")
     if not steps.steps:
-        echo("nothing to do")
+        echo("no machine needs a change")
     if is_ending:
         return
     total = steps.free + steps.paid

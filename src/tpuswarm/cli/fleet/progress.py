@@ -90,7 +90,7 @@ def describe_machines(tick: Tick | None, sent: Mapping[str, Action]) -> list[str
     existing = {machine_key(machine): machine for machine in tick.document.desired.own(tick.observed.machines)}
     created = {key for key, action in sent.items() if isinstance(action, Create)}
     requested = sorted((created | tick.observed.state.requests.keys()) - existing.keys())
-    words = {key: machine.said.lower() for key, machine in existing.items()}
+    words = {key: machine.state_word for key, machine in existing.items()}
     words |= {key: "deletion requested" for key in words if isinstance(sent.get(key), Delete)}
     lines = []
     if existing:
@@ -102,7 +102,7 @@ def describe_machines(tick: Tick | None, sent: Mapping[str, Action]) -> list[str
     if not lines:
         return ["the fleet has no machine"]
     if tick.leads:
-        lines.append("no keeper runs now, and machines still cost money. See `tpuswarm list`.")
+        lines.append("the machines still cost money: `tpuswarm list`")
     return lines
 
 

@@ -82,13 +82,14 @@ def describe(
     else:
         health = {True: "healthy", False: f"unhealthy: {row.why}", None: row.why or "health unknown"}[row.healthy]
         echo(f"{row.name}: {row.type} ({row.how}) of pool {row.pool} in {row.zone}")
-        echo(f"state: {row.said}, {health}" + (f"; {format_age(row.age_s)} old" if row.age_s is not None else ""))
+        age = "" if row.age_s is None else f"; {format_age(row.age_s)} old"
+        echo(f"state: {row.state} ({row.said}), {health}{age}")
         for number, (internal, external) in enumerate(row.workers):
             echo(f"worker {number}: internal address {internal or '–'}, external {external or '–'}")
         price = (
             "unknown" if row.hourly is None else f"${row.hourly:,.2f} an hour" if row.hourly else "free under a grant"
         )
-        price = f"nothing while it is {row.said.lower()}, but for its disk" if row.state in FREE_STATES else price
+        price = f"nothing while it is {row.state}, but for its disk" if row.state in FREE_STATES else price
         echo(f"price: {price}" + (f"; ${row.cost:,.2f} since it was created" if row.cost else ""))
     echo("history:" if history else "no history is stored")
     for event in history:

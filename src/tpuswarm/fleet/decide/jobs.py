@@ -319,7 +319,7 @@ def _assign(
     if assignment.missed_at:
         assignment = replace(assignment, missed_at=0.0)
     if machine is not None and machine.state != "ready":
-        return replace(assignment, why=f"{machine.name} is {machine.said.lower()}")
+        return replace(assignment, why=f"{machine.name} is {machine.state_word}")
     return assignment if assignment.run or machine is None else replace(assignment, created=machine.created)
 
 

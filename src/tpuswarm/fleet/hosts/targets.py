@@ -114,7 +114,7 @@ def list_workers(machine: Machine) -> tuple[Target, ...]:
 def unreachable_reason(machine: Machine, pools: Collection[str]) -> str | None:
     """Return why a machine cannot be reached, as `is creating, not ready`; None if it can."""
     if machine.state != "ready":
-        return f"is {machine.said.lower()}, not ready"
+        return f"is {machine.state_word}, not ready"
     if not machine.workers or any(not worker.internal for worker in machine.workers):
         return "has no address yet"
     if machine.pool not in pools:

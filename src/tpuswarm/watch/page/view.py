@@ -107,7 +107,7 @@ def _machines(state: State, hosts: Sequence[Host]) -> Table:
         cells = (kind, ACTIVITY_COLORS.get(kind, ""), activity.why) if activity else ("", "", row.why)
         color = "red" if row.healthy is False else STATE_COLORS.get(row.state, "yellow")
         found[row.name] = [
-            row.pool, row.type, row.zone, "unhealthy" if row.healthy is False else row.said.lower(), color, *cells,
+            row.pool, row.type, row.zone, "unhealthy" if row.healthy is False else row.state_word, color, *cells,
             None if row.age_s is None else format_age(row.age_s), row.preemptions, row.hourly,
             None if row.cost is None else round(row.cost, 2), _busy(own_hosts), _memory(own_hosts), len(row.workers),
         ]  # fmt: skip

@@ -208,9 +208,13 @@ import psutil
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.engines.ray import Cluster
 
-with Cluster("run", Path("token"), None) as cluster:
+victim, who = sys.argv[1:]
+with Cluster("run", Path("token"), None, is_open=who == "open") as cluster:
+    processes = psutil.Process(), *psutil.Process().children(recursive=True)
+    sockets = [socket for process in processes for socket in process.net_connections("inet")]
+    print(*(socket.laddr.ip for socket in sockets if socket.status == "LISTEN"))
     cluster.require_alive()
-    [server] = [child for child in psutil.Process().children() if child.name() == sys.argv[1]]
+    [server] = [child for child in psutil.Process().children() if child.name() == victim]
     os.kill(server.pid, signal.SIGKILL)
     while True:
         try:
@@ -223,39 +227,16 @@ with Cluster("run", Path("token"), None) as cluster:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
-def test_death_of_rays_own_processes_is_noticed(tmp_path, server):
-    """Their calls never return, so a run would hang for ever."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_RAY, server], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+@pytest.mark.parametrize(("victim", "who"), [("raylet", "alone"), ("gcs_server", "open")])
+def test_ray_listens_to_other_machines_only_if_some_may_join_and_its_death_is_noticed(tmp_path, victim, who):
+    """Calls of a dead process never return, so a run would hang for ever."""
+    command = [sys.executable, "-c", KILLED_RAY, victim, who]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("a process of Ray died (pid ") and "start the same command again" in done.stdout
-
-
-LISTENING = """
-import sys
-from pathlib import Path
-import psutil
-from tpuswarm.swarm.engines.ray import Cluster
-
-with Cluster("run", Path("token"), None, is_open=sys.argv[1] == "open") as cluster:
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        for socket in process.net_connections("inet"):
-            if socket.status == "LISTEN":
-                print(socket.laddr.ip)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["open", "alone"])
-def test_ray_listens_to_other_machines_only_if_some_may_join(tmp_path, who):
-    done = subprocess.run(
-        [sys.executable, "-c", LISTENING, who], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
-    addresses = done.stdout.split()
-    assert done.returncode == 0 and len(addresses) >= 4, done.stderr
-    assert all(address.endswith("127.0.0.1") for address in addresses) == (who == "alone")
+    addresses, _, death = done.stdout.partition("\n")
+    assert len(addresses.split()) >= 4
+    assert all(address.endswith("127.0.0.1") for address in addresses.split()) == (who == "alone")
+    assert death.startswith("a process of Ray died (pid ") and "start the same command again" in death
 
 
 def test_slow_start_is_repeated_once_in_a_clean_session(open_ray):

@@ -32,7 +32,6 @@ from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import ProcessEnded, Unreachable
 from tpuswarm.swarm.storage import tensors
-from tpuswarm.swarm.storage.downlink import Chain
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.storage.store import Missing, Store
@@ -149,16 +148,6 @@ def test_moving_average_of_a_version_is_served_or_the_version_with_which_it_star
     found = shards(run.store, 1)[0].average(2, newest.version)
     expected = run.state(newest.version)[2] if row is None else run.objects.get_array(newest.outer[2])[row]
     np.testing.assert_array_equal(found, expected)
-
-
-def test_version_whose_record_was_read_costs_no_request_to_a_bucket(tmp_path, monkeypatch):
-    run = grow_run(tmp_path, "nesterov-int8-ema")
-    version = run.records[-1].version
-    monkeypatch.setattr(Store, "exists", None)  # of a run in a bucket, only `read` has copies on this disk
-    shard = shards(run.store, 1)[0]
-    assert isinstance(shard.updates(0, version - 1, version), Chain)
-    assert isinstance(shard.average(0, version), np.ndarray)
-    assert isinstance(shard.updates(0, 0, version + 1), Refused) and isinstance(shard.average(0, version + 1), Refused)
 
 
 def test_damaged_and_unexpected_payloads_are_not_stored(tmp_path):

@@ -42,11 +42,6 @@ def test_listing_and_deleting(store):
         store.read("headers/m-1")
 
 
-def test_only_folders_have_paths(store, tmp_path):
-    path = store.path("objects/a")
-    assert path == (tmp_path / "run/objects/a" if not store.root.startswith("gs:") else None)
-
-
 def test_one_of_two_racing_threads_creates_a_name(store):
     rounds = 20
     barrier, interval = threading.Barrier(2, timeout=60), sys.getswitchinterval()

@@ -90,17 +90,17 @@ def test_124m_step_for_a_gpu_before_ampere_has_no_bfloat16_and_smaller_chunks():
     assert "tensor<64x32x50304xf32>" in text, "a 24th of 11 GiB: 2048 tokens a chunk"
 
 
-@pytest.mark.parametrize("change", [{"loop": "unroll"}, {"remat": "full"}, {"loop": "unroll", "remat": "dots"}])
-def test_unrolled_and_recomputed_layers_have_the_same_gradients(params, plain, change):
-    other = loss_and_gradients(params, Options(**change))
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_chunks_of_tokens_have_the_same_gradients(params, plain, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 3 * 4 * 128 * 4)
-    assert loss.chunk_count(3, 16, 128) == 4
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(loss_and_gradients(params)), strict=True):
+@pytest.mark.parametrize(
+    ("change", "chunks"), [({"loop": "unroll"}, 1), ({"remat": "full"}, 4), ({"loop": "unroll", "remat": "dots"}, 1)]
+)
+def test_unrolled_layers_recomputed_layers_and_chunks_of_tokens_have_the_same_gradients(
+    params, plain, change, chunks, monkeypatch
+):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 3 * 16 // chunks * 128 * 4)
+    assert loss.chunk_count(3, 16, 128) == chunks
+    for a, b in zip(
+        jax.tree.leaves(plain), jax.tree.leaves(loss_and_gradients(params, Options(**change))), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -221,7 +221,6 @@ def test_dropout_is_used_in_training_and_not_in_evaluation():
         ("cudnn", {}, "bf16", "cudnn"),
         ("cudnn", {}, "f32", "xla"),
         ("cudnn", {"dropout": 0.1}, "bf16", "xla"),
-        ("splash", {}, "bf16", "xla"),
         ("splash", {"context": 256}, "bf16", "splash"),
         ("splash", {"context": 256, "dropout": 0.1}, "bf16", "xla"),
     ],

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from tests.train.data.test_arrays import aligned
 from tpuswarm import ArraySource, Every, IndexedSource, StreamSource, Trainer, supervised
 from tpuswarm.train.look.outputs import Outputs
 from tpuswarm.train.run.directory import METRICS, read_rows
@@ -87,6 +88,19 @@ FORMS = {
 """Makers of a source of `count` rows, with a function that gives the rows at its positions."""
 
 
+@given(
+    form=st.sampled_from(["batches", "rows", "by index"]), count=st.integers(1, 40), size=st.integers(1, 12),
+    reads=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 25)), min_size=1, max_size=6),
+)  # fmt: skip
+def test_rows_are_right_whatever_was_read_before(form, count, size, reads):
+    """Other hosts or members read the rows between; the caller may overwrite its rows."""
+    source, rows_at = FORMS[form](count, size)
+    for start, length in reads:
+        found = source.rows(start, length)["x"]
+        assert np.array_equal(found[:, 0], rows_at(start, length))
+        found[:] = POISON
+
+
 def digest(x):
     """Return a number for rows in their order; exact in float32."""
     return (x[:, 0] * jnp.arange(1, len(x) + 1)).sum()
@@ -125,20 +139,12 @@ def test_whole_runs_train_and_evaluate_on_rows_as_they_were_read(
         assert means == pytest.approx([(count - 1) / 2] * len(means), abs=1e-5) and len(means) == 3
 
 
-def aligned(value, count=4096):
-    """Return an array whose memory a JAX array on a CPU could share."""
-    memory = np.empty(count * 4 + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    array = memory[start : start + count * 4].view(np.float32)
-    array[:] = value
-    return array
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("given_by", ["init", "extra", "weights", "program"])
 def test_first_arrays_may_change_after_they_were_given(tmp_path, given_by, devices):
     """A hook poisons them after the first step, before the evaluation and the checkpoint."""
-    array = aligned(1.0)
+    array = aligned((4096,))
+    array[:] = 1
 
     class OfWeights(SupervisedProgram):
         def weights(self):

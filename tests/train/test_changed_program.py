@@ -1,8 +1,10 @@
 """A run directory that is resumed with another loss, optimizer, data or settings of JAX than it began with."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,19 @@ def recipe(scale=1.0, power=2, optimizer=None, schedule=None, data=None, held=No
 
 def fit(folder, recipe, steps=2, **options):
     return Trainer(devices=1, seed=0, **options).fit(recipe, steps=steps, batch=8, run=folder)
+
+
+@pytest.fixture(scope="module")
+def begun_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    fit(folder, recipe(), 2)
+    return folder
+
+
+@pytest.fixture
+def begun(begun_once, tmp_path):
+    """A run of two steps."""
+    return Path(shutil.copytree(begun_once, tmp_path / "run"))
 
 
 CHANGES = {
@@ -178,55 +193,58 @@ def test_keys_depend_on_the_step_alone_and_not_on_jaxs_settings(tmp_path):
         jax.config.update("jax_random_seed_offset", 0)
 
 
-def test_resuming_under_other_settings_is_reported(tmp_path):
-    fit(tmp_path / "run", recipe(), 2)
-    recorded = read_config(tmp_path / "run")["numerics"]
+def test_resuming_under_other_settings_is_reported(begun):
+    recorded = read_config(begun)["numerics"]
     with jax.default_matmul_precision("highest"):
-        fit(tmp_path / "run", recipe(), 4)
-    events = (tmp_path / "run" / EVENTS).read_text()
-    assert events.count("jax_default_matmul_precision was None when this run began and is highest") == 1
-    assert read_config(tmp_path / "run")["numerics"] == recorded
+        fit(begun, recipe(), 4)
+    sentence = "jax_default_matmul_precision was None when this run began and is highest"
+    assert (begun / EVENTS).read_text().count(sentence) == 1 and read_config(begun)["numerics"] == recorded
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_run_of_other_types_is_refused_with_the_way_out(tmp_path, finished):
-    fit(tmp_path / "run", recipe(), 2)
+def test_run_of_other_types_is_refused_with_the_way_out(begun, finished):
     with jax.enable_x64(True), pytest.raises(InputError, match=r"JAX_ENABLE_X64 was False .* set JAX_ENABLE_X64=False"):
-        fit(tmp_path / "run", recipe(), 2 if finished else 4)
+        fit(begun, recipe(), 2 if finished else 4)
     with jax.enable_x64(True), pytest.raises(InputError, match="set JAX_ENABLE_X64=False"):
-        Trainer(devices=1).evaluate(recipe(), run=tmp_path / "run", split="train")
-    assert fit(tmp_path / "run", recipe(), 4).step == 4
+        Trainer(devices=1).evaluate(recipe(), run=begun, split="train")
+    assert fit(begun, recipe(), 4).step == 4
 
 
-def test_run_without_compilation_is_refused(tmp_path):
-    fit(tmp_path / "run", recipe(), 2)
-    for steps, folder in (4, "run"), (2, "other"):
+def test_run_without_compilation_is_refused(begun, tmp_path):
+    for steps, folder in (4, begun), (2, tmp_path / "other"):
         with jax.disable_jit(), pytest.raises(InputError, match="JAX_DISABLE_JIT is on, but programs"):
-            fit(tmp_path / folder, recipe(), steps)
+            fit(folder, recipe(), steps)
+
+
+def losses(folder):
+    return [row["loss"] for row in read_rows(folder / METRICS)]
+
+
+@pytest.fixture(scope="module")
+def whole_losses(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    fit(folder, recipe(), 4)
+    return losses(folder)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("jax_default_prng_impl", "rbg"), ("jax_random_seed_offset", 3), ("jax_default_matmul_precision", "highest"),
-        ("jax_optimization_level", "O1"), ("jax_numpy_dtype_promotion", "strict"), ("jax_threefry_partitionable", None),
-        ("eager_constant_folding", None), ("jax_use_direct_linearize", None), ("jax_softmax_custom_jvp", None),
-        ("jax_disable_most_optimizations", None),
+        ("jax_default_prng_impl", "rbg"), ("jax_random_seed_offset", 3), ("jax_optimization_level", "O1"),
+        ("jax_numpy_dtype_promotion", "strict"), ("jax_threefry_partitionable", None), ("eager_constant_folding", None),
+        ("jax_use_direct_linearize", None), ("jax_softmax_custom_jvp", None), ("jax_disable_most_optimizations", None),
     ],
 )  # fmt: skip
-def test_resumed_run_under_each_setting_continues_or_says_so(tmp_path, name, value):
+def test_resumed_run_under_each_setting_continues_or_says_so(whole_losses, begun, name, value):
     """value: None for the other of two."""
-    fit(tmp_path / "whole", recipe(), 4)
-    fit(tmp_path / "run", recipe(), 2)
     before = jax.config.values[name]
     jax.config.update(name, not before if value is None else value)
     try:
-        fit(tmp_path / "run", recipe(), 4)
+        fit(begun, recipe(), 4)
     finally:
         jax.config.update(name, before)
-    says_so = f"{name} was {before} when this run began" in (tmp_path / "run" / EVENTS).read_text()
-    whole, run = ([row["loss"] for row in read_rows(tmp_path / folder / METRICS)] for folder in ("whole", "run"))
-    assert says_so or (whole == run and name == "jax_numpy_dtype_promotion")
+    says_so = f"{name} was {before} when this run began" in (begun / EVENTS).read_text()
+    assert says_so or (losses(begun) == whole_losses and name == "jax_numpy_dtype_promotion")
 
 
 def test_first_row_of_a_stream_is_compared(tmp_path):

@@ -244,15 +244,6 @@ def test_report_leaves_out_damaged_rows(whole, tmp_path):
     assert "training time" in write_report(run).read_text()
 
 
-def test_run_with_every_checkpoint_damaged_is_left_as_it_is(stopped):
-    for folder in checkpoint_folders(stopped / "checkpoints"):
-        (folder / MANIFEST).unlink()
-    before = (stopped / METRICS).read_bytes()
-    with pytest.raises(RunFailed, match="every checkpoint"):
-        fit(stopped)
-    assert (stopped / METRICS).read_bytes() == before
-
-
 def test_resumed_deterministic_run_is_deterministic(stopped, monkeypatch):
     config = stopped / "config.toml"
     config.write_text(config.read_text().replace("deterministic = false", "deterministic = true"))

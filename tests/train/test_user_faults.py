@@ -241,7 +241,7 @@ def test_run_that_fails_names_the_line_and_continues_as_if_it_had_not(tmp_path, 
         assert [event["message"] for event in read_rows(folder / EVENTS)][-1] == str(caught.value)
         assert checkpoint.newest_intact(folder / "checkpoints")[1] == []
         assert numbers(folder) == undisturbed[2][: len(numbers(folder))]
-    assert fit(folder) == undisturbed
+        assert fit(folder) == undisturbed
 
 
 @pytest.mark.parametrize(("place", "kind"), by_rotation(NOTED), ids=str)

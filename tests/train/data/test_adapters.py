@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.train import toy
 from tpuswarm import ArraySource, IndexedSource, InputError, StreamSource, Trainer, supervised
@@ -125,53 +123,6 @@ def test_rows_by_index_come_in_the_order_of_arrays(data):
             np.testing.assert_array_equal(source.rows(start, count)[name], arrays.rows(start, count)[name])
     if isinstance(data, Batched):
         assert {len(index) for index in data.requests} >= {12, toy.ROWS}  # never row by row
-
-
-POISON = -999
-
-
-class Reused:
-    """Items 0, 1, … of `size` rows, all in one array that is poisoned before it is filled with the next."""
-
-    def __init__(self, count: int, size: int | None):
-        self._array = np.empty((size,) if size else (), np.float32)
-        self._count, self._size = count, size
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int):
-        self._array[...] = POISON
-        size = self._size or 1
-        self._array[...] = np.arange(number * size, (number + 1) * size).reshape(self._array.shape)
-        return {"x": self._array, "y": self._array[..., None]}
-
-    def __iter__(self):
-        for number in range(self._count):
-            yield self[number]
-            self._array[...] = POISON
-
-
-@given(
-    rows_per_item=st.sampled_from([None, 1, 3, 10]), items=st.integers(1, 12),
-    reads=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 25)), min_size=1, max_size=6),
-)  # fmt: skip
-def test_stream_gives_its_rows_in_order_and_starts_again(rows_per_item, items, reads):
-    """Other hosts or members read the rows between."""
-    source = StreamSource(Reused(items, rows_per_item), batched=rows_per_item is not None)
-    length = items * (rows_per_item or 1)
-    for start, count in reads:
-        rows = source.rows(start, count)
-        expected = np.arange(start, start + count) % length
-        assert np.array_equal(rows["x"], expected) and np.array_equal(rows["y"][:, 0], expected)
-        rows["x"][:] = POISON  # the caller may overwrite its rows
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rows_by_index_may_share_an_array(workers):
-    rows = IndexedSource(Reused(30, None), workers=workers, seed=1).rows(0, 30)
-    expected = ArraySource({"x": np.arange(30)}, seed=1).rows(0, 30)["x"]
-    assert np.array_equal(rows["x"], expected) and np.array_equal(rows["y"][:, 0], expected)
 
 
 def test_stream_goes_back_within_its_last_item_without_starting_again():

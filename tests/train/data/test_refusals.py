@@ -15,13 +15,6 @@ from tests.train.test_user_faults import ERRORS
 from tpuswarm import IndexedSource, InputError, StreamSource, supervised
 
 
-class Broken(list):
-    """Its items cannot be read, which is found out in a worker process."""
-
-    def __getitem__(self, index):
-        return {"x": ROWS["z"]}
-
-
 class Rows(list):
     """A user's own data set."""
 
@@ -87,7 +80,6 @@ def recipe_data(data):
         (lambda: lengths((4, 3), (4, 5)).rows(0, 8), r"x of the data has rows of shape \(3,\) and of \(5,\).*: pad or"),
         (lambda: StreamSource([ROWS, {"x": ROWS["x"]}]).rows(0, 100), "some items of the data have y, others do not"),
         (lambda: IndexedSource([{"x": print}, lambda: 0], workers=2).rows(0, 2), "list cannot be sent to worker proc"),
-        (lambda: IndexedSource(Broken([0]), workers=1).rows(0, 1), r"process: KeyError: 'z' \(.*refusals.py:\d+"),
         (lambda: recipe_data(Loader(3)), "is a Loader: give .*IndexedSource and StreamSource make one of"),
         (lambda: StreamSource([], rows_per_epoch=0), "number of rows, 1 or more"),
         (lambda: StreamSource([], rows_per_epoch=10.5), "number of rows, 1 or more"),
@@ -101,52 +93,47 @@ def test_unreadable_data_is_refused_with_the_reason(make, words):
 
 
 FAULTS = [*ERRORS.values(), KeyboardInterrupt]
+PRESSED, EXITS, KILLED = range(len(FAULTS), len(FAULTS) + 3)
 
 
 class Faulty:
-    """Every item fails in its own way."""
+    """Items that each raise an error; before the last three the process gets Ctrl-C, exits, and is killed."""
 
     def __len__(self):
-        return len(FAULTS)
+        return len(FAULTS) + 3
 
     def __getitem__(self, number):
+        if number == PRESSED:  # at a terminal, Ctrl-C reaches all processes
+            os.kill(os.getpid(), signal.SIGINT)
+            return {"x": number}
+        if number == EXITS:
+            os._exit(3)
+        if number == KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
         raise FAULTS[number]()
 
 
-class Pressed(list):
-    """Ctrl-C at a terminal reaches all its processes."""
-
-    def __getitem__(self, number):
-        os.kill(os.getpid(), signal.SIGINT)
-        return {"x": super().__getitem__(number)}
-
-
-def test_worker_leaves_ctrl_c_to_the_program():
-    assert IndexedSource(Pressed([5]), workers=1).rows(0, 2)["x"].tolist() == [5, 5]
-
-
-class Deadly(list):
-    """Its items end the process."""
-
-    def __getitem__(self, number):
-        os._exit(3) if super().__getitem__(number) == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_every_error_in_a_worker_arrives_as_a_sentence():
+@pytest.fixture(scope="module")
+def read_in_worker():
+    """Read an item of `Faulty` in a worker process."""
     source = IndexedSource(Faulty(), workers=1, seed=0)
-    for position, number in enumerate(source.row_numbers(0, len(FAULTS))):
-        is_ctrl_c = FAULTS[number] is KeyboardInterrupt
-        words = r"^a sentence$|^the data fails in a worker process: .*test_(refusals|user_faults).py:"
+    order = source.row_numbers(0, len(Faulty())).tolist()
+    return lambda number: source.rows(order.index(number), 1)["x"].tolist()
+
+
+def test_every_error_in_a_worker_arrives_as_a_sentence(read_in_worker):
+    words = r"^a sentence$|^the data fails in a worker process: .*test_(refusals|user_faults).py:"
+    for number, fault in enumerate(FAULTS):
+        is_ctrl_c = fault is KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt) if is_ctrl_c else pytest.raises(InputError, match=words):
-            source.rows(position, 1)
+            read_in_worker(number)
 
 
-@pytest.mark.parametrize(("how", "words"), [("exit", "ended with exit code 3"), ("kill", "was ended by SIGKILL; is")])
-def test_death_of_a_worker_is_reported_with_its_cause_and_another_one_starts(how, words):
-    source = IndexedSource(Deadly([how]), workers=1, seed=0)
-    for _ in range(2):
-        with pytest.raises(InputError, match=f"a process that reads rows {words}"):
-            source.rows(0, 1)
+@pytest.mark.parametrize(("number", "words"), [(EXITS, "ended with exit code 3"), (KILLED, "was ended by SIGKILL; is")])
+def test_worker_leaves_ctrl_c_to_the_program_and_is_replaced_if_it_dies(read_in_worker, number, words):
+    assert read_in_worker(PRESSED) == [PRESSED]
+    with pytest.raises(InputError, match=f"a process that reads rows {words}"):
+        read_in_worker(number)
 
 
 class Failing:

@@ -48,19 +48,16 @@ def test_two_hosts_train_as_one_process_with_their_devices(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_killed_host_ends_the_other_with_one_sentence(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [(signal.SIGKILL, "connection closed"), (signal.SIGSTOP, "silent for 15 s")],
+    ids=["dead", "hung"],
+)
+def test_dead_or_hung_host_ends_the_other_with_one_sentence(tmp_path, number, why):
     """The other is in a step, whose collective would never return. tests/crash kills host 1."""
     started = start_hosts(host.__file__, tmp_path)
-    sentence = signal_host(started, tmp_path, (tmp_path / "1.step").exists, 0, signal.SIGKILL)
-    assert sentence == "host 0 is gone (connection closed), so this host stops too; start all hosts again\n"
-
-
-@pytest.mark.slow
-def test_hung_host_ends_the_other_with_one_sentence(tmp_path):
-    """Its connection stays open, and it sends nothing."""
-    started = start_hosts(host.__file__, tmp_path)
-    sentence = signal_host(started, tmp_path, (tmp_path / "1.step").exists, 0, signal.SIGSTOP)
-    assert sentence == "host 0 is gone (silent for 15 s), so this host stops too; start all hosts again\n"
+    sentence = signal_host(started, tmp_path, (tmp_path / "1.step").exists, 0, number)
+    assert sentence == f"host 0 is gone ({why}), so this host stops too; start all hosts again\n"
 
 
 def watched(connection: socket.socket) -> tuple[control_channel.ControlChannel, SimpleQueue]:

@@ -49,18 +49,40 @@ def test_smoothed_loss_is_the_bias_corrected_exponential_mean(losses):
     assert SmoothedLoss(losses).value == pytest.approx(float(expected), rel=1e-3, abs=1e-3)
 
 
-def test_metrics_of_steps_and_evaluations_appear_in_the_view():
-    console = Console(width=80, height=24, force_terminal=True)
-    console.file = io.StringIO()
+def draw_rows(*rows, picture=None, steps=2, **colours):
+    """Return what a live view writes for the rows of a run."""
+    console = Console(width=80, height=24, force_terminal=True, file=io.StringIO(), **colours)
     live = LiveDisplay(console)
-    live.open(RunHeader("a", "cpu", "runs/a", 0, 2, 1, "rows", ()))
-    live.row({"step": 1, "loss": 1.0, "grad_norm": 3.0, "lr": 0.1, "accuracy": 0.25})
-    live.row({"step": 1, "eval_loss": 1.5, "eval_rows": 8, "eval_accuracy": 0.5})
-    live.row({"step": 2, "loss": 0.5, "grad_norm": 3.0, "lr": 0.1, "accuracy": 0.75})
+    live.open(RunHeader("a", "cpu", "runs/a", 0, steps, 1, "rows", ()))
+    if picture is not None:
+        live.picture(picture)
+    for row in rows:
+        live.row(row)
     live.close()
-    last = console.file.getvalue().rpartition("elapsed")[2]
+    return console.file.getvalue()
+
+
+def test_metrics_of_steps_and_evaluations_appear_in_the_view():
+    written = draw_rows(
+        {"step": 1, "loss": 1.0, "grad_norm": 3.0, "lr": 0.1, "accuracy": 0.25},
+        {"step": 1, "eval_loss": 1.5, "eval_rows": 8, "eval_accuracy": 0.5},
+        {"step": 2, "loss": 0.5, "grad_norm": 3.0, "lr": 0.1, "accuracy": 0.75},
+    )
+    last = written.rpartition("elapsed")[2]
     assert "accuracy 0.7500" in last and "held-out accuracy 0.5000" in last
     assert "grad_norm" not in last and "rows 8" not in last
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_pictures_need_colours(colours):
+    picture = np.full((8, 8, 3), 200, np.uint8)
+    written = draw_rows({"step": 1, "loss": 1.0}, picture=picture, color_system="256", no_color=not colours)
+    assert ("▀" in written) == colours
+
+
+def test_view_that_stays_on_the_screen_says_nothing_of_the_time_left():
+    _, elapsed, rest = draw_rows({"step": 1, "loss": 1.0}, steps=9).rpartition(" elapsed")
+    assert elapsed and " left" not in rest
 
 
 def test_nothing_jumps_from_frame_to_frame():
@@ -86,29 +108,6 @@ def test_no_parameter_is_cut_and_only_facts_that_differ_have_a_column(width):
     assert "statistic" in drawn(parameter_table([rows[0], parameter(2, statistic=True)], 120), 120)[0]
     head = drawn(parameter_table([rows[0], parameter(2, dtype="bfloat16", frozen=True)], 120), 120)[0]
     assert head.split() == ["parameter", "shape", "dtype", "frozen", "decayed", "KiB/device"]
-
-
-@pytest.mark.parametrize("colours", [True, False])
-def test_pictures_need_colours(colours):
-    console = Console(width=80, height=24, force_terminal=True, color_system="256", no_color=not colours)
-    console.file = io.StringIO()
-    live = LiveDisplay(console)
-    live.open(RunHeader("a", "cpu", "runs/a", 0, 2, 1, "rows", ()))
-    live.picture(np.full((8, 8, 3), 200, np.uint8))
-    live.row({"step": 1, "loss": 1.0})
-    live.close()
-    assert ("▀" in console.file.getvalue()) == colours
-
-
-def test_view_that_stays_on_the_screen_says_nothing_of_the_time_left():
-    console = Console(width=80, height=24, force_terminal=True)
-    console.file = io.StringIO()
-    live = LiveDisplay(console)
-    live.open(RunHeader("a", "cpu", "runs/a", 0, 9, 1, "rows", ()))
-    live.row({"step": 1, "loss": 1.0})
-    live.close()
-    _, elapsed, rest = console.file.getvalue().rpartition(" elapsed")
-    assert elapsed and " left" not in rest
 
 
 def test_upper_part_of_a_picture_fills_the_free_rows():

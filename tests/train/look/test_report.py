@@ -1,12 +1,14 @@
-"""The parts of a report: smoothed curves, tables, history, samples."""
+"""The parts of a report: smoothed curves, tables, history, samples; and curves in TensorBoard."""
 
 import math
 import re
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tpuswarm.train.look.report import SMOOTHING_PARTS, facts_table, history_facts, html_table, samples_section, smooth
+from tpuswarm.train.look.tensorboard_log import TensorBoardLog
 
 
 def test_smoothed_curve_keeps_level_slope_and_length():
@@ -58,3 +60,13 @@ def test_history_has_the_first_and_the_last_command_and_all_times():
     assert history_facts([]) == [] and dict(
         history_facts([*events[1:2], {"time": 1.0, "event": "started"}])
     ).keys() == {"when"}
+
+
+@pytest.mark.parametrize(("first_step", "steps"), [(0, [1, 11]), (20, [1, 11, 21, 31])])
+def test_steps_of_a_killed_process_are_drawn_once(tmp_path, first_step, steps):
+    for start, last in ((0, 51), (first_step, steps[-1])):  # the first one is killed
+        board = TensorBoardLog(tmp_path, start)
+        for step in range(start + 1, last + 1):
+            board.write({"step": step, "loss": 1 / step})
+        board.flush()
+    assert [point.step for point in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")] == steps

@@ -78,50 +78,38 @@ def noisy(optimizer=None, schedule=None):
     return toy.supervised(lambda key: {"w": jnp.ones(3)}, loss, optimizer or optax.sgd(0.1), splits, schedule)
 
 
-@pytest.mark.parametrize("scheduled", [False, True], ids=["ready", "schedule"])
-def test_learning_rate_falls_on_a_plateau_also_after_it_was_resumed(tmp_path, scheduled):
-    """Each gradient is 2 w, so the parameters show the rates of their training."""
-    recipe = noisy(lambda rate, mask: optax.sgd(rate), lambda step: 0.1) if scheduled else noisy()
-
-    def train(folder, leaves):
-        hooks = [Every("evaluation", ReduceOnPlateau(factor=0.5, patience=2))]
-        loop = Trainer(devices=1, eval_every=2, save_every=1, hooks=hooks).steps(recipe, steps=12, batch=8, run=folder)
-        for step in loop:
-            if leaves and step.row["step"] == leaves and "loss" in step.row:
-                loop.close()
-        return load(folder)["params"]["w"]
-
-    whole = train(tmp_path / "whole", None)
-    # The first evaluation, at step 2, is the best.
-    np.testing.assert_allclose(whole, 0.8**6 * 0.9**4 * 0.95**2, rtol=1e-5)
-    assert scales(tmp_path / "whole") == [0.5, 0.25]
-    if scheduled:
-        rates = [row["lr"] for row in read_rows(tmp_path / "whole" / METRICS) if "lr" in row]
-        np.testing.assert_allclose(rates, [0.1] * 6 + [0.05] * 4 + [0.025] * 2, rtol=1e-6)
-    train(tmp_path / "broken", 7)
-    resumed = train(tmp_path / "broken", None)
-    # The process that resumes counts anew: its first evaluation, at step 8, is its best.
-    np.testing.assert_allclose(resumed, 0.8**6 * 0.9**6, rtol=1e-5)
-    assert scales(tmp_path / "broken") == [0.5, 0.25]
-
-
-def test_changes_of_the_learning_rate_are_not_lost_with_the_events(tmp_path, capsys):
-    def train():
-        hooks = [Every("evaluation", ReduceOnPlateau(factor=0.5, patience=2))]
-        return Trainer(devices=1, eval_every=2, save_every=1, hooks=hooks).steps(
-            noisy(), steps=12, batch=8, run=tmp_path / "run"
-        )
-
-    loop = train()
+def train_to_plateau(folder, recipe, leave_at=None):
+    """Train 12 steps, or leave the loop at a step; return the parameters: gradients are 2 w, so they show the rates."""
+    hooks = [Every("evaluation", ReduceOnPlateau(factor=0.5, patience=2))]
+    loop = Trainer(devices=1, eval_every=2, save_every=1, hooks=hooks).steps(recipe, steps=12, batch=8, run=folder)
     for step in loop:
-        if step.row["step"] == 7:
+        if step.row["step"] == leave_at and "loss" in step.row:
             loop.close()
-    assert scales(tmp_path / "run") == [0.5]
-    (tmp_path / "run" / EVENTS).unlink()
-    list(train())
-    # As in a run whose events are there.
-    np.testing.assert_allclose(load(tmp_path / "run")["params"]["w"], 0.8**6 * 0.9**6, rtol=1e-5)
-    assert "its factor is 0.5, as the checkpoint says" in " ".join(capsys.readouterr().err.split())
+    return load(folder)["params"]["w"]
+
+
+def test_learning_rate_falls_on_a_plateau(tmp_path):
+    """The first evaluation, at step 2, is the best."""
+    found = train_to_plateau(tmp_path / "run", noisy(lambda rate, mask: optax.sgd(rate), lambda step: 0.1))
+    np.testing.assert_allclose(found, 0.8**6 * 0.9**4 * 0.95**2, rtol=1e-5)
+    assert scales(tmp_path / "run") == [0.5, 0.25]
+    rates = [row["lr"] for row in read_rows(tmp_path / "run" / METRICS) if "lr" in row]
+    np.testing.assert_allclose(rates, [0.1] * 6 + [0.05] * 4 + [0.025] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("has_events", [True, False])
+def test_fallen_learning_rate_stays_after_a_restart_even_without_the_events(tmp_path, capsys, has_events):
+    """The process that resumes counts anew: its first evaluation, at step 8, is its best."""
+    run = tmp_path / "run"
+    train_to_plateau(run, noisy(), leave_at=7)
+    assert scales(run) == [0.5]
+    if not has_events:
+        (run / EVENTS).unlink()
+    np.testing.assert_allclose(train_to_plateau(run, noisy()), 0.8**6 * 0.9**6, rtol=1e-5)
+    if has_events:
+        assert scales(run) == [0.5, 0.25]
+    else:
+        assert "its factor is 0.5, as the checkpoint says" in " ".join(capsys.readouterr().err.split())
 
 
 def test_scale_that_a_later_start_undoes_does_not_count():

@@ -206,19 +206,15 @@ def test_tiles_filled_by_more_than_half_are_not_reported(width, batch, unit):
     assert not check(width, batch, unit)
 
 
-@pytest.mark.parametrize(("width", "unit", "fill"), [(64, 128, 0.5), (32, 128, 0.25), (128, 256, 0.5)])
-def test_narrow_layer_is_reported_with_its_lines(width, unit, fill):
-    found = check(width, 1024, unit)
-    line = planted.__code__.co_firstlineno
+@pytest.mark.parametrize(
+    ("width", "batch", "unit", "devices", "fill"),
+    [(64, 1024, 128, 1, 0.5), (32, 1024, 128, 1, 0.25), (128, 1024, 256, 1, 0.5), (256, 32, 128, 8, 0.25)],
+)
+def test_narrow_layer_or_batch_of_a_device_is_reported_with_its_lines(width, batch, unit, devices, fill):
+    found, line, size = check(width, batch, unit, devices), planted.__code__.co_firstlineno, min(width, batch)
     assert {str(finding.place) for finding in found} == {f"{__file__}:{line + 2}", f"{__file__}:{line + 3}"}
-    assert all(finding.size == width and finding.fill == fill for finding in found)
+    assert all(finding.size == size and finding.fill == fill for finding in found)
     assert sum(finding.waste for finding in found) == pytest.approx(1 - fill)
-    assert f"a dimension of {width} fills only {fill:.0%} of the {unit}x{unit} matrix unit" in str(found[0])
-
-
-def test_batch_of_one_device_counts():
-    found = check(256, 32, devices=8)
-    assert found and all(finding.size == 32 and finding.fill == 0.25 for finding in found)
 
 
 def test_small_products_are_not_reported():

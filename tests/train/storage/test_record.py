@@ -365,33 +365,3 @@ def test_rows_that_were_not_uploaded_go_where_another_has_built_on_the_run(use_d
     use_disk("one")
     Run(copy_folder(URL)).close()
     assert read_steps(copy_folder(URL)) == [1, 2, 3, 4]
-
-
-def test_former_owner_changes_nothing_of_the_new_owner(use_disk, short_lease, monkeypatch):
-    monkeypatch.setattr(sync, "RENEW_INTERVAL_S", 600.0)  # this computer is asleep or offline
-    first = start_run()
-
-    def write_checkpoint(step):
-        path = copy_folder(URL) / "checkpoints" / f"{step:08}"
-        path.mkdir(parents=True)
-        (path / "arrays").write_bytes(b"arrays")
-        (path / "manifest.json").write_text("{}")
-
-    write_checkpoint(10)
-    first._sync.upload()
-    write_checkpoint(20)
-    shutil.rmtree(copy_folder(URL) / "checkpoints" / "00000010")
-    use_disk("two")
-    monkeypatch.setattr("tpuswarm.train.storage.record.is_process_alive", lambda computer, pid: None)
-    second = Run(copy_folder(URL))
-    second.write_metrics({"step": 4, "tokens": 8, "loss": 0.1})
-    write_checkpoint(30)
-    second.close()
-    before = Bucket(URL).read(record.RECORD)
-    with pytest.raises(Lost):
-        first._sync.upload()
-    first.close()
-    assert Bucket(URL).read(record.RECORD) == before
-    use_disk("three")
-    folder = download_run(URL, whole=True)
-    assert read_steps(folder) == [1, 2, 3, 4] and (folder / "checkpoints/00000030/arrays").exists()

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,62 +11,33 @@ import pytest
 from tests.cli.moments import TRAIN
 from tests.processes import finish, run, start, updates, wait_for
 from tests.terminal import terminal
-from tpuswarm.cli.train import logs_and_stop
-from tpuswarm.swarm.views.status import read_run
-from tpuswarm.train.run import listing
-from tpuswarm.train.run.directory import EVENTS, read_rows
 from tpuswarm.train.run.life import read_life
+from tpuswarm.train.run.listing import read_status
 
 pytestmark = pytest.mark.slow
 FOLDER = Path("runs/a")
 
 
-def steps(tmp_path: Path) -> int:
-    folder = tmp_path / FOLDER
-    return read_run(folder).step if (folder / "status.json").exists() else listing.read_status(folder).step
-
-
-def status(tmp_path: Path) -> dict:
-    return json.loads(run(["status", str(FOLDER), "--json"], tmp_path)[0])
-
-
-@pytest.mark.parametrize(
-    "swarm",
-    [[], pytest.param(["--members", "2", "--cycle", "10"], marks=pytest.mark.long)],
-    ids=["plain", "swarm"],
-)
-def test_detached_run_outlives_its_terminal(tmp_path, swarm):
-    with terminal([*TRAIN, *swarm, "--detach"], tmp_path) as opened:
+def test_detached_run_outlives_its_terminal(tmp_path):
+    with terminal([*TRAIN, "--detach"], tmp_path) as opened:
         opened.wait("starting gpt2-tiny in runs/a … ")
         text = opened.finish()
         assert "runs/a trains in the background, process " in text and "to stop it: `tpuswarm stop runs/a`" in text
         assert updates(tmp_path / FOLDER) > 0
     pid = read_life(tmp_path / FOLDER).pid
     assert pid and os.getsid(pid) == pid, "it has no terminal"
-    before = steps(tmp_path)
+    before = read_status(tmp_path / FOLDER).step
     follower = start(["logs", "-f", "runs/a"], tmp_path)
-    wait_for(lambda: steps(tmp_path) > before, follower)
-    assert status(tmp_path)["state"] == "running"
+    wait_for(lambda: read_status(tmp_path / FOLDER).step > before, follower)
+    assert json.loads(run(["status", "runs/a", "--json"], tmp_path)[0])["state"] == "running"
 
-    _, err = finish(start([*TRAIN, *swarm, "--detach"], tmp_path), 2)
+    _, err = finish(start([*TRAIN, "--detach"], tmp_path), 2)
     assert err == f"error: runs/a is in use by process {pid}; stop it first, or use another --run\n"
     out, _ = run(["stop", "runs/a"], tmp_path)
-    assert "To resume: the same `tpuswarm train` command with --run runs/a" in out
-    assert ("stopped at commit" if swarm else "saved at step") in out
+    assert "saved at step" in out and "To resume: the same `tpuswarm train` command with --run runs/a" in out
     log, _ = finish(follower)
-    assert "gpt2-tiny" in log and out.strip() in log
-    assert swarm or "blocks/mlp/fc/w" in log, "the parameters are in the log"
-    events = [
-        line for line in log.splitlines() if any(words in line for words in ("started: ", "model: ", " joined ("))
-    ]
-    assert len(events) == (4 if swarm else 2), "each event appears once"
-
-    if swarm:  # resumed by the same command, it stops with its terminal; a plain run: below
-        with terminal([*TRAIN, *swarm], tmp_path) as opened:
-            opened.wait(lambda _: has_committed_again(tmp_path / FOLDER))
-            assert opened.hang_up() == 128 + signal.SIGHUP
-        life = read_life(tmp_path / FOLDER)
-        assert life.state == "stopped" and "stopped at commit" in life.message
+    assert "gpt2-tiny" in log and out.strip() in log and "blocks/mlp/fc/w" in log, "the parameters are in the log"
+    assert [log.count(f"{event}: ") for event in ("started", "model")] == [1, 1], "each event appears once"
 
 
 def test_other_run_stops_with_its_terminal(tmp_path):
@@ -79,33 +48,6 @@ def test_other_run_stops_with_its_terminal(tmp_path):
         assert opened.hang_up() == 128 + signal.SIGHUP
     life = read_life(tmp_path / FOLDER)
     assert life.state == "stopped" and f"saved at step {updates(tmp_path / FOLDER)}" in life.message
-
-
-RELEASES_ITS_RUN = """
-import sys
-from pathlib import Path
-from tpuswarm.train.run.directory import Run
-run = Run(Path("runs/a"), "a")
-for step in (lambda: None, run.close, lambda: None):
-    step()
-    print(flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_following_logs_waits_for_the_last_lines_of_a_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs_and_stop, "LAST_WORDS_S", 600.0)
-    program = [sys.executable, "-c", RELEASES_ITS_RUN]
-    process = start([], tmp_path, program, stdin=subprocess.PIPE)
-    assert process.stdin and process.stdout
-    process.stdout.readline()
-    followed, late = logs_and_stop.RunProcess(tmp_path / FOLDER), logs_and_stop.RunProcess(tmp_path / FOLDER)
-    assert followed.may_print()
-    print(file=process.stdin, flush=True)
-    process.stdout.readline()
-    assert followed.may_print() and not late.may_print(), "a late follower does not wait"
-    process.communicate("\n\n", timeout=240)
-    assert not followed.may_print()
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path):
@@ -130,9 +72,3 @@ def test_finished_run_is_not_started(typed, tmp_path, monkeypatch, text_file, fi
     words = f"train gpt2-tiny --data {text_file} --layers 1 --steps 60 --lr 3e-3 --devices 1 --run runs/a --detach"
     code, out, _ = typed(*words.split())
     assert code == 0 and "nothing left to do" in out and "runs/a finished at step 60 of 60" in out
-
-
-def has_committed_again(folder: Path) -> bool:
-    """Return whether a swarm has committed since its second start."""
-    events = "".join(f"{row['event']} " for row in read_rows(folder / EVENTS)).split("started ")
-    return len(events) == 3 and "commit" in events[2]

@@ -106,39 +106,33 @@ def test_killed_run_is_reported_and_a_finished_one_is_not(typed, tmp_path, finis
         assert not checks or (code, found[0]["what"]) == (1, "its process was killed, and the run was not resumed")
 
 
-def test_fix_is_refused_for_a_run(typed, finished_run):
-    code, _, err = typed("doctor", str(finished_run.run), "--fix")
-    assert code == 2 and "--fix is for machines only" in " ".join(err.split())
-
-
 def test_document_lists_every_check():
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
     for name, why in WHY.items():
         assert f"\n| {name} | " in page and f"| {why} |" in page
 
 
-def test_all_rows_are_lost_with_their_file(tmp_path, finished_run):
+def test_lost_and_damaged_rows_are_named_in_every_view(typed, tmp_path, finished_run):
     run = shutil.copytree(finished_run.run, tmp_path / "run")
+    whole = (run / METRICS).read_bytes()
+
+    def without(*lost: int) -> bytes:
+        rows = whole.splitlines(keepends=True)
+        return b"".join(row for row in rows if b'"loss"' not in row or json.loads(row)["step"] not in lost)
+
     (run / METRICS).unlink()
-    assert missing_rows(run) == "metrics.jsonl has no rows of steps 1 to 60: lost in a power cut, or damaged"
-
-
-@pytest.mark.parametrize(("old", "new"), [(b'"step": 5,', b'"step": 4,'), (b'"step": 5,', b'"sdep": 5,')])
-def test_damaged_row_is_named_as_a_lost_one(tmp_path, finished_run, old, new):
-    run = shutil.copytree(finished_run.run, tmp_path / "run")
-    (run / METRICS).write_bytes((run / METRICS).read_bytes().replace(old, new))
-    assert missing_rows(run) == "metrics.jsonl has no rows of steps 5: lost in a power cut, or damaged"
-
-
-@pytest.mark.parametrize(
-    ("lost", "steps"), [(range(25, 31), "25 to 30"), (range(60, 61), "60"), ([3, 5, 6], "3, 5 to 6")]
-)
-def test_rows_that_a_power_cut_lost_are_named(typed, tmp_path, finished_run, lost, steps):
-    run = shutil.copytree(finished_run.run, tmp_path / "run")
-    rows = (run / METRICS).read_bytes().splitlines(keepends=True)
-    kept = [row for row in rows if b'"loss"' not in row or json.loads(row)["step"] not in lost]
-    (run / METRICS).write_bytes(b"".join(kept))
-    sentence = f"metrics.jsonl has no rows of steps {steps}: lost in a power cut, or damaged"
+    sentence = "metrics.jsonl has no rows of steps {}: lost in a power cut, or damaged"
+    assert missing_rows(run) == sentence.format("1 to 60")
+    for rows, steps in (
+        (without(*range(25, 31)), "25 to 30"),
+        (without(60), "60"),
+        (whole.replace(b'"step": 5,', b'"step": 4,'), "5"),
+        (whole.replace(b'"step": 5,', b'"sdep": 5,'), "5"),
+        (without(3, 5, 6), "3, 5 to 6"),
+    ):
+        (run / METRICS).write_bytes(rows)
+        assert missing_rows(run) == sentence.format(steps)
+    sentence = sentence.format(steps)
     assert sentence in " ".join(typed("status", str(run))[1].split())
     assert json.loads(typed("status", str(run), "--json")[1])["missing_rows"] == sentence
     assert ("rows", sentence) in [(finding.check, finding.problem) for finding in check_run(run, "runs/a")]

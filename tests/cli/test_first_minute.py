@@ -1,21 +1,24 @@
 """The first moments of a command: it shows something soon, and imports nothing that it does not need."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.fleet.conftest import GOLDEN
 from tests.terminal import terminal
 from tpuswarm.recipes import GPT2
 
 pytestmark = pytest.mark.slow
 
-UNUSED_BY_HELP = (
+UNUSED_BY_HELP = {
     "asyncio", "pydantic", "rich", "numpy", "jax", "ray", "optax", "orbax", "matplotlib", "tpuswarm.cli.console",
-)  # fmt: skip
+}  # fmt: skip
 """Modules that take tenths of a second each on a slow machine, and one that all commands import."""
+UNUSED_BY_PREVIEWS = {"jax", "ray", "grpc", "google.cloud", "google.auth", "asyncssh"}
 ANNOUNCES_JAX = """
 import os, sys
 class Announcer:
@@ -27,38 +30,32 @@ main()
 """
 
 
+COMPLETION = {"_TPUSWARM_COMPLETE": "complete_bash", "COMP_WORDS": "tpuswarm s", "COMP_CWORD": "1"}
+COMPLETED = "simulate\nstatus\nstop\nsample\nssh\nsync\nsetup\nssh-config"
+
+
 @pytest.mark.parametrize(
-    ("environment", "first", "imported"),
+    ("line", "environment", "printed", "unused"),
     [
-        pytest.param({}, "Usage: tpuswarm", [], id="help"),
-        pytest.param(
-            {"_TPUSWARM_COMPLETE": "complete_bash", "COMP_WORDS": "tpuswarm s", "COMP_CWORD": "1"},
-            "simulate\nstatus\nstop\nsample\nssh\nsync\nsetup\nssh-config",
-            ["pydantic"],  # by typer
-            id="completion",
-        ),
+        pytest.param("", {}, "Usage: tpuswarm", UNUSED_BY_HELP, id="help"),
+        pytest.param("", COMPLETION, COMPLETED, UNUSED_BY_HELP - {"pydantic"}, id="completion"),  # typer imports it
+        ("status --help", {}, "", {"numpy"}),
+        ("up --help", {}, "", {"numpy"}),
+        ("up --dry-run", {}, "", UNUSED_BY_PREVIEWS),
+        ("catalog", {}, "", UNUSED_BY_PREVIEWS | {"numpy"}),
     ],
 )
-def test_list_of_commands_imports_none(tmp_path, environment, first, imported):
+def test_command_imports_nothing_that_it_does_not_use(tmp_path, line, environment, printed, unused):
+    shutil.copyfile(GOLDEN / "trc.toml", tmp_path / "swarm.toml")
     program = (
-        "import sys\nfrom tpuswarm.cli.app import run\nsys.argv = ['tpuswarm']\ntry: run()\n"
-        f"finally: print([name for name in {UNUSED_BY_HELP} if name in sys.modules])"
+        f"import sys\nfrom tpuswarm.cli import main\nsys.argv = ['tpuswarm', *{line.split()}]\n"
+        f"try: main()\nfinally: print([name for name in {sorted(unused)} if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, **environment}, capture_output=True,
         text=True, timeout=240,
     )  # fmt: skip
-    assert done.stdout.startswith(first) and done.stdout.endswith(f"\n{imported}\n"), done
-
-
-@pytest.mark.parametrize("command", ["status", "up"])
-def test_looking_at_a_fleet_loads_no_numpy(command):
-    program = (
-        f"import sys\nfrom tpuswarm.cli import main\nsys.argv = ['tpuswarm', '{command}', '--help']\n"
-        "try: main()\nfinally: print('numpy' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert done.stdout.endswith("\nFalse\n"), done
+    assert done.stdout.startswith(printed) and done.stdout.endswith("\n[]\n"), done
 
 
 @pytest.mark.parametrize("words", ["train gpt2-tiny --devices 99", "sample runs/a"])

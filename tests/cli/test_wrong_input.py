@@ -111,6 +111,9 @@ AT_ONCE = [
 ]  # fmt: skip
 
 ONCE_LOADED = [
+    ("doctor cloud --fix", "--fix is for machines only"),
+    ("doctor cloud --report", "--report is for machines only"),
+    ("doctor --report --fix", "--fix, --report and --run are different things"),
     (f"{HOSTS} --host 1", "also needs --hosts-at"),
     (f"{HOSTS} --host 0 --hosts-at 192.0.2.1:9", "host 0 cannot listen on 192.0.2.1:9"),
     (f"{HOSTS} --host 1 --hosts-at 127.0.0.1:9", "nothing answers at 127.0.0.1:1"),
@@ -175,9 +178,3 @@ def test_a_user_errs_before_anything_heavy_is_loaded(folder):
     lines = [line for line, _ in AT_ONCE]
     done = subprocess.run([sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(lines)], capture_output=True, text=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[line, []] for line in lines], done.stderr
-
-
-def test_a_recipes_own_error_is_shown_at_its_line(folder, typed):
-    _, _, err = typed("train", "my_recipe.py:wrong_shapes", "--steps", "4", "--batch", "8")
-    lines = Path("my_recipe.py").read_text().splitlines()
-    assert f"my_recipe.py:{1 + next(n for n, line in enumerate(lines) if 'ones((7, 7))' in line)})" in err

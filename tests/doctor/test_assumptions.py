@@ -3,7 +3,6 @@
 import datetime
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -185,12 +184,5 @@ def test_values_that_may_be_secret_stay_on_the_host(monkeypatch):
 def test_jax_that_does_not_start_is_reported_with_its_error(monkeypatch, tmp_path, program, error):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(survey, "PROGRAM", program)
-    monkeypatch.setattr(survey, "JAX_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(survey, "JAX_TIMEOUT_S", 0.5 if "sleep" in program else 60.0)
     assert survey.start_jax({"holders": [], "devices": ["/dev/accel0"]}, "1") == {"error": error}
-
-
-def test_report_is_for_machines_and_changes_nothing(typed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "--report is for machines only" in typed("doctor", "cloud", "--report")[2]
-    assert "--fix, --report and --run are different things" in typed("doctor", "--report", "--fix")[2]
-    assert not list(Path().iterdir())

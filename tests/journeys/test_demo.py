@@ -7,9 +7,9 @@ import pytest
 
 from tests import processes
 from tests.terminal import terminal
+from tpuswarm.cli.demo.demo_cloud import commit_epoch
 from tpuswarm.recipes.gpt2.recipe import GPT2
-
-pytestmark = pytest.mark.long
+from tpuswarm.train.run.directory import append_event
 
 
 def bigram_loss() -> float:
@@ -25,6 +25,7 @@ def bigram_loss() -> float:
     return -np.log(shares[held_out[:, :-1], held_out[:, 1:]]).mean()
 
 
+@pytest.mark.long
 def test_demo_trains_through_a_kill(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")  # without them it trains for minutes
     with terminal(["demo"], tmp_path, new=True) as opened:
@@ -42,3 +43,14 @@ def test_demo_trains_through_a_kill(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert rows[-1]["eval_loss"] < bigram_loss() < 4.0 < losses[0]
+
+
+def test_demo_of_a_cloud_counts_a_new_head_once_it_has_committed(tmp_path):
+    assert commit_epoch(tmp_path) == 0
+    for version in (1, 2):
+        append_event(tmp_path, "commit", version=version, epoch=1)
+    append_event(tmp_path, "started", message="commit by another head")
+    append_event(tmp_path, "coordinator", name="coordinator", message="leads", epoch=2)
+    assert commit_epoch(tmp_path) == 1
+    append_event(tmp_path, "commit", version=3, epoch=2)
+    assert commit_epoch(tmp_path) == 2

@@ -1,8 +1,5 @@
 """Sources of project and zone, and their precedence."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tpuswarm.cloud.google.settings import find_project, find_zone, gcloud_account
@@ -51,12 +48,3 @@ def test_damaged_gcloud_configuration_is_reported(gcloud):
     gcloud("default", "project = nowhere\n")
     with pytest.raises(InputError, match="gcloud's configuration default cannot be read"):
         find_project()
-
-
-def test_google_libraries_load_only_at_the_first_call():
-    google = "access answers buckets endpoints failures firewall instances nodes project provider quotas settings"
-    modules = [*(f"cloud.google.{name}" for name in google.split()), "fleet.apply.project_facts", "fleet.apply.init"]
-    script = f"import importlib, sys\nfor name in {modules}: importlib.import_module('tpuswarm.' + name)\n"
-    script += "print([name for name in sys.modules if name.split('.')[0] in ('google', 'grpc', 'requests', 'jax')])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -27,6 +27,7 @@ from tpuswarm.train.storage import bucket as client
 @pytest.fixture
 def fast(monkeypatch):
     monkeypatch.setattr(document, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr("os.fsync", lambda file: None)
 
 
 def event(text):

@@ -148,12 +148,9 @@ def test_zone_with_a_typo_or_wrong_brackets_are_corrected(tmp_path, old, new, me
     assert message in error(tmp_path, text)
 
 
-def test_file_of_an_editor_that_writes_a_byte_order_mark_is_read(tmp_path):
+def test_byte_order_mark_of_an_editor_hides_neither_a_mistake_nor_that_the_cloud_is_local(tmp_path, monkeypatch):
     assert warnings(tmp_path, "\ufeff" + WHOLE) == []
     assert "line 1" in error(tmp_path, "\ufeffnam = 1\n" + WHOLE)
-
-
-def test_file_of_a_rehearsal_with_a_byte_order_mark_never_leads_to_real_buckets(tmp_path, monkeypatch):
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     monkeypatch.setattr(connection, "_local_cloud", None)
     local = SimpleNamespace(endpoints=SimpleNamespace(http="http://127.0.0.1:9"), credentials=None)

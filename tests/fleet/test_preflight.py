@@ -176,14 +176,16 @@ def test_permitted_deviation_passes(text, facts):
     assert all(check.ok for check in run(text, **facts))
 
 
-def test_machines_without_external_addresses_need_private_google_access():
+def test_machines_without_external_addresses_need_private_google_access_and_no_quota_of_addresses():
     text = TEXT.replace("count = 4\nnetwork", "count = 4\nexternal_ips = false\nnetwork")
-    found = failed(text)
+    quotas = {"us-central1": {"IN_USE_ADDRESSES": RegionQuota(1, 0)}}
+    found = failed(text, region_quotas=quotas)
     assert "reach neither buckets nor the TPU service" in found.sentence
     assert found.mend.endswith(
         f"update {NETWORK} --region=us-central1 --project=my-project --enable-private-ip-google-access"
     )
-    assert all(check.ok for check in run(text, subnetworks={NET: Subnetwork("10.128.0.0/20", True)}))
+    subnetworks = {NET: Subnetwork("10.128.0.0/20", True)}
+    assert all(check.ok for check in run(text, region_quotas=quotas, subnetworks=subnetworks))
 
 
 @pytest.mark.parametrize(("zones", "fits"), [(f'["{ZONE}", "europe-west4-a"]', True), (f'["{ZONE}"]', False)])
@@ -202,13 +204,6 @@ def test_addresses_of_the_fleet_itself_count_as_free():
     assert failed(region_quotas=quotas).id == "region"
     machine = Machine("v", ZONE, "tpu", "v2-8", "ready", "READY", workers=(Worker("10.0.0.2", "192.0.2.1"),) * 5)
     assert all(check.ok for check in run(region_quotas=quotas, own=(machine,)))
-
-
-def test_machines_without_external_addresses_take_none():
-    text = TEXT.replace("count = 4\nnetwork", "count = 4\nexternal_ips = false\nnetwork")
-    quotas = {"us-central1": {"IN_USE_ADDRESSES": RegionQuota(1, 0)}}
-    subnetworks = {NET: Subnetwork("10.128.0.0/20", True)}
-    assert all(check.ok for check in run(text, region_quotas=quotas, subnetworks=subnetworks))
 
 
 @pytest.mark.parametrize("fact", ["apis", "billing", "quotas", "account", "lacks"])

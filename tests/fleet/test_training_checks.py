@@ -20,8 +20,10 @@ from tpuswarm.swarm.core.summary import Tokens
 from tpuswarm.swarm.views.status import FINISHED, SwarmStatus, write_status
 
 NOW = 10_000.0
-TINY = GPT2(size="tiny")
-BEGUN = b"""
+TINY, URL = GPT2(size="tiny"), "gs://b/runs/all"
+CONFIG, BEGUN = (
+    "files/config.toml",
+    b"""
 [recipe]
 name = "gpt2"
 target = "tpuswarm.recipes.gpt2:GPT2"
@@ -31,7 +33,27 @@ options = {}
 steps = 98
 batch = 16
 seed = 3
-"""
+""",
+)
+
+
+@pytest.fixture
+def objects(monkeypatch) -> dict[str, bytes]:
+    """What every bucket holds, by name; at first nothing."""
+    held: dict[str, bytes] = {}
+
+    class Bucket:
+        exists, read, read_if_there = held.__contains__, held.__getitem__, held.get
+
+        def __init__(self, url: str):
+            pass
+
+        def create(self, name: str, data: bytes) -> None:
+            held[name] = data
+
+    for module in (train_fleet, batches):
+        monkeypatch.setattr(module, "Bucket", Bucket)
+    return held
 
 
 def test_auto_batch_is_the_largest_per_pool_that_divides_the_others(capsys):
@@ -43,28 +65,18 @@ def test_auto_batch_is_the_largest_per_pool_that_divides_the_others(capsys):
         choose_batches({"a": 100, "b": 200}, {"a": 8, "b": 256})
 
 
-def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
-    objects: dict[str, bytes] = {}
+def test_auto_batch_is_computed_once_per_run(read, objects, tmp_path, monkeypatch):
     computed: list[object] = []
-
-    class Bucket:
-        def __init__(self, url: str):
-            self.exists, self.read, self.read_if_there = objects.__contains__, objects.__getitem__, objects.get
-
-        def create(self, name: str, data: bytes) -> bool:
-            return objects.setdefault(name, data) is data
-
-    monkeypatch.setattr(batches, "Bucket", Bucket)
     monkeypatch.setattr(batches, "_choose", lambda file, train: computed.append(file) or {"small": 416, "slice": 832})
     read('batch = "auto"')
     path = tmp_path / "swarm.toml"
 
     def read_lines() -> list[str]:
-        return list(job_lines(batches.resolve_batches(read_swarm(path), "gs://b/runs/all", TINY)).values())
+        return list(job_lines(batches.resolve_batches(read_swarm(path), URL, TINY)).values())
 
     first = read_lines()
     assert "--batch 832 " in first[0] and first[1].endswith("--batch 416") and first[2].endswith("--batch 832")
-    objects["files/config.toml"] = b""
+    objects[CONFIG] = b""
     assert read_lines() == first and len(computed) == 1
     path.write_text(path.read_text().replace('name = "small"', 'name = "other"'))
     with pytest.raises(InputError, match="began with batches for the pools small, slice, and the file has other, sl"):
@@ -73,11 +85,10 @@ def test_auto_batch_is_computed_once_per_run(read, tmp_path, monkeypatch):
     assert not any("--batch" in line for line in read_lines()), "a run that began with a number keeps it"
 
 
-def test_training_again_does_not_restart_the_head_of_a_run_with_the_default_batch(read, tmp_path, monkeypatch):
-    monkeypatch.setattr(batches, "read_file", lambda *_: None)
-    first = job_lines(batches.resolve_batches(read(), "gs://b/runs/all", TINY))
-    monkeypatch.setattr(batches, "read_file", lambda *_: BEGUN)
-    assert job_lines(batches.resolve_batches(read(), "gs://b/runs/all", TINY)) == first
+def test_training_again_does_not_restart_the_head_of_a_run_with_the_default_batch(read, objects):
+    first = job_lines(batches.resolve_batches(read(), URL, TINY))
+    objects[CONFIG] = BEGUN
+    assert job_lines(batches.resolve_batches(read(), URL, TINY)) == first
 
 
 @pytest.mark.parametrize(
@@ -89,18 +100,16 @@ def test_training_again_does_not_restart_the_head_of_a_run_with_the_default_batc
         ("batch = {small = 8, slice = 16}\nseed = 3", None),
     ],
 )
-def test_other_rows_for_a_run_that_has_begun_are_refused(read, monkeypatch, line, message):
-    monkeypatch.setattr(batches, "read_file", lambda *_: BEGUN)
+def test_other_rows_for_a_run_that_has_begun_are_refused(read, objects, line, message):
+    objects[CONFIG] = BEGUN
     with pytest.raises(InputError, match=message) if message else nullcontext():
-        batches.resolve_batches(read(line), "gs://b/runs/all", TINY)
+        batches.resolve_batches(read(line), URL, TINY)
 
 
-def test_damaged_configuration_in_the_bucket_is_named(read, monkeypatch):
-    monkeypatch.setattr(batches, "read_file", lambda *_: BEGUN.replace(b"16", b"many"))
-    with pytest.raises(
-        InputError, match=r"^gs://b/runs/all/config.toml .*; restore a copy of it, or name another `run`"
-    ):
-        batches.resolve_batches(read(), "gs://b/runs/all", TINY)
+def test_damaged_configuration_in_the_bucket_is_named(read, objects):
+    objects[CONFIG] = BEGUN.replace(b"16", b"many")
+    with pytest.raises(InputError, match=rf"^{URL}/config.toml .*; restore a copy of it, or name another `run`"):
+        batches.resolve_batches(read(), URL, TINY)
 
 
 @pytest.mark.parametrize(
@@ -114,27 +123,17 @@ def test_damaged_configuration_in_the_bucket_is_named(read, monkeypatch):
         ("open", {}, False),
     ],
 )
-def test_finished_run_needs_no_machines_unless_it_becomes_longer(tmp_path, monkeypatch, phase, length, is_finished):
+def test_finished_run_needs_no_machines_unless_it_becomes_longer(tmp_path, objects, phase, length, is_finished):
     tokens = Tokens(100_352, 100_352, 0, 0, 0)
     write_status(tmp_path, SwarmStatus(
         NOW, NOW, 12, 1, phase, 100_352, tokens, 1.0, 0.0, 0, None, 2.5, 2.6, 12, (), (), "", {}
     ))  # fmt: skip
-    objects = {
-        "files/status.json": (tmp_path / "status.json").read_bytes(),
-        "files/config.toml": BEGUN,
-    }
-
-    class Bucket:
-        def __init__(self, url: str):
-            self.read_if_there = objects.get
-
-    for module in (train_fleet, batches):
-        monkeypatch.setattr(module, "Bucket", Bucket)
+    objects |= {"files/status.json": (tmp_path / "status.json").read_bytes(), CONFIG: BEGUN}
     train = Train(recipe="gpt2-tiny", **length)
-    found = train_fleet.describe_finished("gs://b/runs/all", train)
-    assert found.startswith("gs://b/runs/all has finished: 100,352 of 100,352 tokens") == is_finished
+    found = train_fleet.describe_finished(URL, train)
+    assert found.startswith(f"{URL} has finished: 100,352 of 100,352 tokens") == is_finished
     objects.clear()
-    assert not train_fleet.describe_finished("gs://b/runs/all", train), "it has not begun"
+    assert not train_fleet.describe_finished(URL, train), "it has not begun"
 
 
 def test_each_pool_has_its_own_batch(read, tmp_path):
@@ -182,6 +181,7 @@ def test_default_batch_suits_the_devices_of_all_pools_and_other_batches_are_refu
     ("result", "message"),
     [((True, ""), ""), ((False, "20 GiB"), "does not fit on a v2-8 with a batch of 16 rows: 20 GiB")],
 )
+@pytest.mark.usefixtures("objects")
 def test_step_is_compiled_for_each_type_before_anything_is_rented(read, monkeypatch, result, message):
     requests: list[CompileRequest] = []
 
@@ -195,10 +195,9 @@ def test_step_is_compiled_for_each_type_before_anything_is_rented(read, monkeypa
 
     monkeypatch.setattr(batches, "CompilePool", Compilers)
     monkeypatch.setattr(batches, "no_compiler", str)
-    monkeypatch.setattr(batches, "read_file", lambda *_: None)
     file = read(provider='provider = "google"\nproject = "my-project-123"', before='[setup]\npip = ["tpuswarm"]')
     with pytest.raises(InputError, match=message) if message else nullcontext():
-        batches.resolve_batches(file, "gs://b/runs/all", TINY)
+        batches.resolve_batches(file, URL, TINY)
     assert [(request.target.name, request.options.batch) for request in requests] == [("v2-8", 16), ("v5p-16", 16)]
 
 

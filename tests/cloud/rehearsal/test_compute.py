@@ -44,7 +44,7 @@ def vm(compute_v1, name, **fields):
 
 
 def test_vm_has_a_disk_labels_tags_and_another_external_address_after_a_restart(compute, compute_v1):
-    """Its life through the product's own calls: tests/cloud/google/test_compute.py."""
+    """Its life through the product's own calls: tests/cloud/google/test_provider.py."""
     vms = compute("Instances")
     head = vm(compute_v1, "head", labels={"a": "b"})
     assert error_codes(compute, vms.insert_unary(**HERE, instance_resource=head)) == []

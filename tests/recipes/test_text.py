@@ -112,21 +112,9 @@ def test_utf_16_is_named_with_the_command_that_converts_it(tmp_path, encoding):
         list(open_text(str(file)).pieces())
 
 
-def test_url_is_read(play):
-    with serve_folder(play.parent) as url:
-        tokens = prepare_tokens(f"{url}/play.txt", "bytes")
-    assert bytes(tokens.array.astype(np.uint8)).decode() == PLAY
-
-
 def test_default_text_is_pythons_own_source():
     text = open_text(None)
     assert any(file.endswith("/ast.py") for file in text.files) and sum(text.sizes) > 10**6
-
-
-def test_changed_data_is_read_again(play):
-    first = prepare_tokens(str(play), "bytes")
-    play.write_text(PLAY.upper())
-    assert prepare_tokens(str(play), "bytes").digest != first.digest
 
 
 def test_file_replaced_with_its_size_and_time_is_read_again(play, tmp_path):

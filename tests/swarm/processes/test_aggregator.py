@@ -196,7 +196,7 @@ def test_damaged_version_is_computed_again(tmp_path, kind):
 
 
 def test_request_for_a_removed_version_does_not_end_the_aggregator(tmp_path):
-    """Newer commits have replaced it. ProcessEnded a slow link a member once ended one aggregator after the other."""
+    """Newer commits have replaced it. Over a slow link, a member once ended one aggregator after the other."""
     run = grow_run(tmp_path, "average-plain-ema", commits=6)
     newest = run.records[-1]
     old = next(record for record in run.records[1:] if record.state != newest.state)

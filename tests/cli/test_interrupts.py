@@ -95,10 +95,13 @@ def test_signal_is_raised_until_it_arrives_and_leaves_time_to_tidy_up(number, bo
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, out, last)
 
 
-def test_last_words_say_what_became_of_the_run():
-    program = PROGRAM.format(body="stop.set_exit_message('step 3 is safe'); raise KeyboardInterrupt", before="")
+@pytest.mark.parametrize(
+    ("line", "last"), [("set_exit_message('step 3 is safe')", "step 3 is safe\n"), ("end_quietly()", "")]
+)
+def test_last_words_say_what_became_of_the_run_or_nothing(line, last):
+    program = PROGRAM.format(body=f"stop.{line}; raise KeyboardInterrupt", before="")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (130, "step 3 is safe\n")
+    assert (done.returncode, done.stderr) == (130, last)
 
 
 FORKS_A_WORKER = """

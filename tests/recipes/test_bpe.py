@@ -198,5 +198,8 @@ def test_impossible_or_missing_tokenizer_is_reported(tmp_path):
     with pytest.raises(InputError, match=r"unknown tokenizer 'gtp2'; did you mean gpt2.*hf:ORG/NAME"):
         GPT2(tokenizer="gtp2")
     shutil.copy(MODEL / "config.json", tmp_path)
-    with pytest.raises(InputError, match=r"hf:.* has no BPE; use --tokenizer hf:"):
+    with pytest.raises(InputError, match=r"hf:.* has no tokenizer.json, and no vocab.json .*; use --tokenizer hf:"):
+        GPT2(tokenizer=f"hf:{tmp_path}").options()
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}}}')
+    with pytest.raises(InputError, match=r"hf:.* has characters as its tokens; use --tokenizer hf:"):
         GPT2(tokenizer=f"hf:{tmp_path}").options()

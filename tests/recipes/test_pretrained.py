@@ -217,6 +217,7 @@ def test_vocabulary_smaller_than_the_tokenizers_is_refused(copy, text_file):
     [
         ("gtp2", "neither a run nor a published model .* did you mean gpt2"),
         ("hf:no/such/folder/here", "there is no folder no/such/folder/here, and .* is not the ORG/NAME"),
+        ("hf:./here", "there is no folder here, and './here' is not the ORG/NAME"),
         ("hf:", "cannot be read|has no config.json|not the ORG/NAME"),
     ],
 )

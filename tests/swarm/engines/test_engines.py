@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -237,6 +238,13 @@ def test_ray_listens_to_other_machines_only_if_some_may_join_and_its_death_is_no
     assert len(addresses.split()) >= 4
     assert all(address.endswith("127.0.0.1") for address in addresses.split()) == (who == "alone")
     assert death.startswith("a process of Ray died (pid ") and "start the same command again" in death
+
+
+def test_jax_does_not_warn_of_the_processes_that_ray_starts(monkeypatch, recwarn):
+    jax.devices()  # its threads run, as after reading the parameters of an earlier run
+    monkeypatch.setattr(engine.ray, "init", lambda **_: subprocess.run(["true"], preexec_fn=lambda: None, check=True))
+    engine.open_ray("127.0.0.1:1", 0, None, False)
+    assert not recwarn.list
 
 
 def test_slow_start_is_repeated_once_in_a_clean_session(open_ray):

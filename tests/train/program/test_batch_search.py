@@ -50,7 +50,13 @@ def test_linear_memory_takes_three_compilations():
     assert fits == [16, 112] and refusals == [120]
     assert [next_size(size) for size in (1, 7, 8, 15, 16, 100, 128)] == [2, 8, 9, 16, 18, 104, 144], "round numbers"
     (found, refused), _, _ = search(lambda size: 10)
-    assert found <= MAX_ROWS and refused is None, "without a limit"
+    assert found == MAX_ROWS and refused is None, "without a limit"
+
+
+def test_search_ends_at_its_limit():
+    measured = []
+    assert find_largest(lambda size: measured.append(size) or 10, 1, 10, MEMORY, limit=64) == (64, None)
+    assert measured == [2, 64]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.fleet.store.document import Document
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
 from tpuswarm.swarm.views import status
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.storage.copy import download_run
 from tpuswarm.watch.state import Machines, State
@@ -55,6 +56,7 @@ def list_(
     def draw() -> Any:
         return _draw_fleet(*read(), console.width, console)
 
+    end_quietly()
     with LiveRegion(draw(), console=console, auto_refresh=False) as screen:
         while True:
             time.sleep(POLL_INTERVAL_S)

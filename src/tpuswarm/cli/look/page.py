@@ -12,6 +12,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines, read_swarm
 from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import RUNS
@@ -43,6 +44,7 @@ def page(
     found = _find_subject(subject)
     socket = open_listener(port)
     token = page_token()
+    end_quietly()
 
     async def run() -> None:
         live = LivePage(found)

@@ -24,6 +24,7 @@ from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import find_run, list_runs
@@ -79,6 +80,7 @@ async def _serve(runs: list[str], port: int, routes: Routes | None, folder: Path
         ended, last_line = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_read_last_line(process))
         await _wait_until_listening(ended, last_line, port)
         echo(f"http://127.0.0.1:{port} shows {', '.join(sources)}; Ctrl-C ends it")
+        end_quietly()
         failing: set[str] = set()
         while not ended.done():
             for name, source in sources.items():

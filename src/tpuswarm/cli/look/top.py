@@ -17,6 +17,7 @@ from tpuswarm.fleet.hosts.routes import ReachableHosts, open_routes
 from tpuswarm.fleet.store.fleets import find_fleet
 from tpuswarm.remote.connect import Connections
 from tpuswarm.swarm.views.status import MemberStatus, read_run
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.storage.copy import download_run
 from tpuswarm.watch.follow import SAMPLE_INTERVAL_S, Follower
 from tpuswarm.watch.top import Row, draw_hosts, make_host_rows
@@ -41,6 +42,7 @@ def top(
     routes = open_routes(find_fleet(fleet)[0])
     watched = WatchedHosts(lambda: routes.find(where))
     console = make_console()
+    end_quietly()
     asyncio.run(_watch(watched, routes.key, once or as_json or not console.is_terminal, as_json, console))
 
 

@@ -22,6 +22,7 @@ from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.host import Host, openssh_command
 from tpuswarm.remote.paths import command_line, in_environment
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import clear_temporary_line, echo
 
 CONNECTION_LOST = 255
@@ -86,6 +87,7 @@ def forward(
 ) -> None:
     """Forward a port of a machine to this computer until Ctrl-C, from loopback to loopback. Reconnects by itself."""
     local, remote = forwarding.parse_ports(port)
+    end_quietly()
     routes = open_routes(find_fleet(fleet)[0])
 
     async def find() -> Host:

@@ -23,6 +23,7 @@ from tpuswarm.fleet.hosts.targets import find_targets
 from tpuswarm.fleet.store.fleets import Fleet, find_fleet, known_fleets
 from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.train.process.computer import computer_id, is_process_alive
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.run.directory import holder_pid, read_config
@@ -53,6 +54,8 @@ def logs(
     fleet: FleetOption = None,
 ) -> None:
     """Show what happened in a run, and the output of its processes; or the output of a job on its machines."""
+    if follow:
+        end_quietly()
     job, machine = _find_job(run, fleet), None
     if job is None:
         machine = _find_machine(run, fleet)

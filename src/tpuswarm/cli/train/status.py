@@ -14,6 +14,7 @@ from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.status import RunView, read_run
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.listing import (
@@ -47,6 +48,7 @@ def status(
     console = make_console()
     training = find_fleet_training(run) if run is None or "://" in run else None
     if watch:
+        end_quietly()
         if training:
             training.watch(console)
         else:

@@ -25,6 +25,8 @@ from tpuswarm.train.user_code import build_recipe, users_line
 
 Report = Callable[[str], None]
 
+MAX_GROWTH = 64
+"""A larger micro-batch than so many times the usual one is not looked for: small models have room for thousands."""
 EVALUATION_BATCHES = 3
 """An evaluation holds three batches on the devices: two that wait and the next (train/loop/evaluate.py)."""
 TOKEN_BYTES = 2
@@ -62,7 +64,7 @@ def check_fit(compile_request: CompileRequest, report: Report) -> CompileResult:
         return CompileResult(None, problem=f"the compiler has no topology {target.topology_name}: {_first_line(error)}")
     sizes = BatchSearch(recipe, request, topology.devices, target.memory_bytes, report)
     try:
-        sized, above = (sizes.compile_requested(), None) if options.batch else sizes.find_largest()
+        sized, above = (sizes.compile_requested(), None) if options.batch else sizes.find_largest(MAX_GROWTH)
         return _describe(recipe, sizes, target, sized, above)
     except DoesNotFit as error:
         last = error.last

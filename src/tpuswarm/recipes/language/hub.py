@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from tpuswarm.config.nearest import did_you_mean
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 
 PREFIX = "hf:"
 RELEASED = {
@@ -33,7 +33,7 @@ RELEASED = {
 CONNECT_TIMEOUT_S, RECHECK_INTERVAL_S = 4.0, 10.0
 _failures: dict[str, tuple[float, str]] = {}
 """Time and reason of the last failure to connect, by endpoint."""
-REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ def open_published(name: str) -> Published:
             return Published(name, folder.absolute())
         if not REPOSITORY.fullmatch(repository):
             raise InputError(f"there is no folder {folder}, and {repository!r} is not the ORG/NAME of a hub model")
-    config = _fetch(repository, "config.json", "main")
+    try:
+        config = _fetch(repository, "config.json", "main")
+    except TpuswarmError as error:
+        if name.startswith(PREFIX):  # a mistyped folder looks like the name of a model
+            raise type(error)(f"there is no folder {repository}, and {error}") from error
+        raise
     if config is None:
         raise InputError(f"{name} has no config.json, so it is not a model that can be read")
     return Published(name, None, repository, config.parent.name)

@@ -252,8 +252,11 @@ class LanguageModel(Recipe):
                     "one on the text, or --tokenizer bytes"
                 ) from error
             if not isinstance(published, Bpe):
+                found = (
+                    "characters as its tokens" if published else "no tokenizer.json, and no vocab.json with merges.txt"
+                )
                 raise InputError(
-                    f"{self._published} has no BPE; use --tokenizer hf:… of a model that has the same tokens"
+                    f"{self._published} has {found}; use --tokenizer hf:… of a model that has the same tokens"
                 )
             return published
         if self._tokenizer_digest is None or self.home is None or not (self.home / TOKENIZER_FILE).exists():

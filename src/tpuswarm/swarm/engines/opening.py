@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from tpuswarm.errors import InputError, RunFailed, first_line
 from tpuswarm.swarm.engines.ports import Ports
@@ -63,7 +64,9 @@ def open_ray(address: str | None, store_bytes: int, ports: Ports | None, dashboa
 
 
 def _start_ray(address: str, ports: Ports | None, options: dict[str, Any]) -> Any:
-    with _no_processes_left(), _signals_blocked(), _uninterrupted_connect(), _ray_parameters(ports):
+    with _no_processes_left(), _signals_blocked(), _uninterrupted_connect(), _ray_parameters(ports), catch_warnings():
+        # JAX warns of forks once its threads run; those of Ray start another program at once.
+        filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         context = ray.init(
             address=address, namespace=NAMESPACE, logging_level=logging.CRITICAL, log_to_driver=False,
             configure_logging=False, **options,

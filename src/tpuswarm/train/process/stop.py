@@ -94,8 +94,13 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def set_exit_message(text: str) -> None:
-    """Replace the "interrupted" that this process prints when Ctrl-C ends it."""
+    """Replace the "interrupted" that this process prints when Ctrl-C ends it; nothing if empty."""
     _State.exit_message = text
+
+
+def end_quietly() -> None:
+    """Say nothing when Ctrl-C ends this process, whose user was told to end it so."""
+    set_exit_message("")
 
 
 class InterruptHandler:
@@ -121,7 +126,7 @@ class InterruptHandler:
             _print(f"ended by {_State.raised.name}")
             _end_at_once(128 + _State.raised)
         if code is None:
-            _print(_State.exit_message or "interrupted")
+            _print("interrupted" if _State.exit_message is None else _State.exit_message)
         _install(lambda number, frame: _end_at_once(128 + number))
         sys.exit(128 + signal.SIGINT if code is None else code)
 
@@ -145,13 +150,13 @@ class InterruptHandler:
 
 
 def _end_interrupted() -> NoReturn:
-    _print(_State.exit_message or "interrupted")
+    _print("interrupted" if _State.exit_message is None else _State.exit_message)
     _end_at_once(128 + signal.SIGINT)
 
 
 def _print(text: str) -> None:
     """Print a line in place of an unfinished progress line."""
-    sys.stderr.write(f"{CLEAR_LINE * clears_lines(sys.stderr)}{text}\n")
+    sys.stderr.write(CLEAR_LINE * clears_lines(sys.stderr) + (text and f"{text}\n"))
 
 
 def _end_at_once(code: int) -> NoReturn:

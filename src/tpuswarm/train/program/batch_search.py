@@ -87,8 +87,10 @@ class BatchSearch:
         batch = self._request.batch
         return CompiledBatch(batch // len(self._devices) // compiled.choice.accumulate, batch, compiled)
 
-    def find_largest(self) -> tuple[CompiledBatch, int | None]:
+    def find_largest(self, max_growth: int | None = None) -> tuple[CompiledBatch, int | None]:
         """Return the largest micro-batch and the next size, which does not fit (None if untried).
+
+        max_growth: how many times the usual batch to try at most; a small model fits far more than it can use.
 
         It runs with the choice for the recipe's usual batch: a larger batch is not worth more recomputation or more
         micro-batches. Raises DoesNotFit, if not even one row per device fits, and CompilerRefused.
@@ -114,7 +116,8 @@ class BatchSearch:
             best = CompiledBatch(rows, batch, tried)
             return tried.memory.total
 
-        _, above = find_largest(measure, best.rows, usual.memory.total, self._memory)
+        limit = best.rows * max_growth if max_growth else MAX_ROWS
+        _, above = find_largest(measure, best.rows, usual.memory.total, self._memory, limit)
         return best, above
 
     def _compile_usual(self) -> CompiledBatch:
@@ -159,18 +162,19 @@ def next_size(rows: int) -> int:
 
 
 def find_largest(
-    measure: Callable[[int], int | None], start: int, start_used: int, memory: int
+    measure: Callable[[int], int | None], start: int, start_used: int, memory: int, limit: int = MAX_ROWS
 ) -> tuple[int, int | None]:
     """Return the largest size that fits, and the next one, which does not (None if untried).
 
     measure(size) compiles and returns the bytes used, None if they do not fit; `start` fits and uses `start_used`. A
     size that does not fit costs seconds, one that fits a minute, so the search comes from above. A line through the two
-    largest known sizes predicts the memory of the next one.
+    largest known sizes predicts the memory of the next one. A size above `limit` is not tried.
     """
     points = [(start, start_used)]
     too_large: int | None = None
     size = next_size(2 * start - 1)
-    while size <= MAX_ROWS:
+    while points[-1][0] < limit:
+        size = min(size, limit)
         used = measure(size)
         if used is None:
             too_large = size

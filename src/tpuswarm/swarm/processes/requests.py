@@ -5,13 +5,13 @@ A method decorated with `request` may be called by other processes. Its annotati
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic_core import CoreConfig, SchemaValidator, core_schema
 
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
 from tpuswarm.swarm.core.messages import Refused
@@ -25,10 +25,7 @@ MemberName = Annotated[str, StringConstraints(pattern=f"^{MEMBER_NAME.pattern}$"
 MAX_INTEGER = 2**63 - 1
 _DIGEST, _INCARNATION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z]{1,64}")
 _STRICT = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
-
-
-class Malformed(ValueError):
-    """A request with a value that no member sends."""
+_LIMITS = {"int": {"ge": 0, "le": MAX_INTEGER}, "float": {"ge": 0.0, "allow_inf_nan": False}}
 
 
 def request(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,10 +34,11 @@ def request(method: Callable[..., Any]) -> Callable[..., Any]:
     required = sum(parameter.default is parameter.empty for parameter in parameters)
 
     @cache
-    def adapter() -> TypeAdapter[tuple[Any, ...]]:
+    def validator() -> SchemaValidator:
         hints = get_type_hints(inspect.unwrap(method), include_extras=True)
         types: Any = tuple[*(hints[parameter.name] for parameter in parameters)]  # type: ignore[misc]
-        return TypeAdapter(types, config=_STRICT)
+        schema = TypeAdapter(types, config=_STRICT).core_schema
+        return SchemaValidator(_limited(schema), CoreConfig(strict=True, revalidate_instances="always"))
 
     @wraps(method)
     def checked(self: Any, *arguments: Any) -> Any:
@@ -48,15 +46,12 @@ def request(method: Callable[..., Any]) -> Callable[..., Any]:
             return Refused(f"{method.__name__} takes {len(parameters)} arguments, not {len(arguments)}")
         defaults = (parameter.default for parameter in parameters[len(arguments) :])
         try:
-            values = adapter().validate_python((*arguments, *defaults))
-            _check(values)
+            values = validator().validate_python((*arguments, *defaults))
         except ValidationError as error:
             first = error.errors()[0]
             name = parameters[int(first["loc"][0])].name
             where = ".".join([name, *(str(part) for part in first["loc"][1:])])
             return Refused(f"{method.__name__} is malformed: {where}: {first['msg']}")
-        except Malformed as error:
-            return Refused(f"{method.__name__} is malformed: {error}")
         return method(self, *values)
 
     vars(checked)["is_request"] = True
@@ -73,48 +68,36 @@ def call_request(server: Any, method: Any, arguments: Any) -> Any:
     return getattr(server, method)(*arguments)
 
 
-def _check(value: Any) -> None:
-    """Raise Malformed for a number or a name that no message has; types are checked before."""
-    if isinstance(value, str | bytes):
-        return
-    if isinstance(value, int):
-        if not 0 <= value <= MAX_INTEGER:
-            raise Malformed("a count is negative or above 2^63")
-    elif isinstance(value, float):
-        if not value >= 0:
-            raise Malformed(f"{value} is negative or not a number")
-        if value == float("inf"):
-            raise Malformed("a value is infinite")
-    elif isinstance(value, Mapping):
-        for part in (*value.keys(), *value.values()):
-            _check(part)
-    elif isinstance(value, tuple | list | frozenset):
-        for part in value:
-            if part.__class__ is not str:  # a state has hundreds of digests
-                _check(part)
-    elif is_dataclass(value):
-        _check_fields(value)
+def _limited(schema: Any) -> Any:
+    """Limit the numbers and names of pydantic's schema to what members send."""
+    if isinstance(schema, list):
+        return [_limited(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("cls") is MovingAverage:  # its half-life may be infinite
+        return schema
+    limited = {key: _limited(part) for key, part in schema.items()} | _LIMITS.get(str(schema.get("type")), {})
+    if check := _CHECKS.get(schema.get("cls")):
+        ref = limited.pop("ref", None)
+        return core_schema.no_info_after_validator_function(check, limited, ref=ref)
+    return limited
 
 
-def _check_fields(value: Any) -> None:
-    if isinstance(value, Incarnation) and not (
-        MEMBER_NAME.fullmatch(value.member) and _INCARNATION.fullmatch(value.name)
-    ):
-        raise Malformed(f"{value.member!r} with {value.name!r} cannot name an incarnation")
-    if isinstance(value, Header):
-        if not all(_DIGEST.fullmatch(digest) for digest in value.digests):
-            raise Malformed("a digest is not SHA-256 in hexadecimal")
-        if not (value.finite or value.norm == 0):
-            raise Malformed(f"the norm is {value.norm}, although the contribution is not finite")
-    for name in _field_names(value.__class__):
-        part = getattr(value, name)
-        if not (isinstance(value, MovingAverage) and part == float("inf")):
-            _check(part)
+def _check_incarnation(incarnation: Incarnation) -> Incarnation:
+    if not (MEMBER_NAME.fullmatch(incarnation.member) and _INCARNATION.fullmatch(incarnation.name)):
+        raise ValueError(f"{incarnation.member!r} with {incarnation.name!r} cannot name an incarnation")
+    return incarnation
 
 
-@cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _check_header(header: Header) -> Header:
+    if not all(map(_DIGEST.fullmatch, header.digests)):
+        raise ValueError("a digest is not SHA-256 in hexadecimal")
+    if not (header.finite or header.norm == 0):
+        raise ValueError(f"the norm is {header.norm}, although the contribution is not finite")
+    return header
+
+
+_CHECKS: dict[Any, Callable[[Any], Any]] = {Incarnation: _check_incarnation, Header: _check_header}
 
 
 def is_array(value: np.ndarray, dtype: str, dimensions: int) -> bool:

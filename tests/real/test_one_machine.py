@@ -134,6 +134,16 @@ def test_files_of_jobs_are_for_their_user_only(laptop):
     laptop.run("stop", "secret")
 
 
+def test_job_of_another_user_with_the_same_name_goes_on(laptop):
+    lines(laptop, "sudo useradd --create-home --groups google-sudoers bob; sudo cp .tpuswarm/supervise-*.py /tmp")
+    lines(laptop, """echo '{"line": "sleep 1126"}' | sudo -iu bob python3 /tmp/supervise-*.py start same 1""")
+    laptop.run("exec", MACHINE, "--detach", "--name", "same", "--", "sleep 1127")
+    until(lambda: laptop.machines_with("sleep 1126") and laptop.machines_with("sleep 1127"))
+    laptop.run("stop", "same")
+    assert laptop.machines_with("sleep 1126") and not laptop.machines_with("sleep 1127")
+    lines(laptop, "sudo -iu bob python3 /tmp/supervise-*.py end same 1")
+
+
 def test_files_arrive_where_shells_print_as_they_start(laptop):
     lines(laptop, "sed -i '1a echo Welcome' ~/.bashrc ~/.profile; echo 'echo Welcome' >>~/.zshenv")
     (laptop.project / "train.py").write_text("print('learned')\n")

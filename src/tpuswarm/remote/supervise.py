@@ -159,11 +159,16 @@ def start(name: str, run: int, spec: "dict[str, Any]", restart: bool = False) ->
     return read_state(folder)
 
 
+def has_systemd() -> bool:
+    """Whether jobs are systemd units. A rehearsed machine must not touch the units of the computer that it runs on."""
+    return "TPUSWARM_ROOT" not in os.environ and Path("/run/systemd/system").exists()
+
+
 def enter_scope(name: str, run: int) -> None:
     """Move this process from its login session into a systemd unit: logind may end a session's processes at logout."""
-    if "TPUSWARM_ROOT" in os.environ or not Path("/run/systemd/system").exists():
+    if not has_systemd():
         return
-    unit = f"tpuswarm-{name}-{run}.scope"
+    unit = f"tpuswarm-{os.getuid()}-{name}-{run}.scope"  # several users may have a job of that name
     manager = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"]
     pids = ["PIDs", "au", "1", str(os.getpid())]
     # without it, systemd 253 and later stop the whole scope after an out-of-memory kill
@@ -331,14 +336,15 @@ def find_processes(name: str) -> "list[int]":
     sudo drops the mark, and a machine without systemd has no units.
     """
     mark = f"{JOB_VARIABLE}={JOBS / name}".encode()
-    unit = re.compile(rf"/tpuswarm-{re.escape(name)}-[0-9]+\.scope$".encode(), re.MULTILINE)
+    unit = re.compile(rf"/tpuswarm-{os.getuid()}-{re.escape(name)}-[0-9]+\.scope$".encode(), re.MULTILINE)
+    has_units = has_systemd()
     parents, found = {}, {os.getpid()}
     for process in Path("/proc").glob("[1-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or its environment is another user's
             state, parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 parents[int(process.name)] = int(parent)
-                in_unit = unit.search((process / "cgroup").read_bytes())
+                in_unit = has_units and unit.search((process / "cgroup").read_bytes())
                 if in_unit or mark in (process / "environ").read_bytes().split(b"\0"):
                     found.add(int(process.name))
     while more := {pid for pid, parent in parents.items() if parent in found} - found:

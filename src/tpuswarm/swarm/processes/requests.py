@@ -25,7 +25,7 @@ MemberName = Annotated[str, StringConstraints(pattern=f"^{MEMBER_NAME.pattern}$"
 MAX_INTEGER = 2**63 - 1
 _DIGEST, _INCARNATION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z]{1,64}")
 _STRICT = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
-_LIMITS = {"int": {"ge": 0, "le": MAX_INTEGER}, "float": {"ge": 0.0, "allow_inf_nan": False}}
+_LIMITS: dict[str, dict[str, Any]] = {"int": {"ge": 0, "le": MAX_INTEGER}, "float": {"ge": 0.0, "allow_inf_nan": False}}
 
 
 def request(method: Callable[..., Any]) -> Callable[..., Any]:

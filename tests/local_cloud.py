@@ -13,17 +13,6 @@ from tpuswarm.fleet.spec.providers import open_access
 
 
 @contextmanager
-def use_local_cloud(folder: Path, monkeypatch: pytest.MonkeyPatch, speed: float) -> Iterator[CloudFolder]:
-    """Start a local cloud and make it the one that commands use."""
-    with local_cloud(folder / "cloud", speed) as place:
-        monkeypatch.setenv("TPUSWARM_REHEARSAL", str(place.path))
-        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-        monkeypatch.setenv("HOME", str(folder))
-        monkeypatch.chdir(folder)
-        yield place
-
-
-@contextmanager
 def local_cloud(folder: Path, speed: float = 300.0) -> Iterator[CloudFolder]:
     """Start a local cloud whose clock goes `speed` times as fast as ours; `send_command` plants faults."""
     place = CloudFolder(folder)

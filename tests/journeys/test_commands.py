@@ -136,18 +136,20 @@ def test_internal_error_is_one_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("package", "line", "extra"),
+    ("package", "line", "installed"),
     [
-        ("grpc", "rehearsal start", "gcloud"),
-        ("wandb", "train my_recipe.py:line --steps 2 --wandb project", "wandb"),
-        ("tensorboard", "tensorboard", "tensorboard"),
+        ("grpc", "rehearsal start", "tpuswarm[gcloud]"),
+        ("wandb", "train my_recipe.py:line --steps 2 --wandb project", "tpuswarm[wandb]"),
+        ("tensorboard", "tensorboard", "tpuswarm[tensorboard]"),
+        ("ray.dashboard.optional_deps", f"{LINE} --members 2 --dashboard", "ray[default]"),
     ],
 )
-def test_command_without_its_extra_says_what_to_install(call, monkeypatch, tmp_path, package, line, extra):
+def test_command_without_its_extra_says_what_to_install(call, monkeypatch, tmp_path, package, line, installed):
     monkeypatch.setenv("TPUSWARM_REHEARSAL", str(tmp_path / "cloud"))
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     code, _, err = call(line)
-    assert code in (1, 2) and f"pip install 'tpuswarm[{extra}]'" in err, err
+    assert code in (1, 2) and f"pip install '{installed}'" in err, err
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(

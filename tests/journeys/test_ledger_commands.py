@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 from pathlib import Path
@@ -134,9 +133,6 @@ def test_ledger_is_recomputed_where_payloads_are_left_and_damage_exits_1(call, c
     assert code == 0 and "reading the records" in err and "recomputing fragment 3 of 3" in err
     assert f"commits 0 to {COMMITS}: hash chain intact" in out and out.splitlines()[-1] == "a is sound"
     changed = [r.version for r in chain.records if any(d.fate == "applied" for d in r.decisions)]
-    ranges = re.search(r"bit-identical: (.*)", out)[1].split(", ")
-    ends = [[int(number) for number in shown.split(" to ")] for shown in ranges]
-    assert [version for item in ends for version in range(item[0], item[-1] + 1)] == changed
     found = json.loads(call("ledger verify runs/a --json")[1])
     assert found["sound"] and found["newest"] == COMMITS and found["recomputed"] == changed
     assert found["applied"] == chain.records[-1].tokens and found["problems"] == []
@@ -214,19 +210,6 @@ def test_status_of_a_running_swarm(call, chain, plain):
     Path("runs/a/status.json").write_text("{")
     code, out, err = call("status")  # the others are still listed
     assert code == 0 and "runs/plain" in out and "left out: runs/a/status.json" in err
-
-
-def test_watching_ends_with_the_run(call, chain):
-    status(chain)
-    held, ended = Run(Path("runs/a")), threading.Event()
-
-    def end():
-        ended.set()
-        held.close()
-
-    threading.Timer(0.3, end).start()
-    code, out, _ = call("status runs/a --watch")
-    assert code == 0 and "m0" in out and ended.is_set()
 
 
 def test_logs_merge_all_processes_or_show_one(call, chain):

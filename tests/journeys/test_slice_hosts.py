@@ -1,6 +1,8 @@
-"""A member of two hosts, started by commands: it loses either host, comes back, and leaves."""
+"""A member of two hosts, started by commands: it loses either host, comes back, and leaves.
 
-import json
+What it computes and evaluates: swarm/member/test_leader.py.
+"""
+
 import os
 import re
 import signal
@@ -49,27 +51,6 @@ class Host:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-
-def test_swarm_of_one_slice_measures_its_held_out_loss(tmp_path, text_file):
-    arguments = ["gpt2-tiny", "--data", str(text_file), *SMALL, "--cycle", "4", "--steps", "24", "--eval-every", "8"]
-    swarm = Swarm(tmp_path / "run", [*arguments, "--members", "0"])
-    started = []
-    try:
-        swarm.start()
-        swarm.wait(lambda: swarm.status().get("address"))
-        at = f"127.0.0.1:{free_port()}"
-        line = ["join", swarm.status()["address"], "--token-file", str(swarm.run / "token"), "--hosts", "2"]
-        started += [Host(tmp_path, [*line, "--hosts-at", at], index) for index in range(2)]
-        assert swarm.process.wait(PATIENCE) == 0
-        rows = [json.loads(line) for line in (swarm.run / "metrics.jsonl").read_text().splitlines()]
-        evaluations = [row for row in rows if "eval_loss" in row]
-        assert len(evaluations) >= 2 and evaluations[-1]["tokens"] == swarm.status()["horizon"]
-        assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
-    finally:
-        for host in started:
-            host.kill()
-        swarm.end()
 
 
 def test_member_of_two_hosts_dies_with_either_and_comes_back(swarm, tmp_path):

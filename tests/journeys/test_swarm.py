@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -171,28 +170,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-@pytest.mark.long
-def test_others_commit_while_one_process_hangs(swarm):
-    """A process stopped by SIGSTOP is replaced; the supervisor continues where it was."""
-    swarm.start()
-    swarm.wait(lambda: version(swarm) >= 2 and member(swarm, "m1")["state"] == "alive")
-    for name in ("aggregator-0", "coordinator", "m1", "supervisor"):
-        pid = (swarm.pids() | {"supervisor": swarm.process.pid})[name]
-        before = len(list((swarm.run / "commits").iterdir()))
-        os.kill(pid, signal.SIGSTOP)
-        swarm.wait(lambda: len(list((swarm.run / "commits").iterdir())) > before + 3)  # noqa: B023
-        if name == "supervisor":
-            os.kill(pid, signal.SIGCONT)
-        else:
-            swarm.wait(lambda: swarm.pids().get(name, pid) != pid)  # noqa: B023
-    swarm.wait(lambda: swarm.events("commit")[-1]["version"] == version(swarm))
-    times = [record.time for record in Ledger(Store(swarm.run)).records(range(2, version(swarm)))]
-    assert max(after - before for before, after in pairwise(times)) < 60
-    notes = [event["message"] for event in swarm.events("note")]
-    silent = [sum(note.startswith(f"{name} has not") for note in notes) for name in ("m0", "m1", "coordinator")]
-    assert silent == [0, 1, 1]
 
 
 @pytest.mark.long

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.swarm.chains import Run as Chain
-from tpuswarm.cli import main
 from tpuswarm.swarm.storage.founding import FOUNDING
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
@@ -59,21 +57,13 @@ class Supervisor:
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def call(typed, monkeypatch, tmp_path):
     """Run `tpuswarm train` in this process, in an empty directory; (code, out, err)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "Cluster", Cluster)
     monkeypatch.setattr(start, "Supervisor", Supervisor)
     monkeypatch.setattr(start, "MAX_SAMPLED_BYTES", 0)  # its commits fit no recipe
-
-    def run(options: str):
-        monkeypatch.setattr(sys, "argv", ["tpuswarm", *TRAIN.split(), *options.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
+    return lambda options: typed(*TRAIN.split(), *options.split())
 
 
 def events():

@@ -229,19 +229,17 @@ def train_two_members(typed, folder, monkeypatch, optimizer, more="    return ma
     ("optimizer", "reason"),
     [
         ("optax.adam(optax.cosine_decay_schedule(1e-2, 24))", "has a schedule of its own"),
-        (
-            "optax.chain(optax.clip(1.0), optax.sgd(optax.linear_schedule(1e-2, 0.0, 24)))",
-            "give schedule= to supervised",
-        ),
         ("optax.inject_hyperparams(optax.adamw)(optax.exponential_decay(1e-2, 5, 0.5))", "has a schedule of its own"),
         ("optax.chain(optax.sgd(0.1), optax.add_decayed_weights(optax.linear_schedule(0.1, 0.0, 24)))", "own steps"),
-        ("optax.contrib.prodigy(optax.cosine_decay_schedule(1.0, 24))", "has a schedule of its own"),
         ("optax.contrib.schedule_free_sgd(0.1, warmup_steps=None)", "keeps parameters of its own"),
         ("optax.lookahead(optax.sgd(0.1), 5, 0.5)", "keeps parameters of its own"),
         ("optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))", "--members 1 or another optimizer"),
     ],
 )
 def test_optimizer_for_one_member_alone_is_refused(typed, tmp_path, monkeypatch, optimizer, reason):
-    """Each member would run through its schedule by its own steps, and keep or average its own parameters."""
+    """Each member would run through its schedule by its own steps, and keep or average its own parameters.
+
+    Every optimizer of optax with a schedule: train/test_optimization.py.
+    """
     err = train_two_members(typed, tmp_path, monkeypatch, optimizer)
     assert "error: the optimizer of mine " in err and reason in err

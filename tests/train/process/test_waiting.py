@@ -68,6 +68,22 @@ def test_waits_appear_on_a_terminal_under_the_view_and_disappear(tmp_path):
     assert "the end" in shown and "short" not in shown and shown.count("the view") == 1
 
 
+def test_view_returns_below_the_lines_of_a_shell_after_ctrl_z(tmp_path):
+    with terminal([sys.executable, "-c", READS % "time.sleep(600)"], tmp_path) as opened:
+        opened.wait("a wait … ")
+        assert not opened._screen.cursor.hidden, "a shell would have no cursor"
+        modes = termios.tcgetattr(opened._end)
+        opened.process.send_signal(signal.SIGSTOP)
+        modes[3] |= termios.ECHO
+        termios.tcsetattr(opened._end, termios.TCSANOW, modes)  # as the shell does
+        opened.send(b"\x16\rin the shell\r\r")  # an echo, in the place of its output
+        opened.wait("in the shell")
+        opened.process.send_signal(signal.SIGCONT)
+        opened.wait(lambda it: not termios.tcgetattr(it._end)[3] & termios.ECHO and it.screen.count("the view") == 2)
+        before, after = opened.screen.split("in the shell")
+        assert "the view" in before and "the view" in after and "a wait … " in after
+
+
 @pytest.mark.parametrize(
     ("then", "code"),
     [("sys.stdin.readline(); sys.stdin.readline()", 0), ("time.sleep(600)", 130), ("sys.stdin.readline(); 1 / 0", 1)],

@@ -1,4 +1,8 @@
-"""Draw a region of the terminal again and again, without showing typed keys, which would end up in the picture."""
+"""Draw a region of the terminal again and again, without showing typed keys, which would end up in the picture.
+
+Ctrl-Z stops the process at once, and its shell shows typed keys again. The cursor is never hidden, so the shell has it
+too. When the process continues, it hides typed keys and draws below the shell's lines.
+"""
 
 import atexit
 import os
@@ -23,6 +27,13 @@ class LiveRegion(Live):
             _hide_input()
             LiveRegion.drawn.add(self)
         super().start(refresh)
+        self.console.show_cursor(True)
+
+    def refresh(self) -> None:
+        if _is_shown_again():
+            for region in [*LiveRegion.drawn]:
+                region._live_render._shape = None  # its lines are no longer the last ones
+        super().refresh()
 
     def stop(self) -> None:
         was_started = self.is_started
@@ -83,6 +94,18 @@ def _restore() -> None:
 def _end_drawings() -> None:
     for region in [*LiveRegion.drawn]:
         region.stop()
+
+
+def _is_shown_again() -> bool:
+    """Return whether a shell has shown typed keys again, since Ctrl-Z; hide them."""
+    with suppress(OSError, termios.error):
+        terminal = _Echo.terminal
+        if terminal is None or not _is_in_foreground(terminal):
+            return False
+        if termios.tcgetattr(terminal)[LOCAL_MODES] & termios.ECHO:
+            _set_echo(terminal, False)
+            return True
+    return False
 
 
 stop.run_before_exit.append(_restore)

@@ -116,8 +116,8 @@ def test_texts_and_pictures_of_hooks_are_kept_and_stop_ends_the_run(tmp_path):
     assert (ended.step, ended.message) == (3, "ended at step 3: enough")
     events = list(read_rows(tmp_path / "run" / EVENTS))
     assert [(row["step"], row["text"]) for row in events if row["event"] == "sample"] == [(2, "a sample")]
-    notes = [row["message"] for row in events if row["event"] == "note" and "which is ignored" in row["message"]]
-    assert len(notes) == len(ignored) and "a hook returned a list, which is ignored: return a text" in notes[-1]
+    unused = [note for note in notes(tmp_path / "run") if "which is ignored" in note]
+    assert len(unused) == len(ignored) and "a hook returned a list, which is ignored: return a text" in unused[-1]
     assert "a sample" in (tmp_path / "run" / "report.html").read_text()
     [file] = (tmp_path / "run" / "pictures").iterdir()
     assert file.name == "00000003-1.png"
@@ -230,18 +230,16 @@ def test_unusable_result_of_a_hook_is_refused(returned, says):
         Hooks([Every(2, lambda step: returned)]).call(0, {"step": 2}, None)
 
 
-@pytest.mark.parametrize(
-    ("hooks", "says"),
-    [
-        ([("evaluation", "loss")], "called eval_loss, which is a column of rows already: rename it"),
-        ([("evaluation", "rows")], "called eval_rows, which is a column of rows already"),
-        ([(2, "score"), (1, "score")], "a number called score, which is another hook's: rename it"),
-    ],
-)
-def test_names_of_numbers_are_checked(tmp_path, hooks, says):
-    hooks = [Every(every, lambda step, name=name: {name: 1}) for every, name in hooks]
+def test_names_of_numbers_are_checked(tmp_path):
+    named = [("evaluation", "loss"), ("evaluation", "rows"), (2, "score"), (1, "score")]
+    hooks = [Every(every, lambda step, name=name: {name: 1}) for every, name in named]
     fit(tmp_path / "run", eval_every=2, hooks=hooks)
-    assert [note for note in notes(tmp_path / "run") if says in note and "training continues" in note]
+    for says in (
+        "called eval_loss, which is a column of rows already: rename it",
+        "called eval_rows, which is a column of rows already",
+        "a number called score, which is another hook's: rename it",
+    ):
+        assert [note for note in notes(tmp_path / "run") if says in note and "training continues" in note]
 
 
 def test_unknown_number_is_refused_as_the_best(tmp_path):
@@ -340,9 +338,8 @@ def test_figure_of_matplotlib_is_a_picture():
 def test_another_figure_for_the_best_checkpoint_is_noted(tmp_path):
     for steps, goal in ((4, "eval_loss"), (6, "eval_loss"), (8, "eval_worst")):
         fit(tmp_path / "run", NEVER_BETTER, steps=steps, eval_every=2, keep_best=goal)
-    notes = [row["message"] for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "note"]
     changed = "the best checkpoint was kept by eval_loss; from here on it is by eval_worst"
-    assert sum(changed in note for note in notes) == 1
+    assert sum(changed in note for note in notes(tmp_path / "run")) == 1
     assert json.loads((tmp_path / "run" / BEST).read_text()).keys() == {"step", "eval_worst"}
 
 

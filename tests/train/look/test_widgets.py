@@ -77,6 +77,14 @@ def test_text_is_wrapped_before_a_column_is_dropped():
     assert drawn(make_table(columns, rows, 20), 20)[0].split() == ["run", "why"]
 
 
+def test_table_that_fits_in_no_other_way_folds_all_text():
+    columns = [Column("job"), Column("machine"), Column("state"), Column("why", wraps=20)]
+    rows = [("members-v6e-8", "v6e-use1d-0", "running", "run 1 on v6e-use1d-0")]
+    lines = drawn(make_table(columns, rows, 44), 44)
+    assert lines[0].split() == ["job", "machine", "state", "why"] and all(len(line) <= 44 for line in lines)
+    assert "".join(line[:11].strip() for line in lines[1:]) == "members-v6e-8"
+
+
 def test_markup_in_a_table_is_text():
     assert "[red]x[/red]" in drawn(make_table([Column("run")], [("[red]x[/red]",)], 80))[1]
 

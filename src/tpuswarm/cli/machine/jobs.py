@@ -61,8 +61,8 @@ def jobs(target: Target = None, fleet_name: FleetOption = None, as_json: Json = 
         echo("no jobs; start one: `tpuswarm exec WHERE --detach -- CMD`")
         return
     columns = [
-        Column("job"), Column("machine"), Column("state"), Column("run", right=True, rank=3),
-        Column("failed", right=True, rank=1), Column("lost", right=True, rank=2), Column("age"),
+        Column("job"), Column("machine"), Column("state"), Column("run", right=True, rank=4),
+        Column("failed", right=True, rank=2), Column("lost", right=True, rank=3), Column("age", rank=1),
         Column("why", wraps=20),
     ]  # fmt: skip
     rows = []

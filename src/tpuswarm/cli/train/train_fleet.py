@@ -32,6 +32,7 @@ from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
 from tpuswarm.remote.setup.table import Setup
 from tpuswarm.swarm.views.logs import RUN, Logs
 from tpuswarm.swarm.views.status import FILE, FINISHED, parse_status
+from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.storage.bucket import Bucket
@@ -104,7 +105,7 @@ def train_on_fleet(
             print_next(copy_folder(url), recipe)
             return
         except KeyboardInterrupt:
-            pass
+            end_quietly()  # the next lines say what goes on
     echo(f"the training continues. Follow it: `tpuswarm status {url}`, `tpuswarm logs -f {url}`, or this command again")
     echo(f"end it and delete all machines: {_down_command(path)}")
 

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rich.cells import cell_len
@@ -144,6 +144,9 @@ def draw_bar(done: int, total: int, unit: str, width: int) -> RenderableType:
     return line
 
 
+FOLDED_WIDTH = 8
+
+
 @dataclass(frozen=True)
 class Column:
     name: str
@@ -160,7 +163,7 @@ class Column:
 def make_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, colors: Sequence[str] | None = None
 ) -> Table:
-    """Fit a table without cutting text: wrap text, then drop columns, then fold the first column.
+    """Fit a table without cutting text: wrap text, then drop columns, then fold all text.
 
     Leaves out empty columns. colors: of each row's `state` instead of STATE_COLORS.
     """
@@ -174,6 +177,9 @@ def make_table(
         if not columns[last].rank:
             break
         shown.remove(last)
+    if fitted is None:
+        folding = [column if column.right else replace(column, wraps=FOLDED_WIDTH) for column in columns]
+        fitted = _fit_widths(folding, widths, shown, width)
     table = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0))
     for number in shown:
         justify: JustifyMethod = "right" if columns[number].right else "left"

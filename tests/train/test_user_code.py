@@ -60,6 +60,11 @@ def test_recipe_that_cannot_be_made_is_refused(build, name, options, words):
         build(name=name, options=options)
 
 
+def test_recipe_in_the_place_of_its_function_is_answered_with_the_way_out(build):
+    with pytest.raises(InputError, match=r"made is a Supervised, not .* a recipe: write `def made\(\): return …`"):
+        build(f"{GOOD}\nmade = toy()\n", name="made")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

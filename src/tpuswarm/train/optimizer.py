@@ -179,10 +179,9 @@ def describe_rate(
     first, last, highest = found[0], found[-1], max(found)
     if highest == min(found):
         return f"{first:g}"
-    end = f"{last:g} at the end"
     if highest in (first, last):
-        return f"{first:g}, {end}"
-    return f"{first:g}, {highest:g} after {found.index(highest) / RATE_SAMPLES:.0%} of the run, {end}"
+        return f"{first:g} to {last:g} over the run"
+    return f"{first:g} to {highest:g} after {found.index(highest) / RATE_SAMPLES:.0%} of the run, then to {last:g}"
 
 
 def _scales(transformation: Any) -> list[Any] | None:

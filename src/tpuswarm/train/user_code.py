@@ -189,7 +189,8 @@ def find_maker(target: str) -> Any:
         makers = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError(f"{place} has no {name}; {did_you_mean(name, makers)}")
     if not callable(maker):
-        raise InputError(f"{target} is a {type(maker).__name__}, not a class or function that makes a recipe")
+        way_out = f": write `def {name}(): return …`" if isinstance(maker, Recipe) else ""
+        raise InputError(f"{target} is a {type(maker).__name__}, not a class or function that makes a recipe{way_out}")
     return maker
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from tpuswarm.train.process.time_limit import CallHung, time_limit
 from tpuswarm.train.user_code import describe_failure
 
-TIMEOUT_S, RECOVERY_TIMEOUT_S, URGENT_TIMEOUT_S = 60.0, 10.0, 2.0
+TIMEOUT_S, URGENT_TIMEOUT_S = 60.0, 2.0
+RECOVERY_TIMEOUT_S = 10.0
+"""At least, even if the machine may be taken away soon."""
 
 Report = Callable[[str], None]
 
@@ -58,7 +60,7 @@ class GuardedLogger:
     def _fail(self, failure: str, error: BaseException) -> None:
         if self._recover and self.logger is not None:
             with suppress(Exception, SystemExit):
-                with time_limit(RECOVERY_TIMEOUT_S):
+                with time_limit(max(self._timeout_s, RECOVERY_TIMEOUT_S)):
                     sentence = self._recover(self.logger, error)
                 if not self._has_recovered:
                     self._report(sentence)

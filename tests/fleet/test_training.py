@@ -243,6 +243,9 @@ def test_overview_fits_a_terminal_and_drops_healthy_members_first(overview, heig
     assert all(len(line) <= 80 for line in found) and (height is None or len(found) <= height), found
     assert ("41,000" in text) == (height is None)
     assert all(words in text for words in ("no more capacity", "2.0 hours left", "3.00 GiB carried")), text
+    soon = replace(look, status=replace(status, left=90.0))
+    text = " ".join(draw(State("gs://b/runs/all", soon, Machines(document, listing, events), NOW), 80, height))
+    assert "; 1 min left, $" in text
     killed = State("gs://b/runs/all", replace(look, state="killed"), Machines(document, listing, events), NOW)
     assert "its head is gone: a keeper starts another one" in " ".join(draw(killed, 80, height))
 

@@ -192,7 +192,9 @@ def costs_line(document: Document, listing: Listing, now: float, left: float | N
     limit = f" of {format_dollars(budget)}" if budget is not None else ""
     ahead = ""
     if left is not None:
-        ahead = f"; {left / HOUR_S:,.1f} hours left, {format_dollars(rate.dollars * left / HOUR_S)} at this pace"
+        hours = left / HOUR_S
+        time_left = f"{hours:,.1f} hours" if hours >= 1 else format_age(left)
+        ahead = f"; {time_left} left, {format_dollars(rate.dollars * hours)} at this pace"
     carried_gib = f"{carried / GIB:,.2f} GiB carried between members and head"
     return f"{spent}{limit} so far, {rate.hour} an hour{ahead}; {carried_gib}"
 

@@ -45,7 +45,8 @@ def _training_lines(plan: InitPlan, zone: str, machine: list[str]) -> list[str]:
         "[train]", 'recipe = "gpt2-124m"', f'data = "gs://{plan.bucket}/text"', 'tokens = "10B"',
     ]  # fmt: skip
     intro = [
-        f"To train one model on all pools, take the # off the tables below, then: tpuswarm train {plan.file}",
+        "To train one model on all pools, take the # off the tables below, then:",
+        f"  tpuswarm train {plan.file}",
         f"The head is a VM that survives preemptions{price}.",
     ]
     return [*(f"# {line}" for line in intro), "#", *(f"# {line}".rstrip() for line in tables)]

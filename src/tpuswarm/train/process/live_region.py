@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
+from rich.console import ConsoleRenderable
 from rich.live import Live
 
 from tpuswarm.train.process import stop
@@ -29,11 +30,11 @@ class LiveRegion(Live):
         super().start(refresh)
         self.console.show_cursor(True)
 
-    def refresh(self) -> None:
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         if _is_shown_again():
             for region in [*LiveRegion.drawn]:
                 region._live_render._shape = None  # its lines are no longer the last ones
-        super().refresh()
+        return super().process_renderables(renderables)
 
     def stop(self) -> None:
         was_started = self.is_started

@@ -8,7 +8,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import websocket
 
@@ -20,12 +20,45 @@ if TYPE_CHECKING:
 PATIENCE_S = 240.0
 
 
-class Shown(NamedTuple):
-    text: str  # standard output, and the results, without the lines of JAX's CPU collectives, which come at any time
-    errors: str  # standard error
-    failed: str  # `NAME: VALUE` of its error, with the traceback
-    types: tuple[str, ...]  # MIME types of displayed objects
-    seconds: float
+class Shown:
+    """What a cell shows, without the lines of JAX's CPU collectives, which come at any time."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.streams = {"stdout": "", "stderr": ""}
+        self.error = ""
+        """`NAME: VALUE` of each error, with its traceback."""
+        self.types: list[str] = []
+        """MIME types of displayed objects."""
+        self.reply: dict[str, Any] = {}
+        self.is_idle = False
+        self._began = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        """Standard output, and the results."""
+        return re.sub(r"(?m)^\[Gloo\].*\n", "", self.streams["stdout"])
+
+    @property
+    def errors(self) -> str:
+        return re.sub(r"(?m)^\[Gloo\].*\n", "", self.streams["stderr"])
+
+    def add(self, message: dict[str, Any]) -> None:
+        kind, content = message["msg_type"], message["content"]
+        self.messages.append(message)
+        if kind == "stream":
+            self.streams[content["name"]] += content["text"]
+        elif kind in ("execute_result", "display_data"):
+            self.streams["stdout"] += content["data"].get("text/plain", "") + "\n"
+            self.types += content["data"]
+        elif kind == "error":
+            trace = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+            self.error += f"{content['ename']}: {content['evalue']}\n{trace}\n"
+        elif kind == "status":
+            self.is_idle = content["execution_state"] == "idle"
+        elif kind == "execute_reply":
+            self.reply = content
+        self.seconds = time.monotonic() - self._began
 
 
 class Server:
@@ -94,28 +127,16 @@ class Cells:
 
     def run(self, code: str, call_at: str = "", callback: Callable[[], object] = lambda: None) -> Shown:
         """Run a cell to its end, and call `callback` once it has printed `call_at`."""
-        began, left = time.monotonic(), {"execute_reply", "idle"}
-        text, errors, failed, types = "", "", "", []
-        id = self._send("execute_request", {"code": code, "silent": False, "allow_stdin": False})
-        for message in self._answers(id):
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream" and content["name"] == "stdout":
-                text += content["text"]
-            elif kind == "stream":
-                errors += content["text"]
-            elif kind in ("execute_result", "display_data"):
-                text += content["data"].get("text/plain", "") + "\n"
-                types += content["data"]
-            elif kind == "error":
-                trace = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
-                failed = f"{content['ename']}: {content['evalue']}\n{trace}"
-            left -= {kind, content.get("execution_state")}
-            if call_at and call_at in text:
+        shown = Shown()
+        for message in self._answers(
+            self._send("execute_request", {"code": code, "silent": False, "allow_stdin": False})
+        ):
+            shown.add(message)
+            if call_at and call_at in shown.text:
                 call_at = ""
                 callback()
-            if not left:
-                text = re.sub(r"(?m)^\[Gloo\].*\n", "", text)
-                return Shown(text, errors, failed, tuple(types), time.monotonic() - began)
+            if shown.reply and shown.is_idle:
+                return shown
         raise AssertionError
 
     def interrupt(self) -> None:

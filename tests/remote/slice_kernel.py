@@ -2,21 +2,19 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 from tests.cloud.rehearsal.conftest import until
+from tests.remote.cells import Shown
 from tpuswarm.remote.notebook import begin
 
 PATIENCE_S = 120.0
@@ -109,13 +107,11 @@ class Kernel:
     def start(self, code: str, **options: Any) -> str:
         return self.client.execute(code, **options)
 
-    def run(
-        self, code: str, at: str = "", callback: Callable[[], Any] = lambda: None, **options: Any
-    ) -> SimpleNamespace:
+    def run(self, code: str, at: str = "", callback: Callable[[], Any] = lambda: None, **options: Any) -> Shown:
         """Run a cell to its end; call back once it has printed `at`."""
         return self.finish(self.start(code, **options), at, callback)
 
-    def finish_message(self, id: str) -> SimpleNamespace:
+    def finish_message(self, id: str) -> Shown:
         """Collect the output of a message that has no reply."""
         return self.finish(id, has_reply=False)
 
@@ -124,38 +120,21 @@ class Kernel:
 
     def finish(
         self, id: str, at: str = "", callback: Callable[[], Any] = lambda: None, has_reply: bool = True
-    ) -> SimpleNamespace:
+    ) -> Shown:
         """Collect a cell's output until its reply and its end."""
-        found = SimpleNamespace(text="", errors="", error="", results=[], reply=None, seconds=0.0, messages=[])
-        began, idle = time.monotonic(), False
-        while not idle:
+        shown = Shown()
+        while not shown.is_idle:
             message = self.client.get_iopub_msg(timeout=PATIENCE_S)
-            if message["parent_header"].get("msg_id") != id:
-                continue
-            kind, content = message["msg_type"], message["content"]
-            found.messages.append(message)
-            if kind == "stream":
-                text = re.sub(r"(?m)^\[Gloo\].*\n", "", content["text"])
-                found.text, found.errors = (
-                    (found.text + text, found.errors)
-                    if content["name"] == "stdout"
-                    else (found.text, found.errors + text)
-                )
-            elif kind in ("execute_result", "display_data"):
-                found.text += content["data"]["text/plain"] + "\n"
-            elif kind == "error":
-                trace = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
-                found.error += f"{content['ename']}: {content['evalue']}\n{trace}\n"
-            idle = kind == "status" and content["execution_state"] == "idle"
-            if at and at in found.text:
-                at = ""
-                callback()
-        while has_reply and found.reply is None:
+            if message["parent_header"].get("msg_id") == id:
+                shown.add(message)
+                if at and at in shown.text:
+                    at = ""
+                    callback()
+        while has_reply and not shown.reply:
             reply = self.client.get_shell_msg(timeout=PATIENCE_S)
             if reply["parent_header"].get("msg_id") == id:
-                found.reply = reply["content"]
-        found.seconds = time.monotonic() - began
-        return found
+                shown.add(reply)
+        return shown
 
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()

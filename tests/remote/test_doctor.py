@@ -17,21 +17,12 @@ from tpuswarm.fleet.hosts.routes import ReachableHosts
 pytestmark = pytest.mark.slow
 
 HOST = f"{ONE}/0"
-FINDINGS = {
-    "lock": ("lock", "/tmp/libtpu_lockfile belongs to you with mode 400: .* cannot open it, and no process has it"),
-    "holder": ("held", r"process \d+ of .* holds /dev/accel0, started .* ago: python3 train.py"),
-    "missing-device": ("devices", "a host of a v2-8 has 4 chips, but this one shows 3: "),
-    "tpu-logs": ("tpu-logs", "/tmp/tpu_logs belongs to .* with mode 555: .* cannot write there"),
-    "preload": ("preload", "/etc/environment preloads /usr/lib/.*libtcmalloc.so.4, which does not exist"),
-    "apt": ("apt", r".* \(process \d+, started .* ago\) has apt's lock$"),
-    "worker-id": ("worker", "the cloud calls it worker 0, but TPU_WORKER_ID says '7'"),
-    "read-only": ("bucket", "its access scopes allow writing to no bucket: .*devstorage.read_only"),
-    "maintenance": ("notice", "its metadata announces maintenance: MIGRATE"),
-    "upcoming-maintenance": ("notice", r"its metadata announces scheduled maintenance from 20\d\d-.*Z to 20\d\d-.*Z$"),
-    "symptom": ("symptom", r"the cloud reports LOW_MEMORY on worker 0 at 20\d\d-"),
-    "unhealthy": ("health", "the cloud calls it unhealthy: The TPU's runtime does not answer."),
-}
-"""Fault → the check that finds it, and its sentence."""
+CHECKS = {
+    "lock": "lock", "holder": "held", "missing-device": "devices", "tpu-logs": "tpu-logs", "preload": "preload",
+    "apt": "apt", "worker-id": "worker", "read-only": "bucket", "maintenance": "notice",
+    "upcoming-maintenance": "notice", "symptom": "symptom", "unhealthy": "health",
+}  # fmt: skip
+"""Fault → the check that finds it. Their sentences: doctor/test_checks.py."""
 TOGETHER = [
     ["lock", "missing-device", "tpu-logs", "preload", "apt", "worker-id", "maintenance", "symptom"],
     ["holder", "read-only", "unhealthy", "upcoming-maintenance"],
@@ -50,19 +41,16 @@ def test_planted_faults_are_found_and_fixed_and_gone_when_repaired(fleet, faults
     planted = {fault for faults in TOGETHER for fault in faults}
     assert planted | NOT_FOUND == MACHINE_FAULTS.keys() | NODE_FAULTS.keys()
     with fleet.broken(ONE, *faults):
-        wanted = {FINDINGS[fault][0]: FINDINGS[fault][1] for fault in faults}
+        where = {CHECKS[fault]: ONE if fault in NODE_FAULTS else HOST for fault in faults}
         found = until(lambda: len(found := findings(fleet)) == len(faults) and found, 120)
-        where = {FINDINGS[fault][0]: ONE if fault in NODE_FAULTS else HOST for fault in faults}
         assert {finding["check"]: finding["host"] for finding in found} == where
-        for finding in found:
-            assert re.match(wanted[finding["check"]], finding["what"]), finding["what"]
         out, _ = fleet.run("doctor", "all", code=1)
-        assert all(f"{where[check]}  {check}: " in out for check in wanted) and out.count("    why: ") == len(faults)
+        assert all(f"{where[check]}  {check}: " in out for check in where) and out.count("    why: ") == len(faults)
         assert out.endswith(f"5 hosts: {len(faults)} wrong\n")
         if fixes := {finding["check"]: finding["fix"] for finding in found if finding["fix"]}:
             out, err = fleet.run("doctor", "v2", "--fix", code=1)
             assert all(fix in out and f"{HOST}: {check} is fixed" in err for check, fix in fixes.items())
-            assert {finding["check"] for finding in findings(fleet)} == wanted.keys() - fixes.keys()
+            assert {finding["check"] for finding in findings(fleet)} == where.keys() - fixes.keys()
         if "holder" in faults:
             assert f"{HOST}: held is fixed" in fleet.run("doctor", "v2", "--fix", "--kill", "--yes", code=1)[1]
     assert fleet.run("doctor", "all")[0] == "5 hosts: nothing is wrong\n"
@@ -77,7 +65,6 @@ def test_cloud_is_checked_for_costs_and_as_before_the_first_machine(fleet):
     with fleet.broken(project, "no-billing"):
         (finding,) = findings(fleet, "cloud")
         assert finding["check"] == "billing" and "billing projects link" in finding["mend"]
-    assert "--fix is for machines only" in fleet.run("doctor", "cloud", "--fix", code=2)[1]
 
 
 def test_machine_at_work_is_healthy_and_one_that_does_nothing_is_idle(fleet, monkeypatch):

@@ -51,8 +51,12 @@ def test_wrong_words(fleet):
     assert "missing argument" in fleet.run("exec", "v2", code=2)[1]
 
 
+WITH_SUDO = "sudo sleep {0} & sudo sh -c 'sleep {0}; true' & setsid -f sleep {0}"
+"""Starts children; sudo drops the mark of the command, and its own environment cannot be read."""
+
+
 def test_hung_command_is_ended_with_its_children_and_other_hosts_finish(fleet):
-    line = "case $TPUSWARM_REHEARSAL_MACHINE in v2*) (setsid -f sleep 4321); sleep 4321;; esac"
+    line = f"case $TPUSWARM_REHEARSAL_MACHINE in v2*) {WITH_SUDO.format(4321)}; sleep 4321;; esac"
     _, err = fleet.run("exec", "all", "--time-out", "6", "--", line, code=1)
     assert f"4/5 ok · {HOSTS[0]}: was not done within 6 s" in err
     fleet.wait_until_gone("sleep 4321")
@@ -61,7 +65,7 @@ def test_hung_command_is_ended_with_its_children_and_other_hosts_finish(fleet):
 @pytest.mark.parametrize("obeys", [True, False])
 def test_ctrl_c_ends_it_on_all_hosts_with_its_children_and_a_second_one_at_once(fleet, obeys):
     end = "trap 'echo bye; exit 3' INT" if obeys else "trap '' INT TERM"
-    line = f"{end}; setsid -f sleep 1234; echo up; while :; do sleep 0.05; done"
+    line = f"{end}; {WITH_SUDO.format(1234)}; echo up; while :; do sleep 0.05; done"
     with terminal(["exec", "all", "--", line], fleet.folder, env=fleet.environment) as shown:
         shown.wait(lambda screen: screen.text.count("│ up") == 5)
         shown.send(CTRL_C)
@@ -108,21 +112,6 @@ def test_command_that_is_to_end_before_it_begins_does_not_run_on(word):
     command = ["/bin/sh", "-c", script, "tpuswarm-exec", line, secrets.token_hex(8)]
     done = subprocess.run(command, input=word, capture_output=True, timeout=240)
     assert done.returncode in (-signal.SIGINT, -signal.SIGKILL)
-
-
-@pytest.mark.parametrize("how", ["interrupted", "too long"])
-def test_what_sudo_started_ends_too(fleet, how):
-    """sudo drops the mark of the command, and its own environment cannot be read."""
-    line = "sudo sleep 6543 & sudo sh -c 'sleep 6543; true'"
-    if how == "too long":
-        assert (
-            f"{HOSTS[0]}: was not done within 4 s" in fleet.run("exec", "v2", "--time-out", "4", "--", line, code=1)[1]
-        )
-    else:
-        process = fleet.start("exec", "v2", "--", line)
-        until(lambda: len(fleet.pids("sleep 6543")) >= 2)
-        fleet.interrupt(process)
-    fleet.wait_until_gone("sleep 6543")
 
 
 def test_nothing_is_left_of_a_command_whose_caller_was_killed(fleet):

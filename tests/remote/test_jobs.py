@@ -27,16 +27,6 @@ def machine(fleet) -> str:
     return fleet.ready_machine()
 
 
-def test_failure_on_one_worker_ends_the_job_on_all_and_is_not_retried(fleet):
-    line = "case $TPUSWARM_REHEARSAL_MACHINE in *-2-*) echo bad; exit 3;; *) sleep 777;; esac"
-    fleet.detach("slice", "bad", line)
-    (seat,) = fleet.carry_jobs(lambda jobs: jobs["bad"].assignments[0].phase == "failed")["bad"].assignments
-    assert seat.run == 1 and seat.failed == 1 and seat.why.endswith("/2: exit 3: bad")
-    assert "bad" in fleet.run("logs", "bad")[0]
-    assert "exit 3" in fleet.run("jobs")[0]
-    fleet.wait_until_gone("sleep 777")
-
-
 def test_silent_job_is_restarted_and_stop_ends_it_with_its_children(fleet, machine, tmp_path):
     line = f"echo up >>{tmp_path}/ups; echo up; setsid -f sleep 888; sleep 888"
     fleet.detach(f"{machine}/1", "still", line, "--alive-for", "1", prints="up")

@@ -1,13 +1,8 @@
-"""A notebook on one machine: who may in, what outlives the command and outages, and its page."""
+"""A notebook on one machine: who may in, what outlives the command, and its page."""
 
 import asyncio
-import os
 import shutil
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import ClassVar
 
 import pytest
 import websocket
@@ -18,7 +13,6 @@ from tests.remote.cells import Server, opened
 from tests.remote.conftest import ONE
 from tpuswarm.cli.look import notebook
 from tpuswarm.remote.connect import Connections
-from tpuswarm.remote.host import HostUnreachable
 from tpuswarm.remote.notebook.begin import COLAB
 
 pytestmark = pytest.mark.slow
@@ -70,97 +64,42 @@ def test_jupyter_is_offered_lets_in_only_its_user_and_outlives_the_command(fleet
     assert f"Jupyter on {ONE} is not running" in fleet.run("notebook", ONE, "--stop")[0]
 
 
-class Unplugged(Connections):
-    away: ClassVar = threading.Event()
-    opened: ClassVar[list] = []
+def test_notebook_comes_back_after_a_lost_connection(fleet, routes, monkeypatch):
+    with opened(fleet, ONE, "--yes"):
+        pass  # Jupyter is there
+    connections, printed, port = [], [], free_port()
 
-    async def to(self, host):
-        if self.away.is_set():
-            raise HostUnreachable(host, "cannot be reached: network is unreachable")
-        connection = await super().to(host)
-        self.opened.append((asyncio.get_running_loop(), connection))
-        return connection
+    class Noted(Connections):
+        async def to(self, host):
+            connections.append(connection := await super().to(host))
+            return connection
 
-    @classmethod
-    def on_all(cls, method: str, *values) -> None:
-        for loop, connection in cls.opened:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(getattr(connection, method), *values)
+    async def serve() -> None:
+        started = await notebook._start(routes, await asyncio.to_thread(notebook._find_machine, routes, ONE))
+        await notebook._forward(routes, ONE, port, started)
 
+    def times_shown() -> int:
+        return sum("Ctrl-C disconnects" in text for text in printed)
 
-@contextmanager
-def served(routes, port: int) -> Iterator[tuple[Server, Server, list[str]]]:
-    """Serve a notebook in a thread; yield the server, the same without the way there, and printed lines."""
-    printed: list[str] = []
-    direct: list[Server] = []
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-
-    def say(text: str, **about) -> None:
-        printed.append(text)
-        if "Ctrl-C disconnects" in text:
-            ready.set()
-
-    async def work() -> None:
-        first = await notebook._start(routes, await asyncio.to_thread(notebook._find_machine, routes, ONE))
-        direct.append(Server(first.url(first.port, path="lab")))
-        await notebook._forward(routes, ONE, port, first)
-
-    before, notebook.echo = notebook.echo, say
-    task = loop.create_task(work())
+    monkeypatch.setattr(notebook, "Connections", Noted)
+    monkeypatch.setattr(notebook, "echo", lambda text, **about: printed.append(text))
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve())
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
     thread.start()
     try:
-        while not ready.wait(0.1):
-            assert not task.done(), task.exception()
-        yield Server(printed[-1]), direct[0], printed
+        until(lambda: times_shown() == 1 or task.done())
+        cells = Server(printed[-1]).kernel()
+        cells.run("value = 41")
+        for connection in connections:
+            loop.call_soon_threadsafe(connection.abort)
+        until(lambda: times_shown() == 2 or task.done())
+        assert "was lost" in " ".join(printed) and "is still running" in printed[-1]
+        cells.connect(Server(printed[-1]))
+        assert cells.run("value + 1").text == "42\n", "the same kernel"
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join(60)
-        notebook.echo = before
-
-
-def test_cell_runs_on_through_outages_and_its_output_comes_back(fleet, routes, tmp_path, monkeypatch):
-    with opened(fleet, ONE, "--yes"):
-        pass  # Jupyter is there
-    monkeypatch.setattr("tpuswarm.cli.look.notebook.Connections", Unplugged)
-    counts = (
-        "import os, time\nfor n in range(20):\n    print('at', n, flush=True)\n"
-        f"    while n == 5 and not os.path.exists('{tmp_path}/go'): time.sleep(0.02)\n"
-        f"value = 41\nopen('{tmp_path}/done', 'w').close()"
-    )
-    with served(routes, free_port()) as (server, direct, printed):
-        cells = server.kernel()
-
-        def reconnect() -> bool:
-            with suppress(OSError, websocket.WebSocketException):
-                cells.connect(server)
-                return True
-            return False
-
-        def unplug() -> None:
-            Unplugged.away.set()
-            Unplugged.on_all("abort")
-            until(lambda: "was lost" in " ".join(printed))
-            # Jupyter keeps messages only for clients that it knows to be gone.
-            until(lambda: direct.request("GET", f"/api/kernels/{cells.id}")["connections"] == 0)
-            (tmp_path / "go").touch()
-            until((tmp_path / "done").exists)
-            Unplugged.away.clear()
-            until(reconnect)
-
-        shown = cells.run(counts, "at 5\n", unplug)
-        assert shown.text == "".join(f"at {n}\n" for n in range(20))
-        assert sum("is still running" in text for text in printed) >= 2, "at first, and after the lost connection"
-        cloud = fleet.place.read_address()["pid"]
-        lost = " ".join(printed).count("was lost")
-        os.kill(cloud, signal.SIGSTOP)  # no machine answers
-        try:
-            Unplugged.on_all("set_keepalive", 0.3, 3)
-            until(lambda: " ".join(printed).count("was lost") > lost)
-        finally:
-            os.kill(cloud, signal.SIGCONT)
-        until(reconnect)
-        assert cells.run("value + 1").text == "42\n", "the same kernel"
     fleet.run("notebook", ONE, "--stop")
 
 

@@ -50,7 +50,7 @@ def test_cells_run_on_all_workers(server):
 
     # A second kernel learns who has the slice, and gets it after the first one.
     other = server.kernel()
-    assert "another notebook's kernel has this slice: shut that one down" in other.run("1").failed
+    assert "another notebook's kernel has this slice: shut that one down" in other.run("1").error
     cells.shut_down()
     other.restart()
     assert other.run("1").text == "1\n"

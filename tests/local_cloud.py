@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import until as until  # for tests of clouds
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.rehearsal.connect import CloudFolder, connect, send_command, stop
 from tpuswarm.fleet.spec.providers import open_access

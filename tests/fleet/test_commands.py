@@ -139,16 +139,6 @@ def test_fleet_from_up_to_down(cli, golden):
     assert len(cli.ready) == 6 and cli.cloud.names("stopped") == ["gpt2-router"]
 
 
-def test_single_tpu_needs_no_file(cli, monkeypatch):
-    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "my-project")
-    (cli.folder / "swarm.toml").unlink()
-    cli.run("up --type v3-8 --zone europe-west4-a --name node-1 --yes")
-    assert cli.ready == ["node-1"]
-    assert "node-1: v3-8 (on-demand)" in cli.run("describe node-1")
-    cli.run("down node-1 --yes")
-    assert cli.cloud.existing == {}
-
-
 def test_single_tpu_has_the_project_network_runtime_and_metadata_of_its_options(cli):
     given = "--project other-project --network tpu --runtime tpu-vm-base --metadata startup-script=uptime"
     out = cli.run(f"up --dry-run --type v3-32 --zone europe-west4-a {given}")
@@ -156,11 +146,13 @@ def test_single_tpu_has_the_project_network_runtime_and_metadata_of_its_options(
     assert all(words in out for words in (*wanted, "--project=other-project")), out
 
 
-def test_command_reaches_the_one_of_two_fleets_that_it_names(cli, monkeypatch):
+def test_tpus_without_a_file_are_fleets_of_their_own_that_commands_name(cli, monkeypatch):
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "my-project")
     (cli.folder / "swarm.toml").unlink()
     for name in ("node-1", "node-2"):
         cli.run(f"up --type v3-8 --zone europe-west4-a --name {name} --yes")
+    assert cli.ready == ["node-1", "node-2"]
+    assert "node-1: v3-8 (on-demand)" in cli.run("describe node-1 --fleet node-1")
     job = Job("main", "all", "true", "always", (Assignment("node-1", phase="done", why="exit 0"),))
     store = Fleet("node-1", "google", "my-project", None).store(cli.cloud)
     store.change(lambda document: replace(document, jobs=(job,)))

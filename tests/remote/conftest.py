@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.local_cloud import local_cloud
 from tests.processes import Forked, finish
 from tests.remote.machines import Machines, start_machines
 from tests.terminal import PROGRAM
+from tests.waiting import until
 from tpuswarm.cli import main
 from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE, CloudFolder, send_command
 from tpuswarm.cloud.rehearsal.machines import processes
@@ -130,7 +130,7 @@ class Fleet:
     def detach(self, where: str, name: str, line: str, *options: str, prints: str = "") -> str:
         """Start a job, and wait until its log has `prints`; return the command's stderr."""
         err = self.run("exec", where, "--detach", "--name", name, *options, "--", line)[1]
-        until(lambda: not prints or prints in self.run("logs", name)[0], 240)
+        until(lambda: not prints or prints in self.run("logs", name)[0])
         return err
 
     @contextmanager

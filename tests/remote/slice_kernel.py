@@ -13,8 +13,8 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from tests.cloud.rehearsal.conftest import until
 from tests.remote.cells import Shown
+from tests.waiting import until
 from tpuswarm.remote.notebook import begin
 
 PATIENCE_S = 120.0

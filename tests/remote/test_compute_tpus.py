@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from tests.local_cloud import until
 from tests.remote.conftest import fleet_of, swarm_toml
 from tests.remote.test_doctor import SET_UP
 from tests.remote.test_keepers import start_keeper
+from tests.waiting import until
 from tpuswarm.cloud.google.instances import list_aggregated
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.rehearsal.connect import send_command

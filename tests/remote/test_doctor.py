@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import HOSTS, ONE
+from tests.waiting import until
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.cloud.rehearsal.machines.faults import MACHINE_FAULTS, NODE_FAULTS
 from tpuswarm.doctor import examine

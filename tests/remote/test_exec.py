@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.processes import finish
 from tests.remote.conftest import HOSTS, ONE, SLICE
 from tests.terminal import CTRL_C, PROGRAM, terminal
+from tests.waiting import until
 from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.remote import remote_process
 

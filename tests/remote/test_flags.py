@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import fleet_of, swarm_toml
+from tests.waiting import until
 from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.training import TOKEN_FILE
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
+from tests.waiting import until
 from tpuswarm.fleet.hosts.routes import Routes, open_routes
 from tpuswarm.fleet.keeper import job_runner
 from tpuswarm.fleet.store.fleets import find_fleet

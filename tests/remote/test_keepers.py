@@ -5,13 +5,12 @@ import re
 import signal
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until as wait_until
 from tests.remote.conftest import INTERVALS
+from tests.waiting import until
 from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.fleet.store.fleets import find_fleet
 
@@ -36,9 +35,6 @@ def leader() -> int:
     there = find_fleet(None)[0]
     lease = there.store(there.provider()).load().lease
     return lease.pid if lease else 0
-
-
-until = partial(wait_until, seconds=240)
 
 
 def starts(folder: Path) -> dict[str, int]:

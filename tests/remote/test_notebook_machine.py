@@ -7,10 +7,10 @@ import threading
 import pytest
 import websocket
 
-from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.cells import Server, opened
 from tests.remote.conftest import ONE
+from tests.waiting import until
 from tpuswarm.cli.look import notebook
 from tpuswarm.remote.connect import Connections
 from tpuswarm.remote.notebook.begin import COLAB

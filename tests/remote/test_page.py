@@ -9,9 +9,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.conftest import ONE, SLICE
+from tests.waiting import until
 from tests.watch.fake_run import FakeRun
 
 pytestmark = pytest.mark.slow

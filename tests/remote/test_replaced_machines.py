@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import HOSTS, ONE, SLICE
+from tests.waiting import until
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, TpuSpec, Worker
 from tpuswarm.cloud.rehearsal.connect import send_command
 from tpuswarm.errors import InputError

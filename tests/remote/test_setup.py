@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
+from tests.waiting import until
 from tpuswarm.errors import InputError
 from tpuswarm.remote.connect import run_shell
 from tpuswarm.remote.copy import upload

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import FILE, ONE, SLICE
 from tests.terminal import terminal
+from tests.waiting import until
 from tpuswarm.cli.machine.setup import SetupProgress
 from tpuswarm.fleet.hosts.setup import SavedSetup, find_setup_targets, prepare_machine
 from tpuswarm.fleet.keeper.head_keeper import SETUP_FILES
@@ -146,7 +146,7 @@ def test_job_starts_with_folder_and_set_up_and_names_a_lost_secret(fleet, file, 
     fleet.environment.pop("A_TOKEN")
     process = fleet.start("exec", "one", "--detach", "--name", "waits", "--", "true")
     try:
-        until(lambda: "A_TOKEN is not set" in fleet.run("jobs", "--json")[0], 240)
+        until(lambda: "A_TOKEN is not set" in fleet.run("jobs", "--json")[0])
     finally:
         process.terminate()
         process.communicate()

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nbconvert import ScriptExporter
 
-from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.slice_kernel import Slice
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import jupyterlab_widgets
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.remote.cells import Server
 from tests.remote.slice_kernel import SETUP, Slice
+from tests.waiting import until
 from tpuswarm.remote.notebook import begin
 
 pytestmark = pytest.mark.long

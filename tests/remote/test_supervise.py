@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
+from tests.waiting import until
 from tests.web import serve_web
 from tpuswarm.remote import supervise
 from tpuswarm.remote.sync import receive

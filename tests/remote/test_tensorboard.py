@@ -11,10 +11,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.hosts import free_port
 from tests.processes import finish
 from tests.remote.conftest import ONE
+from tests.waiting import until
 from tests.watch.fake_run import FakeRun
 from tpuswarm.cli.look.tensorboard import unique_name
 from tpuswarm.train.look.tensorboard_log import TensorBoardLog
@@ -150,15 +150,15 @@ def test_losses_of_a_machine_and_of_this_computer_are_shown_also_after_an_outage
     try:
         line = command.stdout.readline()
         assert line.startswith(f"http://127.0.0.1:{port} shows near, {ONE}-runs"), command.communicate()
-        until(lambda: points("near/m1") == losses(near), 240)
-        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0]], 240)
+        until(lambda: points("near/m1") == losses(near))
+        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0]])
         browser.open(f"http://127.0.0.1:{port}/#timeseries")
         browser.wait(lambda browser: "far" in browser.js(TEXT) and "loss" in browser.js(TEXT), "the curve of the loss")
         with fleet.broken(ZONE, "unreachable"):
             assert "; retrying" in command.stderr.readline()
             board.write({"step": 11, "tokens": 88, "loss": 2.0})
             board.flush()
-        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0], [11, 2.0]], 240)
+        until(lambda: points(f"{ONE}-runs/far/tensorboard") == [[1, 3.0], [11, 2.0]])
     finally:
         command.send_signal(signal.SIGINT)
         _, err = finish(command, 130)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud.rehearsal.conftest import until
 from tests.remote.conftest import HOSTS, ONE
 from tests.terminal import CTRL_C, SMALL, terminal
 from tests.train.look.test_widgets import drawn
+from tests.waiting import until
 from tpuswarm.catalog import find
 from tpuswarm.cloud.protocol import Machine
 from tpuswarm.cloud.rehearsal.machines import processes

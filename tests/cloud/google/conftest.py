@@ -1,6 +1,7 @@
 import pytest
 
-from tests.local_cloud import local_cloud, until
+from tests.local_cloud import local_cloud
+from tests.waiting import until
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.provider import GoogleProvider
 from tpuswarm.cloud.protocol import Machine, TpuSpec, VmSpec

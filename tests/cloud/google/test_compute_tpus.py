@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cloud.google.conftest import spec
-from tests.local_cloud import until
+from tests.waiting import until
 from tpuswarm.catalog import accelerators
 from tpuswarm.cloud.errors import Invalid, NoCapacity, NoQuota, NotFound, Taken
 from tpuswarm.cloud.google.access import Access

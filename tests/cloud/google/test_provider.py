@@ -15,7 +15,8 @@ from tests.cloud.google.conftest import (
     only_machine,
     spec,
 )
-from tests.local_cloud import slow_clock, until
+from tests.local_cloud import slow_clock
+from tests.waiting import until
 from tpuswarm.cloud.errors import Changed, Invalid, NoCapacity, NoQuota, NotFound, NotSignedIn, Taken
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.endpoints import Endpoints

@@ -4,7 +4,8 @@ import pytest
 from google.cloud import storage, tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
-from tests.local_cloud import local_cloud, until
+from tests.local_cloud import local_cloud
+from tests.waiting import until
 from tpuswarm.cloud.rehearsal.connect import connect, send_command
 
 PROJECT = "projects/p"

@@ -5,7 +5,8 @@ import json
 import pytest
 from google.cloud import tpu_v2
 
-from tests.local_cloud import local_cloud, slow_clock, until
+from tests.local_cloud import local_cloud, slow_clock
+from tests.waiting import until
 from tpuswarm.fleet.spec.file import read_swarm
 from tpuswarm.fleet.store.fleets import fleet_of_file
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 from google.api_core import exceptions
 
-from tests.local_cloud import until
+from tests.waiting import until
 
 PROJECT, ZONE = "computing", "us-central1-f"
 HERE = {"project": PROJECT, "zone": ZONE}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.local_cloud import until
+from tests.waiting import until
 from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.instances import list_aggregated
 from tpuswarm.cloud.google.provider import GoogleProvider

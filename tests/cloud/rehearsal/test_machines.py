@@ -17,7 +17,8 @@ from google.api_core import exceptions
 from google.cloud import tpu_v2
 
 from tests.cloud.rehearsal.conftest import PROJECT, TPU, metadata, storage_client
-from tests.local_cloud import slow_clock, until
+from tests.local_cloud import slow_clock
+from tests.waiting import until
 from tpuswarm.cloud.rehearsal.cloud import Cloud
 from tpuswarm.cloud.rehearsal.common.timetable import Event
 from tpuswarm.cloud.rehearsal.connect import send_command

@@ -12,7 +12,8 @@ import pytest
 from google.cloud import tpu_v2
 
 from tests.cloud.rehearsal.conftest import PARENT, TPU, metadata, storage_client, tpu_client, wait_until_done
-from tests.local_cloud import local_cloud, until
+from tests.local_cloud import local_cloud
+from tests.waiting import until
 from tpuswarm.cloud.rehearsal.common.records import Records
 from tpuswarm.cloud.rehearsal.connect import CloudFolder, connect, find_running, is_running, send_command, stop
 from tpuswarm.cloud.rehearsal.machines import processes

@@ -7,7 +7,8 @@ from google.api_core import exceptions
 from google.cloud import tpu_v2
 
 from tests.cloud.rehearsal.conftest import PARENT, PROJECT, TPU, wait_until_done
-from tests.local_cloud import slow_clock, until
+from tests.local_cloud import slow_clock
+from tests.waiting import until
 
 State, QueueState = tpu_v2.Node.State, tpu_v2.QueuedResourceState.State
 EXTERNAL = tpu_v2.Node(TPU, network_config={"enable_external_ips": True})

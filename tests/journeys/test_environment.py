@@ -10,20 +10,22 @@ from tests.processes import finish, start
 TRAIN = "train gpt2-tiny --data fake --layers 1 --heads 1 --width 8 --context 4 --steps 2 --batch 8 --run new"
 NO_CLUSTER = "nothing answers at 127.0.0.1:9 (Connection refused); is that Ray cluster still"
 NO_TOKEN = "needs a token; give it in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+NO_NUMBER = 'Invalid value "abc" for JAX flag jax_num_cpu_devices; correct or unset it'
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("line", "variable", "words"),
     [
-        ("JAX_PLATFORMS", "cuda", "JAX finds no devices (JAX_PLATFORMS=cuda): that platform is not installed here"),
-        ("JAX_NUM_CPU_DEVICES", "abc", 'Invalid value "abc" for JAX flag jax_num_cpu_devices; correct or unset it'),
-        ("XLA_FLAGS", "--xla_bogus=1", "Unknown flag in XLA_FLAGS: --xla_bogus=1; correct or unset it"),
+        (TRAIN, "JAX_PLATFORMS=cuda", "JAX finds no devices (JAX_PLATFORMS=cuda): that platform is not installed here"),
+        (TRAIN, "JAX_NUM_CPU_DEVICES=abc", NO_NUMBER),
+        (f"{TRAIN} --members 2", "JAX_NUM_CPU_DEVICES=abc", NO_NUMBER),
+        (TRAIN, "XLA_FLAGS=--xla_bogus=1", "Unknown flag in XLA_FLAGS: --xla_bogus=1; correct or unset it"),
     ],
 )
-@pytest.mark.parametrize("members", [[], ["--members", "2"]], ids=["alone", "swarm"])
-def test_variables_of_jax(tmp_path, name, value, words, members):
-    program = ["env", f"{name}={value}", sys.executable, "-m", "tpuswarm"]
-    out, err = finish(start([*TRAIN.split(), *members], tmp_path, program), 2)
+def test_variables_of_jax(tmp_path, line, variable, words):
+    """Of a swarm: test_swarm_input.py, and of its members: swarm/supervision/test_supervisor.py."""
+    program = ["env", variable, sys.executable, "-m", "tpuswarm"]
+    out, err = finish(start(line.split(), tmp_path, program), 2)
     assert out == "" and words in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from rpds import HashTrieMap, HashTrieSet
 
@@ -102,6 +103,13 @@ class CoordinatorState:
         return len(self.view.counted) >= self.terms.horizon and not self.pending and not self.storing
 
 
+def updated(state: CoordinatorState, **fields: Any) -> CoordinatorState:
+    """Return the state with other fields, as dataclasses.replace does in ten times the time."""
+    new = object.__new__(CoordinatorState)
+    vars(new).update(vars(state), **fields)
+    return new
+
+
 def cycle_of(terms: Terms, rows_per_s: float | None, fastest: float | None) -> int:
     """Return the rows of a member's cycle: proportional to its speed, whole batches, at least one."""
     share = rows_per_s / fastest if rows_per_s and fastest else 1.0
@@ -124,7 +132,7 @@ def with_claims(state: CoordinatorState) -> CoordinatorState:
         for rows in held:
             union, contested = union | rows, contested | (union & rows)
     taken = union | state.view.spent
-    return replace(state, undecided=HashTrieMap(undecided), taken=taken, contested=contested)
+    return updated(state, undecided=HashTrieMap(undecided), taken=taken, contested=contested)
 
 
 def accepted_rows(state: CoordinatorState, identity: Identity | None) -> Rows:
@@ -154,5 +162,5 @@ def without_leases(state: CoordinatorState, keys: Sequence[Incarnation]) -> Coor
         freed |= state.leases[key].rows - undecided_rows(state, key)
         leases = leases.remove(key)
     is_shared = bool(freed & state.contested)
-    state = replace(state, leases=leases, fenced=state.fenced.update(keys), taken=state.taken - freed)
+    state = updated(state, leases=leases, fenced=state.fenced.update(keys), taken=state.taken - freed)
     return with_claims(state) if is_shared else state

@@ -18,6 +18,7 @@ from tpuswarm.swarm.core.coordinator_state import (
     accepted_rows,
     cycle_of,
     held_by_others,
+    updated,
     with_claims,
     without_leases,
 )
@@ -125,7 +126,7 @@ def heartbeat(
     if key in state.leases and report.stalled > _max_stall_s(state.terms.timeouts, cycle, report.rows_per_s):
         until = state.leases[key].until  # its devices hang: let the lease expire, or its rows would never come back
     news = report.processed > state.processed.get(key, -1)
-    state = replace(
+    state = updated(
         state,
         leases=state.leases.insert(key, Lease(rows, until, report.base, report.rows_per_s, outstanding)),
         taken=state.taken | rows,
@@ -177,7 +178,7 @@ def receive_push(
     if len(header.digests) != len(view.newest.state):
         return state, Refused(f"it has {len(header.digests)} fragments, not {len(view.newest.state)}")
     storing, undecided = state.storing.insert(identity, header), state.undecided.insert(key, (identity,))
-    return replace(state, storing=storing, undecided=undecided), StoreHeader(header)
+    return updated(state, storing=storing, undecided=undecided), StoreHeader(header)
 
 
 def header_stored(state: CoordinatorState, header: Header, now: float) -> CoordinatorState:
@@ -187,8 +188,8 @@ def header_stored(state: CoordinatorState, header: Header, now: float) -> Coordi
     if state.view.has_decided(identity):
         left = tuple(other for other in undecided if other != identity)
         rest = state.undecided.insert(key, left) if left else state.undecided.discard(key)
-        return replace(state, storing=storing, undecided=rest)
-    return replace(
+        return updated(state, storing=storing, undecided=rest)
+    return updated(
         state,
         storing=storing,
         pending=state.pending.insert(identity, (header, now)),
@@ -212,18 +213,18 @@ def leave(state: CoordinatorState, key: Incarnation) -> CoordinatorState:
 def tick(state: CoordinatorState, now: float) -> tuple[CoordinatorState, Merge | None, RoundStatus]:
     """Apply the passage of time: end recovery, expire leases, end a round."""
     if state.recovering and now >= state.recovering_until:
-        state = replace(state, recovering_until=-math.inf)
+        state = updated(state, recovering_until=-math.inf)
     if not state.recovering:
         state = without_leases(state, [key for key, lease in state.leases.items() if lease.until <= now])
     if now >= state.awaited_until:
-        state = replace(state, seen=state.seen.update(state.awaited), awaited=frozenset())
+        state = updated(state, seen=state.seen.update(state.awaited), awaited=frozenset())
     speeds = [lease.rows_per_s for lease in state.leases.values() if lease.rows_per_s]
-    state = replace(state, fastest=max(speeds, default=None))
+    state = updated(state, fastest=max(speeds, default=None))
     when = state.round_status(now)
     if state.merging or not when.is_over:
         return state, None, when
     merge = _merge(state, [header for header, _ in state.pending.values()], when.reason)
-    return replace(state, merging=merge), merge, when
+    return updated(state, merging=merge), merge, when
 
 
 def retry_merge(
@@ -232,12 +233,12 @@ def retry_merge(
     """Choose again among the same contributions: the merge found payloads missing, or not finite."""
     merging = state.merging
     assert merging is not None
-    state = replace(
+    state = updated(
         state, unreadable=state.unreadable | frozenset(lost), not_finite=state.not_finite | frozenset(not_finite)
     )
     headers = [state.pending[decision.identity][0] for decision in merging.decisions]
     merge = _merge(state, headers, merging.reason)
-    return replace(state, merging=merge), merge
+    return updated(state, merging=merge), merge
 
 
 def make_record(
@@ -288,7 +289,7 @@ def record_committed(state: CoordinatorState, record: Record) -> CoordinatorStat
         for key, lease in state.leases.items()
     }
     pending = {identity: waiting for identity, waiting in state.pending.items() if identity not in gone}
-    state = replace(
+    state = updated(
         state,
         view=view,
         leases=HashTrieMap(leases),

@@ -9,9 +9,7 @@ import pytest
 from tests.fleet.fake_cloud import BOOT_S, FakeCloud
 from tests.fleet.loop import EUROPE, FLEET, A, B, C, Loop, desired, pool, started, vm
 from tpuswarm.cloud.errors import Denied, Invalid, NoCapacity, NotSignedIn
-from tpuswarm.cloud.google.instances import instance_from_spec
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, VmSpec
-from tpuswarm.fleet.apply.gcloud import create
 from tpuswarm.fleet.apply.preview import make_preview
 from tpuswarm.fleet.decide import choose_actions
 from tpuswarm.fleet.decide.actions import Create, Delete, Grow
@@ -204,14 +202,11 @@ def test_observer_of_a_shutdown_reports_deletions_rather_than_losses(cloud):
 
 
 def test_vm_is_deleted_by_google_after_the_end_date_even_without_a_keeper(cloud):
+    """How Google is told: cloud/google/test_messages.py and cloud/rehearsal/test_gcloud.py."""
     loop = started(cloud, pool(), vm("head"), down_when=DownWhen(at=cloud.now + 4000), seconds=60)
     specs = [action.spec for action in loop.actions if isinstance(action, Create)]
     (head,) = [spec for spec in specs if isinstance(spec, VmSpec)]
     assert head.ends == loop.desired.down_when.at + DELETE_MARGIN_S
-    scheduling = instance_from_spec(head, "my-project")["scheduling"]
-    assert scheduling["terminationTime"] == "2027-01-15T09:16:40+00:00"
-    assert scheduling["instanceTerminationAction"] == "DELETE"
-    assert "--termination-time=2027-01-15T09:16:40+00:00" in create(head, "my-project")
 
 
 def test_planning_time_grows_no_faster_than_linearly_up_to_ten_thousand_machines():

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.conftest import NO_QUOTA
-from tests.waiting import until
 from tpuswarm.cloud.errors import Denied, Taken
 from tpuswarm.cloud.google.access import Access
-from tpuswarm.cloud.google.accounts import Accounts, Grantee, account_address
+from tpuswarm.cloud.google.accounts import Accounts, account_address
 from tpuswarm.cloud.google.buckets import bucket_url
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.firewall import Rule
@@ -222,24 +221,6 @@ def test_default_account_without_roles_is_refused_until_init_grants_them(bare, t
     assert machine.get("looking", url)["name"] == "bare-1-swarm"
     assert "developer.gserviceaccount.com, which may do what they need" in out
     assert typed("down", "--yes")[0] == 0
-
-
-def test_missing_permission_of_the_head_stops_up_and_names_the_command(bare, typed, access):
-    bare_1 = access("bare-1")
-    head = f'[head]\ntype = "e2-small"\nzone = "us-central1-b"\nnetwork = "tpuswarm-swarm"\nservice_account = "{OWN}"\n'
-    bare.write_text(bare.read_text() + head)
-    url = f"{bucket_url(bare_1, 'bare-1-swarm')}/iam"
-    policy = bare_1.get("reading", url)
-    policy["bindings"] = [old for old in policy["bindings"] if old["role"] != "roles/storage.objectAdmin"]
-    bare_1.rest("PUT", url, {}, json=policy)
-    grantee = Grantee(OWN, "bare-1", "bare-1-swarm")
-    Accounts(bare_1).wait_for_roles(grantee, ["project", "account"])
-    until(lambda: Accounts(bare_1).missing(grantee, ["bucket"]), 60)
-    code, out, err = typed("up", "--yes")
-    words = " ".join(out.split())
-    assert code == 2 and "nothing was created" in err
-    assert f"{OWN}, which lacks storage.objects.create, storage.objects.delete" in words
-    assert "gs://bare-1-swarm --member=serviceAccount:" in words and "--role=roles/storage.objectAdmin" in words
 
 
 def test_account_of_another_project_is_refused(init):

@@ -31,9 +31,9 @@ while data := os.read(0, 65536):
 """A stand-in for Google's tunnel: the machine's port at standard input and output."""
 
 
-def proxy(machines, kind: str, jump: Host | None) -> str:
+def proxy(key: Path, kind: str, jump: Host | None) -> str:
     machine = Machine("node-1", "us-central1-a", kind, "t", "ready", "READY", workers=(Worker("10.0.0.2", None),))  # type: ignore[arg-type]
-    fleet = cast(Any, SimpleNamespace(key=machines.key, _cloud=SimpleNamespace(project="mine")))
+    fleet = cast(Any, SimpleNamespace(key=key, _cloud=SimpleNamespace(project="mine")))
     return Routes._proxy_command(fleet, Target(machine, 0), jump)
 
 
@@ -51,7 +51,7 @@ def check_route(machines, host: Host, tmp_path: Path) -> None:
 
 def test_connection_through_a_vm_of_the_fleet(machines, tmp_path):
     jump, target = machines.hosts[:2]
-    check_route(machines, replace(target, proxy=proxy(machines, "tpu", jump)), tmp_path)
+    check_route(machines, replace(target, proxy=proxy(machines.key, "tpu", jump)), tmp_path)
 
 
 def test_connection_through_googles_tunnel(machines, tmp_path, monkeypatch):
@@ -64,13 +64,13 @@ def test_connection_through_googles_tunnel(machines, tmp_path, monkeypatch):
     (folder / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     # Only the tunnel leads to this address.
-    check_route(machines, replace(target, address="127.255.255.254", proxy=proxy(machines, "vm", None)), tmp_path)
+    check_route(machines, replace(target, address="127.255.255.254", proxy=proxy(machines.key, "vm", None)), tmp_path)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert set(calls) == {
         f"compute start-iap-tunnel node-1 {target.port} --listen-on-stdin --zone us-central1-a --project mine"
     }
 
 
-def test_fleet_without_a_route_says_what_to_add(machines):
+def test_fleet_without_a_route_says_what_to_add(tmp_path):
     with pytest.raises(InputError, match=r"^node-1 has no external address, and no \[\[vm\]\] or \[head\]"):
-        proxy(machines, "tpu", None)
+        proxy(tmp_path / "key", "tpu", None)

@@ -13,6 +13,7 @@ from tests.waiting import until
 from tpuswarm.errors import InputError
 from tpuswarm.remote.connect import run_shell
 from tpuswarm.remote.copy import upload
+from tpuswarm.remote.host import Host
 from tpuswarm.remote.paths import in_environment
 from tpuswarm.remote.setup import step
 from tpuswarm.remote.setup.machine_steps import Machine, steps
@@ -208,25 +209,25 @@ def test_shell_without_a_terminal_has_the_environment_although_its_bashrc_ends_e
     assert bashrc.stat().st_mode & 0o777 == 0o600
 
 
-def test_swap_has_its_size_on_each_pool(machines, apply):
-    sizes = {"head": 100, "all": 20, "none": 0}
-    for pool, size in (("head", 100), ("small", 20), ("none", 0)):
-        plan = steps(Setup(swap_gb=sizes), Machine(machines.hosts[0], pool=pool), {}, "")
-        swap = [step.do for step in plan if step.id == "swap"]
-        assert [f"fallocate -l {size}GB /swapfile" in do for do in swap] == [True] * bool(size)
+def steps_on(pool: str, table: Setup) -> dict[str, step.Step]:
+    host = Host("node/0", "127.0.0.1", 22, "me", "node", (), Path("known"))
+    return {step.id: step for step in steps(table, Machine(host, pool=pool), {}, "")}
 
 
-def test_pool_gets_its_own_additions_alone(machines):
+@pytest.mark.parametrize(("pool", "size"), [("head", 100), ("small", 20), ("none", 0)])
+def test_swap_has_its_size_on_each_pool(pool, size):
+    found = steps_on(pool, Setup(swap_gb={"head": 100, "all": 20, "none": 0}))
+    assert "swap" not in found if size == 0 else f"fallocate -l {size}GB /swapfile" in found["swap"].do
+
+
+def test_pool_gets_its_own_additions_alone():
     table = Setup.model_validate({
         "apt": ["htop"], "env": {"A": "1", "B": "1"}, "run": [{"name": "one", "do": "true"}],
         "on": {"head": {
             "apt": ["iperf3"], "env": {"B": "2"}, "nofile": 9999, "run": [{"name": "two", "do": "true"}]
         }},
     })  # fmt: skip
-    head, small = (
-        {step.id: step for step in steps(table, Machine(machines.hosts[0], pool=pool), {}, "")}
-        for pool in ("head", "small")
-    )
+    head, small = steps_on("head", table), steps_on("small", table)
     assert head.keys() - small.keys() == {"nofile", "run-two"} and not small.keys() - head.keys()
     assert "htop iperf3" in head["apt"].do and "iperf3" not in small["apt"].do
     assert [str(found["environment"]).count("export B=2") for found in (head, small)] == [1, 0]

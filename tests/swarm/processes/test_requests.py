@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.swarm.supervision.fake_cluster import PLAN, SWARM
 from tpuswarm.swarm.core.alarms import alarms
 from tpuswarm.swarm.core.arithmetic.fragments import Layout, Piece
+from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule
 from tpuswarm.swarm.core.coordinator_state import with_claims
 from tpuswarm.swarm.core.messages import Accepted, Granted, Heartbeat, Merge, Refused
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
@@ -231,6 +232,8 @@ def test_no_sequence_of_requests_ends_a_process_or_hinders_others(steps, leases)
         ("aggregator", "updates", (2,), 9),
         ("aggregator", "file", (0,), "../token"),
         ("aggregator", "file", (2,), 2**40),
+        ("aggregator", "merge", (1, "outer"), OuterRule("average", average=MovingAverage(-1.0))),
+        ("aggregator", "merge", (1, "outer"), OuterRule("average", average=MovingAverage(float("nan")))),
     ],
 )
 def test_malformed_request_is_refused(tmp_path, address, method, path, value):

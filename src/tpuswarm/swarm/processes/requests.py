@@ -25,7 +25,6 @@ MemberName = Annotated[str, StringConstraints(pattern=f"^{MEMBER_NAME.pattern}$"
 MAX_INTEGER = 2**63 - 1
 _DIGEST, _INCARNATION = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9A-Za-z]{1,64}")
 _STRICT = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
-_LIMITS: dict[str, dict[str, Any]] = {"int": {"ge": 0, "le": MAX_INTEGER}, "float": {"ge": 0.0, "allow_inf_nan": False}}
 
 
 def request(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,15 +67,18 @@ def call_request(server: Any, method: Any, arguments: Any) -> Any:
     return getattr(server, method)(*arguments)
 
 
-def _limited(schema: Any) -> Any:
+def _limited(schema: Any, may_be_infinite: bool = False) -> Any:
     """Limit the numbers and names of pydantic's schema to what members send."""
     if isinstance(schema, list):
-        return [_limited(part) for part in schema]
+        return [_limited(part, may_be_infinite) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    if schema.get("cls") is MovingAverage:  # its half-life may be infinite
-        return schema
-    limited = {key: _limited(part) for key, part in schema.items()} | _LIMITS.get(str(schema.get("type")), {})
+    may_be_infinite |= schema.get("cls") is MovingAverage
+    limited = {key: _limited(part, may_be_infinite) for key, part in schema.items()}
+    if limited.get("type") == "int":
+        limited |= {"ge": 0, "le": MAX_INTEGER}
+    elif limited.get("type") == "float":
+        limited |= {"ge": 0.0, "allow_inf_nan": may_be_infinite}
     if check := _CHECKS.get(schema.get("cls")):
         ref = limited.pop("ref", None)
         return core_schema.no_info_after_validator_function(check, limited, ref=ref)

@@ -3,10 +3,12 @@
 import errno
 import io
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,7 +37,7 @@ def background_keepers(tmp_path, monkeypatch) -> list[list[str]]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     started: list[list[str]] = []
-    monkeypatch.setattr(fleets.subprocess, "Popen", lambda words, **_: started.append(words))
+    monkeypatch.setattr(fleets.subprocess, "Popen", lambda words, **_: started.append(words) or Mock(pid=0))
     return started
 
 
@@ -58,6 +60,23 @@ def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keep
             assert detach(process.pid) == expected
             process.stdin.close()
     assert detach(process.pid), "the keeper has ended"
+
+
+@pytest.mark.parametrize(("word", "ends"), [("keep", True), ("other", False)])
+def test_background_keeper_of_a_deleted_fleet_is_ended(tmp_path, monkeypatch, word, ends):
+    """A keeper whose local cloud has stopped would wait for it for ever; another process may have its number now."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    fleet = Fleet("a", "rehearsal", "rehearsal", None)
+    fleets.end_background_keeper(fleet)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with start_process(["sh", "-c", "echo; read line", word], **pipes) as process:
+        process.stdout.readline()
+        fleet.folder.mkdir(parents=True)
+        (fleet.folder / fleets.PID_FILE).write_text(f"{process.pid}")
+        fleets.end_background_keeper(fleet)
+        if not ends:
+            process.stdin.close()
+        assert process.wait(60) == (-signal.SIGTERM if ends else 1)
 
 
 def test_fleets_of_one_name_in_two_projects_are_distinguished(background_keepers):

@@ -13,7 +13,8 @@ from tpuswarm.cli.console import make_console
 from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.fleet.store.fleets import find_fleet
+from tpuswarm.fleet.spec.file import read_swarm
+from tpuswarm.fleet.store.fleets import end_background_keeper, find_fleet, fleet_of_file
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import EVENTS, read_rows_back
 from tpuswarm.train.storage.copy import download_run
@@ -90,6 +91,7 @@ def demo_cloud() -> None:
     finally:
         demo.run("down", "--yes", check=False)
         demo.run("rehearsal", "stop", check=False, shows=False)
+        end_background_keeper(fleet_of_file(read_swarm(Path("swarm.toml"))))  # `down` may not have come so far
     echo(f"done in {time.monotonic() - start:.0f} s; the fleet's file is {FOLDER}/swarm.toml")
 
 

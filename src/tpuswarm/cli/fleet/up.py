@@ -257,6 +257,7 @@ def down(
     echo(f"project {cloud.project} lists nothing with the id {before.fleet} any more{bucket}")
     if orphans is None:
         fleet.forget()
+        fleets.end_background_keeper(fleet)
         echo(f"create it again: `tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}`")
 
 

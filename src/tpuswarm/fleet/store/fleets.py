@@ -3,10 +3,12 @@
 import getpass
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -36,6 +38,8 @@ from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import state_folder
 
 LEAD_TIMEOUT_S = 60.0
+PID_FILE = "keeper.pid"
+"""In a fleet's folder: the process of this computer's background keeper."""
 """A background keeper must lead within this time."""
 
 
@@ -274,7 +278,16 @@ def start_background_keeper(fleet: Fleet, store: DocumentStore, file: Path | Non
     fleet.folder.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "tpuswarm", "keep", str(file.absolute()) if file else fleet.full_name]
     with fleet.log.open("a") as log:
-        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        keeper = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    (fleet.folder / PID_FILE).write_text(f"{keeper.pid}")
+
+
+def end_background_keeper(fleet: Fleet) -> None:
+    """End this computer's keeper of a fleet that is down: on a local cloud that stops now, it would wait for ever."""
+    with suppress(OSError, ValueError):  # there is none, or it has ended
+        pid = int((fleet.folder / PID_FILE).read_text())
+        if b"keep" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            os.kill(pid, signal.SIGTERM)
 
 
 def wait_for_keeper(fleet: Fleet, store: DocumentStore) -> None:

@@ -235,12 +235,16 @@ class _Check:
             for digest in record.objects:
                 if self._is_unchecked(object_name(digest)):
                     self._load(object_name(digest), partial(self._objects.check, digest))
+        stored = {name.rpartition("-")[0] for name in self._stored if name.startswith("payloads/")}
         for identity, header in self._headers.items():
             decision, version = self._verdicts.get(identity, (None, view.version))
-            recent = self._changes - view.changes(version) < retention.RETAINED_COMMITS
+            is_recent = self._changes - view.changes(version) < retention.RETAINED_COMMITS
+            is_required = is_recent and (decision is None or decision.fate == "applied")
+            if not is_required and payload_name(identity, 0).rpartition("-")[0] not in stored:
+                continue
             for fragment in range(len(header.digests)):
                 name = payload_name(identity, fragment)
-                if recent and (decision is None or decision.fate == "applied"):
+                if is_required:
                     self._require(name)
                 if self._is_unchecked(name):
                     self._payload(header, fragment)

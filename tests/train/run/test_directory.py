@@ -287,6 +287,20 @@ def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
 
 
+def test_two_processes_may_write_a_shared_file_at_once(tmp_path, monkeypatch):
+    """A command and a keeper save the versions of a machine's packages, and one of them failed."""
+    path, replace = tmp_path / "file", Path.replace
+
+    def replace_second(part: Path, to: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        write_atomically(path, "theirs", is_shared=True)
+        return replace(part, to)
+
+    monkeypatch.setattr(Path, "replace", replace_second)
+    write_atomically(path, "ours", is_shared=True)
+    assert path.read_text() == "ours" and list(tmp_path.iterdir()) == [path]
+
+
 def test_folder_gets_its_name_once_all_is_in_it(tmp_path):
     with new_folder(tmp_path / "new" / "out") as folder:
         (folder / "file").write_text("whole")

@@ -115,7 +115,7 @@ def ssh_config(fleet: FleetOption = None) -> None:
     users = routes.users(snapshot)
     file = config_file(routes.fleet)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(file, render_config(routes.fleet, routes.key, users))
+    write_atomically(file, render_config(routes.fleet, routes.key, users), is_shared=True)
     for reason in find_targets("all", snapshot.document.desired, snapshot.listing).away:
         echo(f"not now: {reason}")
     count = f"{len(users)} host{'s' * (len(users) != 1)}"

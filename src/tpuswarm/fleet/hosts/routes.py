@@ -88,7 +88,7 @@ class AdmittedMachines:
 
     def _write(self, since: float, admitted: list[str]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file, json.dumps({"since": since, "told": admitted}))
+        write_atomically(self._file, json.dumps({"since": since, "told": admitted}), is_shared=True)
 
 
 def _machine_id(machine: Machine) -> str:

@@ -49,7 +49,8 @@ class SavedSetup:
     def save(self, table: Setup | None) -> None:
         """Save the table, even if empty: a keeper elsewhere may have an older one."""
         self._table.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._table, NO_TABLE if table is None else table.without_files().model_dump_json())
+        text = NO_TABLE if table is None else table.without_files().model_dump_json()
+        write_atomically(self._table, text, is_shared=True)
 
     def versions(self, packages: str) -> str:
         """Return the installed versions of a list of packages, given its stamp; empty if none is installed."""
@@ -61,7 +62,7 @@ class SavedSetup:
 
     def save_versions(self, packages: str, versions: str) -> None:
         if versions:
-            write_atomically(self._versions, json.dumps({"of": packages, "versions": versions}))
+            write_atomically(self._versions, json.dumps({"of": packages, "versions": versions}), is_shared=True)
 
 
 def _read_text(file: Path) -> str:

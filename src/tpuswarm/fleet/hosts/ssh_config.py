@@ -50,4 +50,4 @@ def render_config(fleet: Fleet, key: Path, users: Mapping[str, str]) -> str:
 def refresh_config(fleet: Fleet, key: Path, users: Mapping[str, str]) -> None:
     file = config_file(fleet)
     if file.exists() and (text := render_config(fleet, key, users)) != file.read_text(encoding="utf-8"):
-        write_atomically(file, text)
+        write_atomically(file, text, is_shared=True)

@@ -27,7 +27,7 @@ def main() -> None:
         (host,), _ = open_routes(fleet).hosts(label)
         file = known_hosts_file(fleet, label)
         file.parent.mkdir(exist_ok=True)
-        write_atomically(file, "".join(f"{host_alias(label)} {key}\n" for key in host.keys))
+        write_atomically(file, "".join(f"{host_alias(label)} {key}\n" for key in host.keys), is_shared=True)
         if host.proxy:
             command = host.proxy.replace("%h", host.address).replace("%p", str(host.port))
             os.execvp("sh", ["sh", "-c", f"exec {command}"])

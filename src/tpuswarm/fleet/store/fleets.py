@@ -98,7 +98,7 @@ class Fleet:
     def remember(self) -> None:
         """Let commands without a file find the fleet."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / "fleet.json", json.dumps(asdict(self)))
+        write_atomically(self.folder / "fleet.json", json.dumps(asdict(self)), is_shared=True)
 
     def forget(self) -> None:
         (self.folder / "fleet.json").unlink(missing_ok=True)

@@ -134,11 +134,7 @@ class PlanCache:
             return
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write_atomically(path, json.dumps({"result": asdict(result), "dependencies": dependencies}))
-        except OSError:
-            path.with_name(path.name + ".part").unlink(missing_ok=True)
-            raise
+        write_atomically(path, json.dumps({"result": asdict(result), "dependencies": dependencies}), is_shared=True)
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

@@ -138,5 +138,5 @@ def gather_secrets(file: Path, names: Sequence[str], environment: Mapping[str, s
         file.unlink(missing_ok=True)
     elif values != saved:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(values), 0o600)
+        write_atomically(file, json.dumps(values), 0o600, is_shared=True)
     return values

@@ -94,7 +94,7 @@ class TreeStore:
             sure_before_ns = start_ns - int(UNSURE_S * 1e9)
             is_sure = {name: about.st_ctime_ns < sure_before_ns for name, about in stats.items()}
             new = {name: (file, _stat(stats[name]) if is_sure[name] else None) for name, file in files.items()}
-            write_atomically(self._index, json.dumps({"name": root.name, "files": new}))
+            write_atomically(self._index, json.dumps({"name": root.name, "files": new}), is_shared=True)
             self._delete_others({file.digest for file in files.values()})
         return Tree(root.name, files)
 

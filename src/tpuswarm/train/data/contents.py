@@ -50,7 +50,8 @@ def contents_digest(path: Path) -> str:
     if stat_identity(path.stat()) == identity:
         with suppress(OSError):  # a full or read-only cache only costs time
             cached.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cached, json.dumps({"path": str(path), "state": identity, "digest": digest}))
+            new = {"path": str(path), "state": identity, "digest": digest}
+            write_atomically(cached, json.dumps(new), is_shared=True)
     return digest
 
 

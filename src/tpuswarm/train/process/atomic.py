@@ -14,15 +14,18 @@ from tpuswarm.errors import InputError
 URL_AS_PATH = re.compile(r"\w+:/")
 
 
-def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Create or replace a file; `mode` is subject to the umask."""
-    with _new_file(partial_path(path), path, content, mode) as part:
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666, *, is_shared: bool = False) -> None:
+    """Create or replace a file; `mode` is subject to the umask.
+
+    is_shared: several processes or threads may write it at once, and the last one wins.
+    """
+    with _new_file(_own_partial_path(path) if is_shared else partial_path(path), path, content, mode) as part:
         part.replace(path)
 
 
 def create_atomically(path: Path, content: str | bytes) -> None:
     """Create a file that only its owner may read, unless it exists; of several processes the first one wins."""
-    with _new_file(path.with_name(f"{path.name}.{secrets.token_hex(8)}.part"), path, content, 0o600) as part:
+    with _new_file(_own_partial_path(path), path, content, 0o600) as part:
         with suppress(FileExistsError):
             os.link(part, path)
         part.unlink()
@@ -49,6 +52,10 @@ def _new_file(part: Path, path: Path, content: str | bytes, mode: int) -> Iterat
 def partial_path(path: Path) -> Path:
     """Return the path of the unfinished file; a killed process leaves it behind."""
     return path.with_name(path.name + ".part")
+
+
+def _own_partial_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
 
 
 def fsync_path(path: Path) -> None:

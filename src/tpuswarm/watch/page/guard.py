@@ -17,7 +17,7 @@ def page_token() -> str:
         if (token := path.read_text(encoding="utf-8").strip()) and path.stat().st_mode & 0o077 == 0:
             return token
     token = secrets.token_urlsafe(24)
-    write_atomically(path, token, 0o600)
+    write_atomically(path, token, 0o600, is_shared=True)
     return token
 
 

@@ -175,7 +175,7 @@ def describe_rate(
         return abs(math.prod(scale(position) if callable(scale) else scale for scale in scales) + 0.0 * position)
 
     with blame("the schedule fails"):
-        found = [float(x) for x in jax.jit(jax.vmap(rate))(positions)]
+        found = [float(x) for x in jax.jit(functools.partial(jax.lax.map, rate))(positions)]
     first, last, highest = found[0], found[-1], max(found)
     if highest == min(found):
         return f"{first:g}"

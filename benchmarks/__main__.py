@@ -25,6 +25,7 @@ NAMES = (
     "coordinator",
     "merge",
     "traffic",
+    "network",
     "bucket",
     "head",
     "router",

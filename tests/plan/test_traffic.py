@@ -5,7 +5,7 @@ from benchmarks.traffic import MEMBER_COUNT, Swarm
 
 from tpuswarm import catalog
 from tpuswarm.config.units import GIB
-from tpuswarm.plan.head import head_machines, size_head
+from tpuswarm.plan.head import head_machines, network_load, size_head
 from tpuswarm.plan.traffic import DAY_S, Exchange, member_traffic, traffic_bills
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.program.compiled import compile_step
@@ -56,6 +56,21 @@ def test_member_with_local_data_pays_for_no_reads():
     assert far.data == 0.0 and far.exchange > 0
     [_, _, near, far, _] = traffic_bills(member_traffic(GPT2_124M), "me-west1-a")
     assert near.exchange is None and far.exchange > 0
+
+
+def test_network_of_the_head_and_of_aggregators_elsewhere():
+    """100 members of 1.5 B: 7 aggregators; each payload arrives once, and goes to the bucket and back as a version."""
+    exchange = Exchange(1_557_611_200, step_seconds=300.0, cycle=1)
+    load = network_load(100, exchange, "average")
+    payload = 4 * 1_557_611_200 * 8 / 300 / 1e9
+    assert (load.aggregators, load.fragments % 7) == (7, 0)
+    assert load.aggregator.received == pytest.approx(100 * payload / 7)
+    assert load.aggregator.sent == pytest.approx((200 + 1) * payload / 7)
+    assert load.head.received == pytest.approx(100 * payload, rel=1e-3) and load.head_alone.received < 0.002
+    smaller = network_load(100, replace(exchange, form="int4"), "average")
+    assert smaller.aggregator.received == pytest.approx(load.aggregator.received * (1 / 8 + 1 / 256))
+    alone = network_load(1, replace(exchange, elements=10), "average")
+    assert (alone.aggregators, alone.fragments) == (1, 1)
 
 
 def test_head_grows_with_its_swarm_and_runs_where_it_has_room():

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from tpuswarm.catalog import Accelerator, Price, machines
 from tpuswarm.config.units import GIB
-from tpuswarm.plan.traffic import DAY_S, Exchange, Traffic
+from tpuswarm.plan.traffic import (
+    DAY_S,
+    RECEIVED_MESSAGES_BYTES_PER_S,
+    SENT_MESSAGES_BYTES_PER_S,
+    Exchange,
+    Traffic,
+)
 from tpuswarm.swarm.core.arithmetic.fragments import aggregators_for, fragments_for
 from tpuswarm.swarm.core.arithmetic.quantize import sent_bytes
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
@@ -73,6 +79,53 @@ def size_head(members: int, exchange: Exchange, member: Traffic, rule: Rule) -> 
         members * member.mbit_up,
         members * sum(member.received.values()) * 8 / DAY_S / 1e6,
         1 + math.ceil(merging_cores),
+    )
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Mean Gbit/s of a machine."""
+
+    received: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class NetworkLoad:
+    """What the network cards of a run in a bucket carry."""
+
+    form: Form
+    aggregators: int
+    fragments: int
+    """Of all aggregators."""
+    head: Flow
+    """With all aggregators on it."""
+    aggregator: Flow
+    """Each, on a machine of its own."""
+    head_alone: Flow
+    """With the aggregators on other machines."""
+
+
+def network_load(members: int, exchange: Exchange, rule: Rule) -> NetworkLoad:
+    """Compute the load of members that push into one commit each cycle.
+
+    An aggregator receives payloads, and sends versions to members, and payloads and versions to the bucket.
+    """
+    arriving = members * sent_bytes(exchange.elements, exchange.form)
+    kept = estimate_disk(exchange.elements, exchange.form, rule, members, exchange.averaged).commit
+    gbit = 8 / exchange.cycle_seconds / 1e9
+    messages = members * 8 / 1e9
+    alone = Flow(messages * SENT_MESSAGES_BYTES_PER_S, messages * RECEIVED_MESSAGES_BYTES_PER_S)
+    fragments = fragments_for(exchange.elements, members)
+    aggregators = min(fragments, aggregators_for(members))
+    received, sent = arriving * gbit, (arriving + kept) * gbit
+    return NetworkLoad(
+        exchange.form,
+        aggregators,
+        fragments,
+        Flow(received + alone.received, sent + alone.sent),
+        Flow(received / aggregators, sent / aggregators),
+        alone,
     )
 
 

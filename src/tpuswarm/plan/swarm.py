@@ -1,7 +1,7 @@
 """Estimate a swarm of equal members: speed, price, traffic, and its head."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from rich.table import Table
@@ -9,10 +9,11 @@ from rich.table import Table
 from tpuswarm.catalog import Accelerator, network
 from tpuswarm.config.units import GIB
 from tpuswarm.plan.format import UNKNOWN, format_hours, format_number, format_range, make_table
-from tpuswarm.plan.head import Head, HeadMachine, head_machines, size_head
+from tpuswarm.plan.head import Head, HeadMachine, NetworkLoad, head_machines, network_load, size_head
 from tpuswarm.plan.row import Row, mark_unknown, range_object
 from tpuswarm.plan.speed import Cost, Range, estimate_cost
 from tpuswarm.plan.traffic import Exchange, Traffic, TrafficBill, member_traffic, traffic_bills
+from tpuswarm.swarm.core.values import Form, Rule
 from tpuswarm.swarm.processes.run_plan import DEFAULT_CYCLE_STEPS
 
 RELATIONS = get_args(network.Relation)
@@ -32,6 +33,8 @@ class SwarmEstimate:
     """One member's, by distance to the head; empty if no zone has it."""
     head: Head
     head_machines: Sequence[HeadMachine]
+    networks: Sequence[NetworkLoad]
+    """In each form of the exchange."""
 
     @property
     def name(self) -> str:
@@ -62,6 +65,7 @@ class SwarmEstimate:
                     for bill in self.bills
                 },
                 "head": asdict(self.head),
+                "network_gbit_s": [asdict(load) for load in self.networks],
                 "head_machines": [
                     {"name": machine.name, "dollars_an_hour": machine.dollars, "network_known": machine.network_known}
                     for machine in self.head_machines
@@ -91,7 +95,8 @@ def estimate_swarm(row: Row, members: int) -> SwarmEstimate | None:
     total_rate = Range(members * rate.low, members * rate.high)
     price, zones = hardware.price(), hardware.zones()
     place = next((zone for zone in zones if price and zone.startswith(price.region)), zones[0] if zones else None)
-    head = size_head(members, exchange, traffic, "average" if program.outer == "average" else "nesterov")
+    rule: Rule = "average" if program.outer == "average" else "nesterov"
+    head = size_head(members, exchange, traffic, rule)
     return SwarmEstimate(
         row,
         members,
@@ -102,6 +107,7 @@ def estimate_swarm(row: Row, members: int) -> SwarmEstimate | None:
         traffic_bills(traffic, place) if place else (),
         head,
         head_machines(head, hardware, exchange, place) if place and isinstance(hardware, Accelerator) else (),
+        [network_load(members, replace(exchange, form=form), rule) for form in get_args(Form)],
     )
 
 
@@ -155,6 +161,26 @@ def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
             for swarm in swarms
         ],
     )
+    loads = make_table(
+        "network in Gbit/s: all aggregators on the head, or each elsewhere",
+        ("on", "quantize", "head\nin", "\nout", "aggre-\ngators", "each\nin", "\nout", "head\nalone"),
+        [
+            (
+                swarm.name,
+                load.form,
+                format_number(load.head.received),
+                format_number(load.head.sent),
+                f"{load.aggregators} of {load.fragments}",
+                format_number(load.aggregator.received),
+                format_number(load.aggregator.sent),
+                format_number(load.head_alone.received),
+            )
+            for swarm in swarms
+            for load in swarm.networks
+        ],
+        left=("quantize",),
+    )
+    loads.caption = "aggregators, of so many fragments; out: to members and to the run's bucket"
     machines = make_table(
         "cheapest machines for the head, $/hour",
         ("on", "machines"),
@@ -167,7 +193,7 @@ def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
     machines.columns[-1].no_wrap = False
     if unknown := [swarm.name for swarm in swarms if not all(machine.network_known for machine in swarm.head_machines)]:
         machines.caption = f"no published network speed for a host of {', '.join(unknown)}"
-    return [speeds, sizes, money, heads, machines]
+    return [speeds, sizes, money, heads, loads, machines]
 
 
 def _totals(traffic: Traffic) -> tuple[float, float, float]:

@@ -26,10 +26,15 @@ MIN_AGE_S = 600.0
 class DiskUsage(NamedTuple):
     """The size of a swarm's run, in bytes."""
 
-    held: float
-    """At any time: the last versions and their payloads."""
+    commit: float
+    """A version and its payloads."""
     version: float
     """Each LANDMARK_INTERVAL-th version, which is kept for ever."""
+
+    @property
+    def held(self) -> float:
+        """At any time: the last versions and their payloads."""
+        return (RETAINED_COMMITS + 1) * self.commit
 
 
 def estimate_disk(elements: int, form: Form, rule: Rule, members: int, average: bool = False) -> DiskUsage:
@@ -41,7 +46,7 @@ def estimate_disk(elements: int, form: Form, rule: Rule, members: int, average: 
     sent, state = elements * bytes_per_element(form), 4.0 * elements
     outer = state * (2 * (rule == "nesterov") + average + (form != "plain"))
     update = sent if form != "plain" else 0.0
-    return DiskUsage((RETAINED_COMMITS + 1) * (state + outer + update + members * sent), state)
+    return DiskUsage(state + outer + update + members * sent, state)
 
 
 def is_recent(record_changes: int, changes: int, limit: int) -> bool:

@@ -50,7 +50,7 @@ def test_second_ctrl_c_ends_a_run_whose_devices_hang(tmp_path):
     assert life.state == "stopped" and "the checkpoint of step 0 is safe" in life.message
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "ray::Actor"])
+@pytest.mark.parametrize("name", ["gcs_server", "ray::ServerActor"])
 def test_ctrl_c_while_a_swarm_starts_does_not_wait_for_it(tmp_path, name):
     with terminal(SWARM, tmp_path) as opened:
         wait_until(has_child(name), opened, tmp_path / "runs/a")

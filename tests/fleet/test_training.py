@@ -36,6 +36,17 @@ def test_jobs_have_separate_ports_and_expect_all_members(read):
     assert all(found[name].endswith("--ports ${TPUSWARM_MEMBER_PORTS:-21000-21999}") for name in list(found)[1:])
 
 
+def test_aggregators_run_on_machines_that_the_file_names(read):
+    vm = '[[vm]]\nname = "net"\ntype = "n2-standard-8"\nzone = "us-central1-f"\nrole = "aggregators"'
+    file = read(before=vm)
+    file = file.model_copy(update={"pool": (file.pool[0].model_copy(update={"role": "both"}), file.pool[1])})
+    lines = job_lines(file)
+    assert list(lines) == ["head", "members-small", "members-slice", "aggregators-net"]
+    roles = {name: line.partition(" --role ")[2] for name, line in lines.items()}
+    assert roles == {"head": "", "members-small": "both", "members-slice": "", "aggregators-net": "aggregators"}
+    assert [job.where for job in training.train_jobs(file)][-1] == "net"
+
+
 def test_port_range_is_checked():
     assert parse_ports("20000-20999") == Ports(20000, 20999)
     for wrong in ("20000", "20999-20000", "20000-20010", "80-2000", "65000-65540", "a-b"):
@@ -146,12 +157,14 @@ def overview() -> tuple[Document, Listing, list[Event], list[MemberStatus]]:
         Assignment("small", "s-3", phase="running", run=1),
     )
     head, members, _ = swarm_jobs("all-head")
-    jobs = (head, Job("members-small", "small", members.line, "always", assignments))
+    net = Job("aggregators-net", "net", members.line, "always", (Assignment("net", "all-net", phase="running"),))
+    jobs = (head, Job("members-small", "small", members.line, "always", assignments), net)
     lease = KeeperLease("x", "all-head", 1, 1, NOW)
-    fleet = Desired(FLEET, (pool("small", 6), vm("head")))
+    fleet = Desired(FLEET, (pool("small", 6), vm("head"), vm("net")))
     document = Document("all", "google", "project", fleet, (ZONE,), lease=lease, jobs=jobs)
     machines = [machine(f"s-{number}", created=NOW - 600) for number in range(4)]
     machines += [machine("s-4", "creating", created=NOW - 600), machine("all-head", created=NOW - 600, pool="head")]
+    machines.append(machine("all-net", created=NOW - 600, pool="net"))
     events = [
         Event(NOW - 900, "small", "s-5", "ready", "it is ready"),
         Event(NOW - 750, "small", "s-5", "preempted", "the cloud took it away"),
@@ -173,6 +186,7 @@ def test_overview_combines_machines_jobs_and_members(overview):
         "s-2": ("not ready", "s-2 is being set up"),
         "s-3": ("joining", "joining"),
         "all-head": ("head", "the head and the keeper"),
+        "all-net": ("head", "aggregators"),
         "j-far": ("training", "alive, on a machine outside the fleet"),
         "s-0": ("training", "training"),
         "s-1": ("training", "training, lost before"),
@@ -187,12 +201,12 @@ ERROR = "error: 12 rows do not divide over 8 devices"
 
 def with_failed_members(document: Document, *phases: str) -> Document:
     """Let the members on s-0 and s-1 fail again and again."""
-    head, members = document.jobs
+    head, members, net = document.jobs
     failed = [
         replace(it, phase=phase, error=ERROR, same_errors=3, why=ERROR)
         for it, phase in zip(members.assignments, phases, strict=False)
     ]
-    return replace(document, jobs=(head, replace(members, assignments=tuple(failed))))
+    return replace(document, jobs=(head, replace(members, assignments=tuple(failed)), net))
 
 
 def test_every_view_says_why_members_fail(overview):
@@ -255,4 +269,4 @@ def test_overview_shows_machines_before_the_run_begins(overview):
     state = State("gs://b/runs/all", None, Machines(document, listing, events), NOW)
     assert "gs://b/runs/all has not begun" in "\n".join(draw(state, 120, None))
     found = state.json()
-    assert (found["state"], len(found["machines"])) == ("not begun", 7)
+    assert (found["state"], len(found["machines"])) == ("not begun", 8)

@@ -1,6 +1,6 @@
-"""A swarm with its run in a bucket that answers wrongly at random: the head is killed with its disk, another continues.
+"""A swarm with its run in a bucket that answers wrongly at random: a machine with aggregators is killed, then the head.
 
-A third machine reads the run. In a calm bucket: test_over_fleet.py.
+The head is killed with its disk. A third machine reads the run. In a calm bucket: test_over_fleet.py.
 """
 
 import json
@@ -55,45 +55,61 @@ def started(tmp_path):
             item.communicate()
 
 
+def status(disk):
+    """Return the status that a head has written on its disk, before it is in the bucket; None before the first."""
+    path = disk / "runs/bucket/runs/all/status.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def test_head_that_dies_with_its_disk_is_replaced(disks, started, tmp_path):
-    """Members find the next head through the run's folder and keep their names, also one that was killed."""
+    """Members find the next head through the run's folder and keep their names, also one that was killed.
+
+    Each member's machine has an aggregator. With one machine, the run loses neither a commit nor its aggregators.
+    """
     disks.bucket.random_faults = FAULTS
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 500)
     (tmp_path / "token").write_text("5" * 64)
     token = ["--token-file", "token"]
     train = ["train", "gpt2-tiny", "--data", "text.txt", *SMALL, "--members", "0", "--cycle", "8", "--batch", "8",
-             "--steps", str(STEPS), "--run", URL, *token]  # fmt: skip
+             "--steps", str(STEPS), "--run", URL, "--expect", "17", *token]  # fmt: skip
     first = disks("first")
     head = started(train)
-    joined = []
-    for name in ("one", "two"):
+
+    def join(name):
         disks(name)
-        joined.append(started(["join", URL, "--name", name, *token]))
-    disks("laptop")
+        return started(["join", URL, "--name", name, "--role", "both", *token])
 
-    def version() -> int:
-        assert all(command.poll() is None for command in joined), [command.communicate() for command in joined]
-        assert head.poll() is None, head.communicate()
-        out, _ = processes.start(["status", URL, "--json"], tmp_path).communicate()
-        return (json.loads(out)["version"] or 0) if out else 0
-
+    joined = [join("one"), join("two")]
     end = time.monotonic() + PATIENCE
-    while version() < 2:
-        assert time.monotonic() < end
-        time.sleep(0.5)
+
+    def wait(*machines: str) -> None:
+        """Wait until the aggregators are on these machines, and for two more commits."""
+        version = None
+        while time.monotonic() < end:
+            assert all(command.poll() is None for command in joined), [command.communicate() for command in joined]
+            assert head.poll() is None, head.communicate()
+            seen = status(first)
+            if seen and seen["version"] is not None and sorted(seen["aggregators"].values()) == [*machines]:
+                version = seen["version"] if version is None else version
+                if seen["version"] >= version + 2:
+                    return
+            time.sleep(0.2)
+        raise AssertionError(seen)
+
+    wait("one", "two")
+    joined.pop().kill()
+    wait("one", "one")
     head.kill()
     head.communicate()
-    joined[1].kill()
-    joined[1].communicate()
-    disks("two")
-    joined[1] = started(["join", URL, "--name", "two", *token])
+    joined.append(join("two"))
     while first.exists():  # its processes end a moment after it, and may still write
         assert time.monotonic() < end
         shutil.rmtree(first, ignore_errors=True)
 
-    disks("second")
+    second = disks("second")
     out, _ = processes.run(train, tmp_path)
     assert f"{URL} finished at commit" in out
+    assert status(second)["aggregators"].keys() == {"aggregator-0", "aggregator-1"}
     for command in joined:
         _, err = processes.finish(command)
         assert f"{URL} is finished" in err

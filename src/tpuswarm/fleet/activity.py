@@ -11,7 +11,7 @@ from tpuswarm.fleet.decide.desired import PoolSpec
 from tpuswarm.fleet.decide.jobs import all_assignments
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.fleet.training import is_head, is_member
+from tpuswarm.fleet.training import AGGREGATORS, is_head, is_member
 from tpuswarm.swarm.views.status import MemberStatus
 
 LOSS_EVENTS = ("preempted", "lost", "gone")
@@ -102,7 +102,11 @@ def _kind_and_reason(
     mine = next((assignment for job, assignment in assigned if is_member(job)), None)
     if mine is None:
         if head is None:
-            return "idle", "ready"
+            servers = [assignment for job, assignment in assigned if job.name.startswith(AGGREGATORS)]
+            if not servers:
+                return "idle", "ready"
+            is_running = servers[0].phase == "running"
+            return "head", "aggregators" if is_running else f"aggregators: {servers[0].phase}, {servers[0].why}"
         if head.phase != "running":
             return "head", f"the head: {head.phase}, {head.why}"
         if head.error:

@@ -20,6 +20,8 @@ TOKEN_TIMEOUT_S = 10.0
 """A new head does not wait longer for a host that may be going."""
 HEAD_PORTS, MEMBER_PORTS = "${TPUSWARM_HEAD_PORTS:-20000-20999}", "${TPUSWARM_MEMBER_PORTS:-21000-21999}"
 """Ray's ports, as a shell expands them; a head and a member may share a machine."""
+AGGREGATORS = "aggregators-"
+"""Prefix of the jobs of VMs for aggregators."""
 ACCEPT_CODE = " --accept-code"
 HEAD_ENDS = "; code=$?; [ $code = 130 ] && exit 0; exit $code"
 """Follows the head's command: Ctrl-C and `tpuswarm stop` end the job, SIGTERM ends only the machine."""
@@ -52,9 +54,10 @@ def run_url(file: SwarmFile) -> str:
 
 
 def train_jobs(file: SwarmFile, accept_code: bool = False) -> tuple[TrainJob, ...]:
-    """Return the jobs of the head and of each pool's members. Raise InputError for a fleet that cannot train.
+    """Return the jobs of the head, of each pool's members and of VMs for aggregators.
 
-    `accept_code`: the head resumes the run although code or settings have changed.
+    Raise InputError for a fleet that cannot train. `accept_code`: the head resumes the run although code or settings
+    have changed.
     """
     train = file.train
     assert train is not None
@@ -66,14 +69,25 @@ def train_jobs(file: SwarmFile, accept_code: bool = False) -> tuple[TrainJob, ..
     line = head_command(train, url, sum(pool.count for pool in file.pool)) + ACCEPT_CODE * accept_code + HEAD_ENDS
     jobs = [TrainJob(HEAD, HEAD if head_pool is None else head_pool.name, line, f"the head runs on {where}")]
     for pool in file.pool:
-        line = f"exec python -m tpuswarm join {shlex.quote(url)} --of-machine --token-file ~/{TOKEN_FILE}"
-        line += f" --ports {MEMBER_PORTS}"
+        line = join_command(url)
         says = f"{pool.count} member{'s' * (pool.count > 1)}, one on each {pool.type} of pool {pool.name}"
+        if pool.role == "both":
+            line += " --role both"
+            says += ", with room for aggregators"
         if batches:
             line += f" --batch {batches[pool.name]}"
             says += f", batch {batches[pool.name]:,}"
         jobs.append(TrainJob(f"members-{pool.name}", pool.name, line, says))
+    for vm in file.vm:
+        if vm.role == "aggregators":
+            line = f"{join_command(url)} --role aggregators"
+            jobs.append(TrainJob(f"{AGGREGATORS}{vm.name}", vm.name, line, f"aggregators run on VM {vm.name}"))
     return tuple(jobs)
+
+
+def join_command(url: str) -> str:
+    command = f"exec python -m tpuswarm join {shlex.quote(url)} --of-machine --token-file ~/{TOKEN_FILE}"
+    return f"{command} --ports {MEMBER_PORTS}"
 
 
 def _check_train(file: SwarmFile, train: Train) -> None:
@@ -171,7 +185,7 @@ def is_head(job: Job) -> bool:
 
 
 def is_member(job: Job) -> bool:
-    return TOKEN_FILE in job.line and job.name != HEAD
+    return TOKEN_FILE in job.line and job.name != HEAD and not job.name.startswith(AGGREGATORS)
 
 
 async def share_token(
@@ -187,7 +201,7 @@ async def share_token(
         await give_token(connections, host, token)
         others = [other for other in hosts.values() if other.label != host.label]
         await fan_out(others, lambda other: give_token(connections, other, token), time_out_s=TOKEN_TIMEOUT_S)
-    elif is_member(job):
+    elif TOKEN_FILE in job.line:
         heads = (assignment.machine for other in jobs if is_head(other) for assignment in other.assignments)
         head_host = hosts.get((next(heads, None) or "", 0))
         if head_host and (token := await read_token(connections, head_host) or ""):

@@ -2,7 +2,9 @@
 
 import random
 import shutil
+import uuid
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +30,14 @@ from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.threads import NodeThreads
-from tpuswarm.swarm.processes.aggregator import Aggregator
+from tpuswarm.swarm.processes.aggregator import MAX_STALENESS, Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import ProcessEnded, Unreachable
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.storage.store import Missing, Store
+from tpuswarm.swarm.supervision import entry
 
 kinds = pytest.mark.parametrize(
     "kind",
@@ -234,3 +237,28 @@ def test_lost_version_is_named_with_the_newest_intact_one(tmp_path):
     intact = next(record.version for record in reversed(run.records) if record.state != run.records[-1].state)
     assert str(over[0]).startswith(f"commit {version} is damaged: objects/{digest}.safetensors is missing")
     assert str(over[0]).endswith(f"starts from commit {intact}, which is intact")
+
+
+def test_aggregator_on_another_machine_works_on_the_bucket_and_keeps_few_copies(loopback, tmp_path, monkeypatch):
+    """Its disk may be small: it holds payloads until they are decided, and the versions that may be bases."""
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path))
+    url = f"gs://bucket/{uuid.uuid4()}"
+    run = Run(Store(url), random.Random(4), rule="nesterov", downlink="int8").grow(9)
+    folder = entry.folder_for_copies(url)
+    (shard,) = shards(Store(folder), 1)
+    for before, record in pairwise(run.records):
+        made = shard.merge(before, merge_of(record, run.outer))
+        assert not applied(record) or in_order(made.state) == record.state
+    identity = Identity(Incarnation("m9", "a" * 32), 1)
+    payload = {"s": np.zeros(SIZES[0], np.float32)}
+    assert shard.put(identity, 0, payload, tensors.digest(payload)) == Accepted()
+    assert Objects(Store(url)).get_payload(identity, 0, tensors.digest(payload))
+    assert not problems_of(Store(url))
+
+    payloads = {path.relative_to(folder).as_posix() for path in folder.glob("payloads/*/*/*.safetensors")}
+    recent = {payload_name(decision.identity, number) for decision in record.decisions for number in range(len(SIZES))}
+    assert payload_name(identity, 0) in payloads and payloads <= {*recent, payload_name(identity, 0)}
+    objects = {path.name for path in folder.glob("objects/*.safetensors")}
+    versions = run.records[-MAX_STALENESS - 2 :]
+    assert objects <= {f"{digest}.safetensors" for version in versions for digest in version.objects}
+    assert shard.fetch(0, run.records[0].state[0]).size == SIZES[0], "the bucket has the rest"

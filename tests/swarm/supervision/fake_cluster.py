@@ -65,13 +65,15 @@ class FakeProcess:
 
 
 class FakeCluster:
-    """Ray, as a supervisor sees it; `nodes` are the machines that joined."""
+    """Ray, as a supervisor sees it; `nodes` are the machines with a member, `rooms` those with room for aggregators."""
 
     is_external, join_address, state_bytes = False, "here:1", 0
 
     def __init__(self):
         self.nodes: dict[str, str] = {}
+        self.rooms: dict[str, str] = {}
         self.started: list[FakeProcess] = []
+        self.dismissed: list[tuple[str, Outcome]] = []
         self.is_silent = False
         """Whether new processes never answer."""
         self.leased: tuple[str, ...] = ()
@@ -82,11 +84,18 @@ class FakeCluster:
         if self.failure:
             raise self.failure
 
-    def joined(self):
+    def members(self):
         return dict(self.nodes)
+
+    def aggregators(self):
+        return dict(self.rooms)
+
+    def dismiss(self, node, outcome):
+        self.dismissed.append((node, outcome))
 
     def start(self, name, maker, arguments, environment, log, node):
         self.started.append(FakeProcess(self, name, node, arguments.get("evaluates"), log))
+        self.started[-1].store = arguments.get("store")
         return self.started[-1]
 
     def newest(self, name: str) -> FakeProcess:

@@ -60,7 +60,7 @@ def ray_start(monkeypatch):
     started = []
 
     def replace_with(script: str) -> list[subprocess.Popen]:
-        def start(address, parent, name, environment, output, ports):
+        def start(address, parent, resources, environment, output, ports):
             command = ["sh", "-c", script, str(parent)]
             started.append(subprocess.Popen(command, stdout=output, start_new_session=True))
             return started[-1]
@@ -163,7 +163,7 @@ def test_ray_start_gets_its_token_ports_and_a_folder_named_by_its_pid(tmp_path, 
     for name in ENVIRONMENT:  # set here if this process has imported Ray
         monkeypatch.delenv(name, raising=False)
     with (tmp_path / "out").open("w") as out:
-        process = node._start("127.0.0.1:1", tmp_path / "private", None, {}, out.fileno(), Ports(20_000, 20_099))
+        process = node._start("127.0.0.1:1", tmp_path / "private", {}, {}, out.fileno(), Ports(20_000, 20_099))
         assert process.wait(20) == 0
     printed = (tmp_path / "out").read_text()
     assert printed.startswith(f"token 0 {process.pid} start --address 127.0.0.1:1 --block")
@@ -182,7 +182,7 @@ def test_node_outlives_the_notice_of_a_preemption_but_not_a_killed_join(tmp_path
     code = (
         "import sys, time; from pathlib import Path; from tpuswarm.swarm.engines import node\n"
         f"sys.executable = '{tmp_path}/python'\n"
-        "node._start('127.0.0.1:1', Path('private'), None, {}, 1); time.sleep(600)"
+        "node._start('127.0.0.1:1', Path('private'), {}, {}, 1); time.sleep(600)"
     )
     joined = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert joined.stdout

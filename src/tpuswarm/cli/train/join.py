@@ -1,7 +1,7 @@
 """`tpuswarm join`: join a running swarm with this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ def join(
     batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step here: the run's batch, or a divisor.")
     ] = None,
+    role: Annotated[
+        Literal["member", "aggregators", "both"],
+        typer.Option(help="What may run here; aggregators need a run in a bucket, and access to it."),
+    ] = "member",
 ) -> None:
     """Join a running swarm with this machine, until Ctrl-C or the end of the run.
 
@@ -58,5 +62,7 @@ def join(
         group = Group(hosts_at, hosts, host, str(token_file.resolve()))
     elif len(missing) < len(options):
         raise InputError(f"a member of several hosts also needs {' and '.join(missing)}")
+    if role == "aggregators" and (group or batch):
+        raise InputError("--role aggregators has no member here: omit --hosts and --batch")
     start = joining.join_run if is_url(address) else joining.join
-    start(address, name, group, token_file, lambda text: echo(text, err=True), ray_ports, batch)
+    start(address, name, group, token_file, lambda text: echo(text, err=True), ray_ports, batch, role)

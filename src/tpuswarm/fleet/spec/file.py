@@ -203,6 +203,8 @@ class Pool(MachineTable):
     """How long a flex-start machine runs, 10 minutes to 7 days, the default."""
     flags: Flags = Field(default_factory=dict)
     """XLA's and libtpu's flags for this pool."""
+    role: Literal["member", "both"] = "member"
+    """What a training runs there: `both` adds room for aggregators, so that the head's network carries less."""
 
     @property
     def chosen_api(self) -> Api:
@@ -283,8 +285,8 @@ class Vm(HeadTable):
     """Whether it may forward packets."""
     spot: bool = False
     """Whether it can be preempted."""
-    role: Literal["router"] | None = None
-    """The fleet's router forwards ports to TPU workers."""
+    role: Literal["router", "aggregators"] | None = None
+    """The fleet's router forwards ports to TPU workers. A VM for aggregators takes them off a training's head."""
     ports: Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=65_535)], ...], Field(min_length=1)] = (22,)
     """The ports of each TPU worker that a router forwards to."""
 

@@ -128,6 +128,10 @@ class Actor:
             self._work.leave()
 
 
+class ServerActor(Actor):
+    """The process of a coordinator or aggregator: its title tells it from a member's in a list of processes."""
+
+
 def _redirect(log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""Make this machine a node of a running swarm's Ray cluster; the supervisor then starts a member on it."""
+"""Make this machine a node of a running swarm's Ray cluster; the supervisor then starts processes on it."""
 
 import ctypes
 import json
@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import (
+    AGGREGATORS,
     DISMISSED,
     ENVIRONMENT,
     MEMBER,
@@ -40,31 +41,42 @@ START_TIMEOUT_TEXT = "timed out during startup"
 """Printed by `ray start` if its processes took more than 30 s to start, as on a busy machine."""
 INVALID_TOKEN = "InvalidAuthToken"
 """Printed by `ray start` with a wrong token, again and again for a minute."""
+NODE_CHECK_INTERVAL_S = 1.0
 SILENCE_TIMEOUT_S = 120.0
 """An address that is silent for this long, without refusing connections, counts as an ended swarm."""
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal to receive when the parent dies."""
+
+Role = Literal["member", "aggregators", "both"]
+"""What may run on a machine that joins."""
+ROLES: dict[Role, tuple[str, ...]] = {
+    "member": (MEMBER,),
+    "aggregators": (AGGREGATORS,),
+    "both": (MEMBER, AGGREGATORS),
+}
+"""The resources of each role."""
 
 Say = Callable[[str], None]
 
 
 def be_node(
     address: str, token: Path, name: str | None, environment: Mapping[str, str], say: Say,
-    ports: Ports | None = None,
+    ports: Ports | None = None, role: Role = "member",
 ) -> bool:  # fmt: skip
     """Be a node until Ctrl-C, SIGTERM or the end of the swarm's cluster; return whether the user asked it to leave.
 
     name: by which the swarm recognizes this machine, by default its hostname; environment: for the member here; ports:
-    for its Ray, None for any. Raise InputError for a wrong token or a refusal by the swarm, RunFailed if the swarm
-    gives this machine up.
+    for its Ray, None for any; role: what may run here. Raise InputError for a wrong token or a refusal by the swarm,
+    RunFailed if the swarm gives this machine up.
     """
     use_token(token)
+    resources = dict.fromkeys(ROLES[role], 1) | ({f"{NAMED}{name}": 1} if name else {})
     pause, joined = RESTART_PAUSE_S, False
     with StopSignals() as stop:
         say(f"joining {address}; Ctrl-C leaves")
         while True:
             began, secret = time.monotonic(), token.read_bytes()
-            output = _run_node(address, name, environment, stop, say, ports, joined)
+            output = _run_node(address, resources, environment, stop, say, ports, joined)
             if stop.requested is not None:
                 return True
             slow = START_TIMEOUT_TEXT in output
@@ -130,7 +142,7 @@ def _swarm_ended(address: str, stop: StopSignals, say: Say) -> bool:
 
 def _run_node(
     address: str,
-    name: str | None,
+    resources: Mapping[str, int],
     environment: Mapping[str, str],
     stop: StopSignals,
     say: Say,
@@ -147,7 +159,7 @@ def _run_node(
             shutil.rmtree(old, ignore_errors=True)  # its node was killed
     require_room(MIN_STORE_BYTES)
     with tempfile.TemporaryFile("w+") as output:
-        node = _start(address, parent, name, environment, output.fileno(), ports)
+        node = _start(address, parent, resources, environment, output.fileno(), ports)
         folder, checked_at = parent / str(node.pid), time.monotonic()
 
         def should_stay() -> bool:
@@ -160,18 +172,22 @@ def _run_node(
             return not _refuses(address)
 
         try:
-            with waiting(f"waiting for {address} to start a member here"):
-                while not _members(node.pid) and should_stay():
+            process = "a member" if MEMBER in resources else "an aggregator"
+            with waiting(f"waiting for {address} to start {process} here"):
+                while not _processes(node.pid) and should_stay():
                     # A machine that had joined may get the token of a new head while Ray tries.
                     if not joined and INVALID_TOKEN in (printed := _printed(output)):
                         return printed
                     time.sleep(0.2)
-            for pid in _members(node.pid):
-                say(f"a member runs here, pid {pid}")
+            told: set[int] = set()
             while should_stay():
-                time.sleep(0.2)
+                for pid, is_member in _processes(node.pid).items():
+                    if pid not in told:
+                        say(f"{'a member' if is_member else 'an aggregator'} runs here, pid {pid}")
+                    told.add(pid)
+                wait(NODE_CHECK_INTERVAL_S, stop)
             if stop.requested is not None:
-                say("leaving: the member here pushes its work first")
+                say("leaving" + ": the member here pushes its work first" * (MEMBER in resources))
                 _give_notice(node)
         finally:
             _kill(node)
@@ -191,14 +207,17 @@ def _should_stay(node: "subprocess.Popen[bytes]", folder: Path, stop: StopSignal
     return node.poll() is None and stop.requested is None
 
 
-def _members(pid: int) -> list[int]:
-    return [child for child in _descendants(pid) if _title(child).startswith("ray::Actor")]
+def _processes(pid: int) -> dict[int, bool]:
+    """Return the pids of the swarm's processes on this node, and whether each is a member."""
+    titles = {child: _title(child) for child in _descendants(pid)}
+    kinds = {child: title.startswith("ray::Actor") for child, title in titles.items()}
+    return {child: kinds[child] for child, title in titles.items() if kinds[child] or title.startswith("ray::Server")}
 
 
 def _start(
     address: str,
     parent: Path,
-    name: str | None,
+    resources: Mapping[str, int],
     environment: Mapping[str, str],
     output: int,
     ports: Ports | None = None,
@@ -207,7 +226,6 @@ def _start(
 
     Ray's default folder has the name of a pid on the swarm's machine, which says nothing about this one.
     """
-    resources = {MEMBER: 1, **({f"{NAMED}{name}": 1} if name else {})}
     command = [
         "sh", "-c", 'exec "$@" --temp-dir "$0/$$"', str(parent),
         str(Path(sys.executable).with_name("ray")), "start", "--address", address, "--block", "--num-cpus", "0",
@@ -238,12 +256,12 @@ def _raise_start_error(output: str, address: str, token: Path) -> None:
 
 
 def _give_notice(node: "subprocess.Popen[bytes]") -> None:
-    """Send SIGTERM to the member here and wait until the supervisor has ended it."""
-    members = _members(node.pid)
-    for pid in members:
+    """Send SIGTERM to the processes here and wait until the supervisor has ended them."""
+    processes = _processes(node.pid)
+    for pid in processes:
         os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + NOTICE_S
-    while time.monotonic() < end and any(_title(pid) for pid in members):
+    while time.monotonic() < end and any(_title(pid) for pid in processes):
         time.sleep(0.2)
 
 

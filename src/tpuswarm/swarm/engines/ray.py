@@ -22,10 +22,10 @@ from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tpuswarm.errors import RunFailed, first_line
-from tpuswarm.swarm.engines.actor import CONCURRENCY_GROUPS, Actor, Outcome
+from tpuswarm.swarm.engines.actor import CONCURRENCY_GROUPS, Actor, Outcome, ServerActor
 from tpuswarm.swarm.engines.opening import NAMESPACE, open_ray
 from tpuswarm.swarm.engines.ports import Ports
-from tpuswarm.swarm.engines.variables import DISMISSED, MEMBER, NAMED, store_bytes, use_token
+from tpuswarm.swarm.engines.variables import AGGREGATORS, DISMISSED, MEMBER, NAMED, store_bytes, use_token
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.train.process.stop import defer_interrupts
 
@@ -154,7 +154,8 @@ class Cluster:
         self.address = ""
         self.dashboard: str | None = None
         """Host and port of Ray's dashboard, if it is served."""
-        self._joined: dict[str, str] = {}
+        self._offers: dict[str, dict[str, str]] = {MEMBER: {}, AGGREGATORS: {}}
+        """Living nodes with their machines, by what they offer."""
         self._servers: list[psutil.Process] = []
         self._node_died = False
 
@@ -202,18 +203,20 @@ class Cluster:
     ) -> ActorHandle | None:
         """Start a process; None while Ray has not noticed that its predecessor is dead.
 
-        node: one of `joined`, ANYWHERE, or None for this machine, which has the run's storage.
+        node: one of `members`, for an aggregator one of `aggregators`, ANYWHERE, or None for this machine.
         """
         make: Any = ray.remote  # its types lack groups
-        options = {**ACTOR_OPTIONS, **self._placement(node)}
-        actor = make(concurrency_groups=CONCURRENCY_GROUPS)(Actor).options(name=f"{self._run}/{name}", **options)
+        is_member = maker.endswith(":member")
+        options = {**ACTOR_OPTIONS, **self._placement(node, is_member)}
+        kind = Actor if is_member else ServerActor
+        actor = make(concurrency_groups=CONCURRENCY_GROUPS)(kind).options(name=f"{self._run}/{name}", **options)
         given = {**arguments, "calls": Calls(self._run, self.state_bytes)}
         try:
             return ActorHandle(actor.remote(name, maker, given, dict(environment), None if node else str(log)))
         except ActorAlreadyExistsError:
             return None
 
-    def _placement(self, node: str | None) -> dict[str, Any]:
+    def _placement(self, node: str | None, is_member: bool) -> dict[str, Any]:
         if node == ANYWHERE:
             cluster_resources: Any = ray.cluster_resources  # it has no types
             have = cluster_resources()
@@ -223,13 +226,17 @@ class Cluster:
             elif "GPU" in have:
                 needs["num_gpus"] = self._devices
             return {**needs, "scheduling_strategy": "SPREAD"}
-        resources = {MEMBER: 1} if node else None
+        resources = {MEMBER: 1} if node and is_member else None
         where = NodeAffinitySchedulingStrategy(node or self._node, soft=False)
         return {"num_cpus": 0, "resources": resources, "scheduling_strategy": where}
 
-    def joined(self) -> dict[str, str]:
+    def members(self) -> dict[str, str]:
         """Nodes that offer a member, with the names of their machines."""
-        return self._joined
+        return self._offers[MEMBER]
+
+    def aggregators(self) -> dict[str, str]:
+        """Nodes with room for aggregators, with the names of their machines."""
+        return self._offers[AGGREGATORS]
 
     def dismiss(self, node: str, outcome: Outcome) -> None:
         """Tell the command on a machine that joined why no member is started there."""
@@ -244,8 +251,10 @@ class Cluster:
             with suppress(RayError, RuntimeError):  # Ray is shutting down
                 listed = nodes()
                 self._node_died = any(node["NodeID"] == self._node and not node["Alive"] for node in listed)
-                alive = [node for node in listed if node["Alive"] and node.get("Resources", {}).get(MEMBER, 0) >= 1]
-                self._joined = {node["NodeID"]: _machine_name(node) for node in alive}
+                alive = [node for node in listed if node["Alive"] and "Resources" in node]
+                for offer in self._offers:
+                    offering = [node for node in alive if node["Resources"].get(offer, 0) >= 1]
+                    self._offers[offer] = {node["NodeID"]: _machine_name(node) for node in offering}
             time.sleep(NODE_POLL_INTERVAL_S)
 
 

@@ -20,6 +20,8 @@ ENVIRONMENT = {
 """For every process that imports Ray, and every machine's node."""
 MEMBER = "tpuswarm-member"
 """Ray's resource of a machine that joined; one member may run there."""
+AGGREGATORS = "tpuswarm-aggregators"
+"""Ray's resource of a machine that joined and has room for aggregators."""
 NAMED = "tpuswarm-name:"
 """Prefix of the resource with such a machine's name."""
 DISMISSED = "dismissed.json"

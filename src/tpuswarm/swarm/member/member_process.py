@@ -63,6 +63,8 @@ class MemberSpec:
     """Rows of its steps; the default is the run's batch."""
     on_compiled: Callable[[], None] = lambda: None
     """Called when the member is ready to train."""
+    files_from: str = ""
+    """Address of the process that serves the run's data files."""
 
 
 @dataclass
@@ -313,7 +315,7 @@ class MemberProcess:
             starts = range(0, known[name].size, files.PART_BYTES)
             files.write(
                 folder / name,
-                (self._call(Call(spec.shards[0], "file", (name, start, files.PART_BYTES))) for start in starts),
+                (self._call(Call(spec.files_from, "file", (name, start, files.PART_BYTES))) for start in starts),
                 known[name].digest,
             )
         return folder

@@ -4,6 +4,7 @@ All its state is in the run's storage, so that another process can replace it at
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from tpuswarm.swarm.core.arithmetic.outer import (
     state_rows,
 )
 from tpuswarm.swarm.core.arithmetic.quantize import BITS
+from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.messages import (
     Accepted,
     Merge,
@@ -46,6 +48,7 @@ from tpuswarm.swarm.storage.replay import contribution, outer_before, restore
 from tpuswarm.swarm.storage.store import Conflict, Corrupt, Missing, Store
 
 Arguments = ParamSpec("Arguments")
+MAX_STALENESS = Staleness().limit
 MAX_PART_BYTES = 2**26
 """Largest part of a data file that is read at once."""
 
@@ -73,6 +76,8 @@ class Aggregator:
         """sizes: elements of each fragment of the run's layout."""
         self._ledger, self._objects, self._sizes = ledger, objects, tuple(sizes)
         self._index, self._shards = index, shards
+        self._recent: deque[Record] = deque()
+        """Records whose arrays stay on this disk if the run is in a bucket."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -179,6 +184,7 @@ class Aggregator:
         newest: the previous version. Return PayloadsLost if counted payloads cannot be read, PayloadsNotFinite if they
         have NaN or infinity, VersionDamaged if the previous version or the base of a contribution cannot be read.
         """
+        self._drop_copies(newest)
         applied = [decision for decision in merge.decisions if decision.fate == "applied"]
         if not applied:
             kept = {number: newest.outer[number] for number in self._mine} if newest.outer else {}
@@ -200,6 +206,22 @@ class Aggregator:
             {number: digests.outer for number, digests in done.items() if digests.outer},
             {number: digests.update for number, digests in done.items() if digests.update},
         )
+
+    def _drop_copies(self, newest: Record) -> None:
+        """Remove this disk's copies of decided payloads and of versions too old for a base; the bucket keeps them."""
+        if self._recent and self._recent[-1].version == newest.version:
+            return
+        self._recent.append(newest)
+        old = self._recent.popleft() if len(self._recent) > MAX_STALENESS + 1 else None
+        needed = {digest for record in self._recent for digest in record.objects}
+        self._objects.drop_copies(
+            {*self._objects_of(old)} - needed if old else (),
+            ((decision.identity, number) for decision in newest.decisions for number in self._mine),
+        )
+
+    def _objects_of(self, record: Record) -> list[str]:
+        kinds = (record.state, record.outer, record.updates)
+        return [digests[number] for digests in kinds if digests for number in self._mine]
 
     @property
     def _mine(self) -> range:

@@ -19,6 +19,8 @@ DEFAULT_CYCLE_STEPS = 50
 """Steps between two pushes."""
 COORDINATOR = "coordinator"
 """Address of the coordinator's process."""
+FILE_SERVER = "files"
+"""Address of the process that serves the run's data files if no aggregator does."""
 LOCATION_OPTIONS = ("data",)
 """Options of a recipe that name a location and do not change the training."""
 
@@ -131,8 +133,8 @@ def member_name(number: int) -> str:
     return f"m{number}"
 
 
-def code_digest(target: str) -> str:
-    """Return the SHA-256 of this package, of the recipe's file, and of the versions of JAX and NumPy."""
+def code_digest(target: str = "") -> str:
+    """Return the SHA-256 of this package, of a recipe's file, and of the versions of JAX and NumPy."""
     import tpuswarm
 
     package = Path(tpuswarm.__file__).parent

@@ -5,7 +5,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -196,6 +196,12 @@ class Objects:
         ):
             raise self._corrupt(name, f"it holds {_describe(found)}, which is no payload")
         return found
+
+    def drop_copies(self, digests: Iterable[str], payloads: Iterable[tuple[Identity, int]]) -> None:
+        """Remove this disk's copies of objects and payloads in a bucket."""
+        names = [*map(object_name, digests), *(payload_name(*payload) for payload in payloads)]
+        for name in names:
+            self._store.drop_copy(name)
 
     def _stamp_written(self, name: str, digest: str) -> None:
         with self._store.translate_errors(name, "written"):

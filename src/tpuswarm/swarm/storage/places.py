@@ -174,6 +174,9 @@ class Copied:
         self._bucket.delete(name)
         self._copies.delete(name)
 
+    def drop_copy(self, name: str) -> None:
+        self._copies.delete(name)
+
     def sweep(self, seconds: float) -> None:
         self._copies.sweep(seconds)
 

@@ -134,6 +134,12 @@ class Store:
         with self.translate_errors(name, "deleted"):
             self._back.delete(_checked(name))
 
+    def drop_copy(self, name: str) -> None:
+        """Remove this disk's copy of a file in a bucket; the next read fetches it again."""
+        if isinstance(self._back, Copied):
+            with self.translate_errors(name, "deleted"):
+                self._back.drop_copy(_checked(name))
+
     def sweep(self, seconds: float) -> None:
         """Remove temporary files older than this, which killed processes leave."""
         with self.translate_errors("a temporary file", "deleted"):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.engines.node import be_node, connection_error, wait
+from tpuswarm.swarm.engines.node import Role, be_node, connection_error, wait
 from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import BATCH, COMPILED
@@ -43,6 +43,7 @@ def join_run(
     say: Say,
     ports: Ports | None = None,
     batch: int | None = None,
+    role: Role = "member",
 ) -> None:
     """Take part in the run at a gs:// URL, wherever its head is, until the run ends or this machine leaves.
 
@@ -65,7 +66,7 @@ def join_run(
             continue
         told = ""
         try:
-            if join(address, name, group, token, say, ports, batch):
+            if join(address, name, group, token, say, ports, batch, role):
                 return
         except RunFailed as error:
             say(f"{error}; trying again")
@@ -88,11 +89,12 @@ def join(
     say: Say,
     ports: Ports | None = None,
     batch: int | None = None,
+    role: Role = "member",
 ) -> bool:
     """Take part until Ctrl-C, SIGTERM or the end of the swarm; return whether the user asked this machine to leave.
 
     name: by which the swarm recognizes this machine, by default its hostname; ports: of its Ray, None for any; batch:
-    rows of its steps, by default the run's batch.
+    rows of its steps, by default the run's batch; role: what may run here.
 
     Raise InputError if nothing answers, for a wrong token, for hosts that cannot form a member, and if the swarm
     refuses; RunFailed if the swarm gives this machine up.
@@ -115,7 +117,7 @@ def join(
     if group:
         say(f"this is host 0 of {group.count}; waiting for the others at {group.at}")
     environment = {**(group.environment() if group else {}), **({BATCH: str(batch)} if batch else {})}
-    return be_node(address, token, name, environment, say, ports)
+    return be_node(address, token, name, environment, say, ports, role)
 
 
 class _HostEnd(NamedTuple):

@@ -144,7 +144,7 @@ class RunReporter:
         pids = {
             process.name: process.pid
             for process in by_name.values()
-            if not process.is_member and process.actor and process.pid
+            if not (process.is_member or process.node) and process.actor and process.pid
         }
         if summary:
             summary = replace(summary, tokens=self._with_forgotten(summary.tokens))
@@ -158,6 +158,7 @@ class RunReporter:
             self.evaluation.get("version"),
             self._carried,
             own_metrics(self.evaluation),
+            {process.name: process.machine for process in by_name.values() if process.machine},
         )
         self.status = compose(summary, members, horizon, found, self._address, pids, time.time(), progress)
         if summary is None and self._before is not None:

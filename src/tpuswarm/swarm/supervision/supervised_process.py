@@ -30,7 +30,9 @@ class SupervisedProcess:
     arguments: dict[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
     node: str | None = None
-    """Ray's node of a member that is not on this machine; see Cluster.start."""
+    """Ray's node of a process that is not on this machine; see Cluster.start."""
+    machine: str = ""
+    """Name of the machine that an aggregator is on; empty for this one."""
     actor: ActorHandle | None = None
     started_at: float = 0.0
     restart_at: float = 0.0
@@ -62,9 +64,13 @@ class SupervisedProcess:
         return self.maker.endswith(":member")
 
     @property
+    def is_aggregator(self) -> bool:
+        return self.maker.endswith(":shard")
+
+    @property
     def is_guest(self) -> bool:
         """Whether it is a member on a machine that joined."""
-        return self.node not in (None, ANYWHERE)
+        return self.is_member and self.node not in (None, ANYWHERE)
 
     @property
     def incarnation(self) -> str | None:

@@ -21,9 +21,10 @@ from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.swarm.engines.ray import ANYWHERE, Cluster
 from tpuswarm.swarm.processes.clock import Clock
-from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan, member_name
+from tpuswarm.swarm.processes.run_plan import COORDINATOR, FILE_SERVER, RunPlan, member_name
 from tpuswarm.swarm.supervision.fatal_line import fatal_line, names_cause
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
+from tpuswarm.swarm.supervision.placement import Placement
 from tpuswarm.swarm.supervision.run_reporter import RunReporter
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess, guest_name
 from tpuswarm.swarm.supervision.traces import TraceCollector
@@ -78,6 +79,7 @@ class Supervisor:
         state_bytes = self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize)
         self._ledger = LedgerFollower(run.folder, state_bytes)
         self.reporter = RunReporter(run, plan, screen, cluster.join_address, on_row)
+        self._placement = Placement(cluster, run.folder, self.reporter.event)
         self._summary: Summary | None = None
         commits = (row["version"] for row in read_rows_back(run.folder / EVENTS) if row["event"] == "commit")
         self._last_announced = next(commits, 0)
@@ -138,7 +140,10 @@ class Supervisor:
         return POLL_INTERVAL_S
 
     def _define_processes(self) -> None:
-        """Define the coordinator, the aggregators, and the members that the run was started with."""
+        """Define the coordinator, the aggregators, and the members that the run was started with.
+
+        Aggregators serve the run's data files, or a process of its own if they may be on other machines.
+        """
         plan, folder = self.plan, self.run.folder.resolve()
         count = plan.swarm.aggregators
         shards = tuple(f"aggregator-{number}" for number in range(count))
@@ -146,10 +151,16 @@ class Supervisor:
         entry = "tpuswarm.swarm.supervision.entry"
         given = {"plan": plan, "store": str(folder), "shards": shards, "alone": True}
         self._add(SupervisedProcess(COORDINATOR, f"{entry}:coordinator", given))
+        given = {"store": str(folder), "data": data, "shards": count}
         for number, name in enumerate(shards):
-            given = {"store": str(folder), "data": data, "index": number, "shards": count}
-            self._add(SupervisedProcess(name, f"{entry}:shard", given))
-        self._member_arguments = {"plan": plan, "shards": shards, "data": data, "evaluates": False}
+            self._add(SupervisedProcess(name, f"{entry}:shard", given | {"index": number}))
+        files_from = shards[0]
+        if self.run.in_bucket and self._cluster.join_address and plan.files:
+            files_from = FILE_SERVER
+            self._add(SupervisedProcess(files_from, f"{entry}:file_server", {"store": str(folder), "data": data}))
+        self._member_arguments = {
+            "plan": plan, "shards": shards, "data": data, "files_from": files_from, "evaluates": False,
+        }  # fmt: skip
         for number in range(plan.swarm.members):
             name = member_name(number)
             given = {**self._member_arguments, "name": name, "evaluates": number == 0}
@@ -161,6 +172,9 @@ class Supervisor:
     def _add(self, process: SupervisedProcess) -> None:
         self.processes[process.name] = process
 
+    def _aggregators(self) -> list[SupervisedProcess]:
+        return [process for process in self.processes.values() if process.is_aggregator]
+
     def _last_row(self, name: str) -> dict[str, Any]:
         """Return the row of a member's last step, before this supervisor too; empty without one."""
         rows = read_rows_back(self.run.folder / METRICS, json.dumps({"member": name})[1:-1].encode())
@@ -169,6 +183,8 @@ class Supervisor:
     def _keep_alive(self) -> None:
         now = time.monotonic()
         self._assign_joined_machines()
+        if not self._stopping_since:
+            self._placement.move(self._aggregators(), now)
         for process in list(self.processes.values()):
             is_coordinator = process.name == COORDINATOR
             if process.left and is_coordinator and process.actor and process.actor.gone and not self._members_done():
@@ -185,7 +201,7 @@ class Supervisor:
 
     def _assign_joined_machines(self) -> None:
         """Give each joined machine a member, if possible its former one, and release members of lost machines."""
-        nodes = self._cluster.joined()
+        nodes = self._cluster.members()
         for process in self.processes.values():
             if process.is_guest and process.node not in nodes and process.actor is None:
                 process.left = True
@@ -211,6 +227,8 @@ class Supervisor:
 
     def _start(self, process: SupervisedProcess) -> None:
         arguments = process.arguments
+        if process.is_aggregator:
+            arguments = self._placement.place(process, self._aggregators(), time.monotonic())
         if process.name == COORDINATOR and process.started_at:
             arguments = {**arguments, "alone": False}
         if process.is_member:
@@ -221,14 +239,20 @@ class Supervisor:
         if not process.node:
             process.log, process.log_start = log, log.stat().st_size if log.exists() else 0
         actor = self._cluster.start(process.name, process.maker, arguments, process.environment, log, process.node)
-        if actor is not None:
-            process.set_started(actor, self._clock())
+        if actor is None:
+            return
+        process.set_started(actor, self._clock())
+        if process.is_aggregator:
+            self._placement.started(process)
 
     def _should_evaluate(self, process: SupervisedProcess) -> bool:
         others = [other for other in self.processes.values() if other.is_member and other is not process]
         return not any(other.arguments["evaluates"] for other in others if not other.left)
 
     def _handle_end(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
+        if process.is_aggregator and process.node:
+            self._placement.leave(process, outcome, now)
+            return
         if process.is_member and outcome.how != "dead":
             self._request_report(process)
         refused = process.is_member and outcome.how in ("wrong", "over")

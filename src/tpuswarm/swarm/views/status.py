@@ -81,11 +81,13 @@ class SwarmStatus:
     address: str
     """Address for other machines to join."""
     processes: dict[str, int]
-    """Pids of coordinator and aggregators, by name."""
+    """Pids of coordinator and aggregators on the swarm's machine, by name."""
     carried: int = 0
     """Bytes transferred with all members: a payload there and a version back for each contribution."""
     eval_metrics: dict[str, float | None] = field(default_factory=dict)
     """The recipe's own metrics of the newest evaluation, by column of metrics.jsonl."""
+    aggregators: dict[str, str] = field(default_factory=dict)
+    """Machines of the aggregators on other machines, by name."""
 
     @property
     def elapsed(self) -> float:
@@ -105,6 +107,7 @@ class Progress:
     carried: int = 0
     """Bytes transferred in the whole run."""
     eval_metrics: dict[str, float | None] = field(default_factory=dict)
+    aggregators: dict[str, str] = field(default_factory=dict)
 
 
 FINISHED, STOPPED = "the run is finished", "the run was stopped"
@@ -151,6 +154,7 @@ def compose(
         processes=processes,
         carried=progress.carried,
         eval_metrics=progress.eval_metrics,
+        aggregators=progress.aggregators,
     )
 
 
@@ -277,7 +281,7 @@ def read_run(folder: Path) -> RunView:
         phase = f"ended; last status from {clock.strftime('%Y-%m-%d %H:%M:%S', clock.localtime(status.time))}"
         status = replace(
             status, members=members, phase=phase, tokens_per_s=0.0, lag=None, left=None, alarms=(), processes={},
-            address="",
+            address="", aggregators={},
         )  # fmt: skip
     return RunView(
         run=shown(folder),

@@ -18,6 +18,7 @@ def wide(width: int = 16384):
         lambda params, batch, key: jnp.mean(jnp.square(batch["x"] @ params["w"] - 1.0)),
         optax.sgd(0.1),
         {"x": np.zeros((2, width), np.float32)},
+        defaults={"batch": 4096},
     )
 
 

@@ -76,6 +76,18 @@ def test_imported_parameters_that_are_no_numbers_are_named(tmp_path, monkeypatch
         trainer().fit(toy.recipe(), steps=2, batch=8, run=tmp_path / "run", init_from=tmp_path / "parent")
 
 
+def test_data_that_breaks_midway_ends_the_run_with_its_own_line(tmp_path):
+    class Broken(ArraySource):
+        def rows(self, start, count):
+            if start >= 40:
+                raise ValueError("row 40 is torn")
+            return super().rows(start, count)
+
+    with pytest.raises(InputError, match=r"the data source failed: ValueError: row 40 is torn \(.*test_cut_short.py:"):
+        fit(on(Broken(toy.data())), tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
 def terminate_after_first_save(folder):
     """From then on the run knows how long a save takes."""
     until((folder / "checkpoints" / "00000000" / "manifest.json").exists)

@@ -89,6 +89,15 @@ def test_epoch_begins_after_the_steps_of_whole_epochs(steps_per_epoch):
         assert step(state, batch, toy.clock(number, 0.0))[1]["lr"] == number / steps_per_epoch
 
 
+def with_step_size(step_size):
+    """A transformation of somebody else, with a variable that is called as those of optax are."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: -g, updates), (state, step_size)
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
 WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 100, 1_000, 1e-4)
 
 
@@ -106,6 +115,8 @@ WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 100, 1_000, 1e-4)
         (optax.partition({"a": optax.sgd(0.1), "b": optax.sgd(0.2)}, "a"), None, ""),
         (optax.masked(optax.sgd(0.1), default_decay_mask), None, ""),
         (optax.lbfgs(), None, ""),
+        (with_step_size({"w": 1.0}), None, ""),
+        (with_step_size(lambda step: missing), None, ""),  # noqa: F821
         (optax.MultiSteps(optax.sgd(0.1), 2), None, ""),
     ],
 )  # fmt: skip

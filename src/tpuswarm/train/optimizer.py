@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CellType
 from typing import Any, Literal, NamedTuple
 
@@ -162,20 +162,26 @@ def _closures(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 def describe_rate(
     optimizer: Any, schedule: Callable[..., Any] | None, steps: int, steps_per_epoch: float | None
 ) -> str:
-    """Describe the learning rate over a run; empty if the optimizer does not tell it."""
+    """Describe the learning rate over a run; empty if it is unknown."""
     unit = schedule_unit(schedule) if schedule else "step"
     scales = [schedule] if schedule else _scales(as_transformation(optimizer))
-    if not scales or scales == [-1.0]:  # an optimizer that finds its rate itself ends with -1
+    if not scales or not all(callable(scale) or isinstance(scale, int | float | np.floating) for scale in scales):
+        return ""
+    if scales == [-1.0]:  # an optimizer that finds its rate itself ends with -1
         return ""
     steps_per_unit = {"step": 1.0, "epoch": steps_per_epoch or steps, "progress": steps}[unit]
     positions = np.linspace(0, steps / steps_per_unit, RATE_SAMPLES + 1)
     positions = positions.astype(np.int32 if unit == "step" else np.float32)
 
     def rate(position: jax.Array) -> jax.Array:
-        return abs(math.prod(scale(position) if callable(scale) else scale for scale in scales) + 0.0 * position)
+        found = math.prod(scale(position) if callable(scale) else scale for scale in scales)
+        return jnp.abs(jnp.asarray(found, jnp.float32))
 
-    with blame("the schedule fails"):
+    found: list[float] = []
+    with blame("the schedule fails") if schedule else suppress(Exception):
         found = [float(x) for x in jax.jit(functools.partial(jax.lax.map, rate))(positions)]
+    if not found:
+        return ""
     first, last, highest = found[0], found[-1], max(found)
     if highest == min(found):
         return f"{first:g}"

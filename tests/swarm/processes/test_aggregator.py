@@ -34,6 +34,7 @@ from tpuswarm.swarm.processes.aggregator import MAX_STALENESS, Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import ProcessEnded, Unreachable
 from tpuswarm.swarm.storage import tensors
+from tpuswarm.swarm.storage.downlink import Chain
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
 from tpuswarm.swarm.storage.store import Missing, Store
@@ -262,3 +263,13 @@ def test_aggregator_on_another_machine_works_on_the_bucket_and_keeps_few_copies(
     versions = run.records[-MAX_STALENESS - 2 :]
     assert objects <= {f"{digest}.safetensors" for version in versions for digest in version.objects}
     assert shard.fetch(0, run.records[0].state[0]).size == SIZES[0], "the bucket has the rest"
+
+
+def test_version_whose_record_was_read_costs_no_request_to_a_bucket(tmp_path, monkeypatch):
+    run = grow_run(tmp_path, "nesterov-int8-ema")
+    version = run.records[-1].version
+    monkeypatch.setattr(Store, "exists", None)  # of a run in a bucket, only `read` has copies on this disk
+    shard = shards(run.store, 1)[0]
+    assert isinstance(shard.updates(0, version - 1, version), Chain)
+    assert isinstance(shard.average(0, version), np.ndarray)
+    assert isinstance(shard.updates(0, 0, version + 1), Refused) and isinstance(shard.average(0, version + 1), Refused)

@@ -1,11 +1,11 @@
-"""The study of quality trains like the plain trainer."""
+"""The study of quality trains like the plain trainer, and shows why momentum waits for a quorum."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from benchmarks.simulated_quality import Arm, simulate
+from benchmarks.simulated_quality import Arm, held_out_loss, simulate
 
 from tpuswarm import supervised
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
@@ -48,3 +48,21 @@ def test_members_with_cycles_of_one_sgd_step_are_one_member_on_whole_batches():
     for cycle, tolerance in [((4,), 1e-6), ((1,) * 2, 1e-5)]:  # contributions of two members are not clipped
         swarm = simulate(program, source, Arm(cycle, OuterRule("average")), batch=8, steps=12, seed=3)
         np.testing.assert_allclose(swarm.params["w"], state.params["w"], rtol=0, atol=tolerance)
+
+
+def test_momentum_at_every_arrival_is_far_worse():
+    program, source, validation = regression(optax.adam, 0.1)
+
+    def final(arm, steps=120):
+        state = simulate(program, source, arm, batch=16, steps=steps, seed=0)
+        return held_out_loss(program, state, validation, 64, ROWS)
+
+    cycle, outer = (10,) * 4, OuterRule("nesterov")
+    delayed = OuterRule("nesterov", rate=outer.rate_for(4))
+    untrained = final(Arm(cycle, OuterRule("nesterov", 0.0, 0.0)), steps=10)
+    together = final(Arm(cycle))
+    assert together < 0.5 * untrained
+    assert final(Arm(cycle, delayed, together=1)) < 2 * together
+    assert final(Arm(cycle, delayed, together=1, quorum=1)) > 10 * together
+    quantized = OuterRule("nesterov", downlink="int8")
+    assert final(Arm((10, 5, 10, 5), quantized, bits=4, delay=2, adopt="add")) < 0.5 * untrained

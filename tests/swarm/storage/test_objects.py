@@ -4,6 +4,8 @@ import hashlib
 import mmap
 import os
 import random
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -99,7 +101,6 @@ def test_codes_written_in_pieces_are_the_same_object(objects, bits):
 
 
 def test_arrays_in_a_folder_are_maps_that_outlive_their_files(tmp_path):
-    """So reading needs little memory at any size."""
     objects = Objects(Store(tmp_path))
     digest = objects.put_array(np.ones(9, np.float32))
     array = objects.get_array(digest, (9,))
@@ -262,3 +263,28 @@ def test_member_names_that_are_no_file_names_are_refused(tmp_path, member):
     with pytest.raises(InputError, match="cannot be the name of a member: use 1 to 64 letters"):
         Objects(Store(tmp_path)).put_payload(Identity(Incarnation(member, "ab"), 1), 0, PAYLOADS[0])
     assert list(tmp_path.iterdir()) == []
+
+
+LARGE = """
+import hashlib, os, resource, sys
+from pathlib import Path
+from tpuswarm.swarm.storage import tensors
+from tpuswarm.swarm.storage.objects import Objects, object_name
+from tpuswarm.swarm.storage.store import Store
+head, file = tensors.header({"array": ("F32", (2**26,))}), Path(sys.argv[1]) / "objects" / "x"
+file.parent.mkdir()
+file.write_bytes(head)
+os.truncate(file, len(head) + 2**28)
+with file.open("rb") as opened:
+    digest = hashlib.file_digest(opened, "sha256").hexdigest()
+file.rename(Path(sys.argv[1]) / object_name(digest))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+array = Objects(Store(sys.argv[1])).get_array(digest, (2**26,))
+assert array[12345] == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_reading_needs_little_memory_at_any_size(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * 1024

@@ -1,5 +1,6 @@
 """Aggregators on machines with room for them: who gets which, and what happens when one is lost."""
 
+import socket
 import threading
 from dataclasses import replace
 
@@ -71,7 +72,7 @@ def test_aggregators_move_to_machines_one_at_a_time_and_away_from_a_lost_one(in_
     assert "the machine leaves (two); moving it" in told and told[-1] == "starting on the head"
 
 
-def test_machine_that_cannot_run_aggregators_does_not_end_the_run(in_bucket, supervise, monkeypatch):
+def test_machine_that_cannot_run_aggregators_does_not_end_the_run(in_bucket, supervise):
     """It gets none for a while; the head has to do without it."""
 
     def script(supervisor, cluster):
@@ -82,12 +83,12 @@ def test_machine_that_cannot_run_aggregators_does_not_end_the_run(in_bucket, sup
             newest = cluster.newest("aggregator-0")
             if newest.node and not newest.ended:
                 newest.ended = Outcome("wrong", "it has other versions")
-                monkeypatch.setattr(placement, "AVOID_S", 0.0)
-        assert newest.node == "n1" and {node for node, _ in cluster.dismissed} == {"n1"}
+                cluster.rooms = {"n2": "one"}  # it rejoins as another node
+        assert newest.node is None and [node for node, _ in cluster.dismissed] == ["n1"]
 
     supervise.finished(script)
     assert {event["message"] for event in supervise.events("shard")} == {
-        "starting on one", "it has other versions (one); moving it",
+        "starting on one", "it has other versions (one); moving it", "starting on the head",
     }  # fmt: skip
 
 
@@ -105,7 +106,8 @@ def test_run_in_a_folder_keeps_its_aggregators_and_says_so(supervise):
 
 def test_aggregator_ends_when_its_machine_leaves_and_stays_on_the_head(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path))
-    (tmp_path / "aggregators" / "0").mkdir(parents=True)
+    ended_here, elsewhere = (tmp_path / "aggregators" / f"{name}-0" for name in (socket.gethostname(), "other"))
+    ended_here.mkdir(parents=True), elsewhere.mkdir()
     for store, ends in ((URL, True), (str(tmp_path), False)):
         work, ended = entry.shard(store, "", 0, 1, lambda call: None, code_digest()), []
         thread = threading.Thread(target=lambda: ended.append(work.run()), daemon=True)  # noqa: B023
@@ -113,7 +115,8 @@ def test_aggregator_ends_when_its_machine_leaves_and_stays_on_the_head(tmp_path,
         work.leave()
         thread.join(60 if ends else 0.1)
         assert ended == ["left"] * ends
-    assert len(list((tmp_path / "aggregators").iterdir())) == 1, "the copies of a process that was killed stay"
+    assert not ended_here.exists(), "the copies of a process that was killed stay"
+    assert elsewhere.exists(), "copies of another machine with the same home folder are gone"
 
 
 def test_machine_with_other_code_runs_no_aggregator():

@@ -59,6 +59,23 @@ def test_search_ends_at_its_limit():
     assert measured == [2, 64]
 
 
+@given(st.integers(1, 300), st.integers(1, 64), st.data())
+def test_search_with_a_limit_finds_the_largest_size_to_be_tried(start, growth, data):
+    """The limit need not be a round number."""
+    limit = start * growth
+    fitting = data.draw(st.integers(start, limit + 10))
+
+    def used(size):
+        assert size <= limit
+        return size if size <= fitting else None
+
+    found, refused = find_largest(used, start, start, fitting, limit=limit)
+    size = start
+    while min(next_size(size), limit) <= fitting and size < limit:
+        size = min(next_size(size), limit)
+    assert found == size and (refused is None or refused > fitting)
+
+
 @pytest.mark.parametrize(
     "memory_of",
     [

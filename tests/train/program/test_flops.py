@@ -225,8 +225,8 @@ def test_small_products_are_not_reported():
     assert not underfilled(model_flops(jax.jit(both).trace(*args).jaxpr), 128, 512, 1)
 
 
-@pytest.mark.parametrize(("form", "unit", "fill"), [("xla", 128, 0.5), ("splash", 256, 0.25)])
-def test_only_the_heads_of_gpt2_are_narrow(form, unit, fill):
+@pytest.mark.parametrize(("form", "unit", "expected"), [("xla", 128, []), ("splash", 256, [(64, 0.25)])])
+def test_heads_of_gpt2_are_narrow_only_in_a_large_unit(form, unit, expected):
+    """In one of 128 they waste less than a fifth of its time."""
     found = underfilled(step_flops(GPT2(size="124m", data="fake"), 8, attention=form, loop="scan"), unit, 8, 1)
-    described = {(narrow.size, round(narrow.fill, 2), narrow.place.file.rpartition("/")[2]) for narrow in found}
-    assert described == {(64, fill, "attention.py")}
+    assert [(narrow.size, round(narrow.fill, 2)) for narrow in found] == expected

@@ -38,9 +38,9 @@ from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.computer import state_folder
 
 LEAD_TIMEOUT_S = 60.0
+"""A background keeper must lead within this time."""
 PID_FILE = "keeper.pid"
 """In a fleet's folder: the process of this computer's background keeper."""
-"""A background keeper must lead within this time."""
 
 
 @dataclass(frozen=True)

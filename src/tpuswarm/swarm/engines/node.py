@@ -160,16 +160,16 @@ def _run_node(
     require_room(MIN_STORE_BYTES)
     with tempfile.TemporaryFile("w+") as output:
         node = _start(address, parent, resources, environment, output.fileno(), ports)
-        folder, checked_at = parent / str(node.pid), time.monotonic()
+        folder, checked_at, was_refused = parent / str(node.pid), time.monotonic(), False
 
         def should_stay() -> bool:
-            nonlocal checked_at
+            nonlocal checked_at, was_refused
             if not _should_stay(node, folder, stop):
                 return False
             if time.monotonic() < checked_at + HEAD_CHECK_INTERVAL_S:
                 return True
-            checked_at = time.monotonic()
-            return not _refuses(address)
+            checked_at, before, was_refused = time.monotonic(), was_refused, _refuses(address)
+            return not (before and was_refused)  # a forwarded port may refuse once
 
         try:
             process = "a member" if MEMBER in resources else "an aggregator"
@@ -259,7 +259,8 @@ def _give_notice(node: "subprocess.Popen[bytes]") -> None:
     """Send SIGTERM to the processes here and wait until the supervisor has ended them."""
     processes = _processes(node.pid)
     for pid in processes:
-        os.kill(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + NOTICE_S
     while time.monotonic() < end and any(_title(pid) for pid in processes):
         time.sleep(0.2)

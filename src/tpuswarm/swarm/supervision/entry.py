@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -78,14 +79,15 @@ def file_server(store: str, data: str, calls: Calls) -> ServerWork:
 
 def folder_for_copies(url: str) -> Path:
     """Return a new folder for this process's copies of a run's files; remove those of processes that have ended."""
-    folders = cache_folder("aggregators")
-    for folder in folders.glob("*"):
-        if not (folder.name.isdigit() and psutil.pid_exists(int(folder.name))) or folder.name == str(os.getpid()):
+    folders, mine = cache_folder("aggregators"), f"{socket.gethostname()}-"  # machines may share the home folder
+    for folder in folders.glob(f"{mine}*"):
+        pid = folder.name.removeprefix(mine)
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))) or pid == str(os.getpid()):
             shutil.rmtree(folder, ignore_errors=True)
-    made = folders / str(os.getpid())
-    made.mkdir(parents=True)
-    (made / ORIGIN).write_text(url)
-    return made
+    own = folders / f"{mine}{os.getpid()}"
+    own.mkdir(parents=True)
+    (own / ORIGIN).write_text(url)
+    return own
 
 
 def member(

@@ -44,7 +44,7 @@ class Placement:
         self._cluster, self._url, self._event = cluster, origin(folder), event
         self._code = code_digest() if self._url else ""
         self._avoided: dict[str, float] = {}
-        """Nodes on which an aggregator has ended, and until when they get no other one."""
+        """Machines on which an aggregator has ended, and until when they get no other one."""
         self._refused: set[str] = set()
         """Nodes that were told that this run cannot use them."""
 
@@ -78,7 +78,7 @@ class Placement:
             process.actor.kill()
         process.actor = None
         if process.node:
-            self._avoided[process.node] = now + AVOID_S
+            self._avoided[process.machine] = now + AVOID_S
             if outcome.how == "wrong" and process.node not in self._cluster.members():
                 self._cluster.dismiss(process.node, outcome)
         reason = {"dead": "it died", "left": "the machine leaves"}.get(outcome.how, outcome.reason)
@@ -88,7 +88,7 @@ class Placement:
         """Return the nodes that may get an aggregator."""
         rooms = self._cluster.aggregators()
         if self._url:
-            return [node for node in rooms if self._avoided.get(node, 0.0) <= now]
+            return [node for node, machine in rooms.items() if self._avoided.get(machine, 0.0) <= now]
         for node in rooms.keys() - self._refused:
             self._refused.add(node)
             self._event("note", message=f"{rooms[node]} has room for aggregators, but {NEEDS_BUCKET}")

@@ -181,7 +181,7 @@ def find_largest(
         else:
             points.append((size, used))
         largest = points[-1][0]
-        if too_large == next_size(largest):
+        if too_large is not None and too_large <= next_size(largest):
             return largest, too_large
         size = _size_to_try(points, too_large, memory)
     return points[-1][0], too_large

@@ -92,7 +92,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class NetworkLoad:
-    """What the network cards of a run in a bucket carry."""
+    """Network traffic of a run in a bucket."""
 
     form: Form
     aggregators: int

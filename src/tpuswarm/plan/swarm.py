@@ -170,17 +170,17 @@ def swarm_tables(swarms: Sequence[SwarmEstimate]) -> list[Table]:
                 load.form,
                 format_number(load.head.received),
                 format_number(load.head.sent),
-                f"{load.aggregators} of {load.fragments}",
+                f"{load.aggregators} / {load.fragments}",
                 format_number(load.aggregator.received),
                 format_number(load.aggregator.sent),
-                format_number(load.head_alone.received),
+                "< 0.001" if load.head_alone.received < 0.001 else format_number(load.head_alone.received),
             )
             for swarm in swarms
             for load in swarm.networks
         ],
         left=("quantize",),
     )
-    loads.caption = "aggregators, of so many fragments; out: to members and to the run's bucket"
+    loads.caption = "aggregators / fragments; out: to members and to the run's bucket"
     machines = make_table(
         "cheapest machines for the head, $/hour",
         ("on", "machines"),

@@ -111,7 +111,7 @@ class Supervised(Recipe):
         return self._loss
 
     def describe_rate(self, steps: int, batch: int) -> str:
-        """Describe the learning rate over a run; empty if the optimizer does not tell it."""
+        """Describe the learning rate over a run; empty if it is unknown."""
         rows = getattr(source_of(self, "train"), "rows_per_epoch", None)
         return describe_rate(self._optimizer, self._schedule, steps, rows / batch if rows else None)
 

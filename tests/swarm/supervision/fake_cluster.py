@@ -84,10 +84,10 @@ class FakeCluster:
         if self.failure:
             raise self.failure
 
-    def members(self):
+    def member_nodes(self):
         return dict(self.nodes)
 
-    def aggregators(self):
+    def aggregator_nodes(self):
         return dict(self.rooms)
 
     def dismiss(self, node, outcome):

@@ -26,7 +26,7 @@ from tpuswarm.train.user_code import build_recipe, users_line
 Report = Callable[[str], None]
 
 MAX_GROWTH = 64
-"""A larger micro-batch than so many times the usual one is not looked for: small models have room for thousands."""
+"""Largest micro-batch to try, in usual ones: small models have room for thousands."""
 EVALUATION_BATCHES = 3
 """An evaluation holds three batches on the devices: two that wait and the next (train/loop/evaluate.py)."""
 TOKEN_BYTES = 2

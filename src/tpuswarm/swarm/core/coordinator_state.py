@@ -104,7 +104,7 @@ class CoordinatorState:
 
 
 def updated(state: CoordinatorState, **fields: Any) -> CoordinatorState:
-    """Return the state with other fields, as dataclasses.replace does in ten times the time."""
+    """Return the state with other fields. dataclasses.replace would take a fifth of a push."""
     assert fields.keys() <= vars(state).keys()
     new = object.__new__(CoordinatorState)
     vars(new).update(vars(state), **fields)

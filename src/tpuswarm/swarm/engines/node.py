@@ -179,12 +179,12 @@ def _run_node(
                     if not joined and INVALID_TOKEN in (printed := _printed(output)):
                         return printed
                     time.sleep(0.2)
-            told: set[int] = set()
+            announced: set[int] = set()
             while should_stay():
                 for pid, is_member in _processes(node.pid).items():
-                    if pid not in told:
+                    if pid not in announced:
                         say(f"{'a member' if is_member else 'an aggregator'} runs here, pid {pid}")
-                    told.add(pid)
+                    announced.add(pid)
                 wait(NODE_CHECK_INTERVAL_S, stop)
             if stop.requested is not None:
                 say("leaving" + ": the member here pushes its work first" * (MEMBER in resources))

@@ -203,7 +203,7 @@ class Cluster:
     ) -> ActorHandle | None:
         """Start a process; None while Ray has not noticed that its predecessor is dead.
 
-        node: one of `members`, for an aggregator one of `aggregators`, ANYWHERE, or None for this machine.
+        node: one of `member_nodes` or `aggregator_nodes`, ANYWHERE, or None for this machine.
         """
         make: Any = ray.remote  # its types lack groups
         is_member = maker.endswith(":member")
@@ -230,16 +230,16 @@ class Cluster:
         where = NodeAffinitySchedulingStrategy(node or self._node, soft=False)
         return {"num_cpus": 0, "resources": resources, "scheduling_strategy": where}
 
-    def members(self) -> dict[str, str]:
+    def member_nodes(self) -> dict[str, str]:
         """Nodes that offer a member, with the names of their machines."""
         return self._offers[MEMBER]
 
-    def aggregators(self) -> dict[str, str]:
+    def aggregator_nodes(self) -> dict[str, str]:
         """Nodes with room for aggregators, with the names of their machines."""
         return self._offers[AGGREGATORS]
 
     def dismiss(self, node: str, outcome: Outcome) -> None:
-        """Tell the command on a machine that joined why no member is started there."""
+        """Tell the command on a machine that joined why no process is started there."""
         write: Any = ray.remote(_write_dismissal)
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         write.options(num_cpus=0, scheduling_strategy=where).remote(outcome.how, outcome.reason)

@@ -1,4 +1,4 @@
-"""Place aggregators: machines with room for them share them, and without any they run on the head."""
+"""Choose a machine for each aggregator: one that offers room, else the head."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,10 +46,10 @@ class Placement:
         self._avoided: dict[str, float] = {}
         """Machines on which an aggregator has ended, and until when they get no other one."""
         self._refused: set[str] = set()
-        """Nodes that were told that this run cannot use them."""
+        """Nodes that this run cannot use; each is reported once."""
 
     def move(self, aggregators: Sequence[SupervisedProcess], now: float) -> None:
-        """End an aggregator if another machine has more room for it: it starts there. One at a time."""
+        """End one aggregator if another machine has more room, so that it starts there."""
         rooms = self._rooms(now)
         if not all(process.has_answered for process in aggregators):
             return
@@ -65,33 +65,33 @@ class Placement:
         elsewhere = {"store": self._url, "code": self._code} if process.node else {}
         return process.arguments | elsewhere
 
-    def started(self, process: SupervisedProcess) -> None:
-        """Note that an aggregator has started on its node."""
-        machine = self._cluster.aggregators().get(process.node or "", "")
+    def log_start(self, process: SupervisedProcess) -> None:
+        """Write an event if an aggregator has started on another machine than before."""
+        machine = self._cluster.aggregator_nodes().get(process.node or "", "")
         if process.machine != machine:
             process.machine = machine
             self._event("shard", name=process.name, message=f"starting on {machine or 'the head'}")
 
-    def leave(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
-        """Note that an aggregator on another machine has ended; its successor starts elsewhere."""
+    def handle_end(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
+        """Avoid the machine on which an aggregator has ended, so that its successor starts elsewhere."""
         if process.actor and outcome.how != "dead":
             process.actor.kill()
         process.actor = None
         if process.node:
             self._avoided[process.machine] = now + AVOID_S
-            if outcome.how == "wrong" and process.node not in self._cluster.members():
+            if outcome.how == "wrong" and process.node not in self._cluster.member_nodes():
                 self._cluster.dismiss(process.node, outcome)
         reason = {"dead": "it died", "left": "the machine leaves"}.get(outcome.how, outcome.reason)
         self._event("shard", name=process.name, message=f"{reason} ({process.machine}); moving it")
 
     def _rooms(self, now: float) -> list[str]:
         """Return the nodes that may get an aggregator."""
-        rooms = self._cluster.aggregators()
+        rooms = self._cluster.aggregator_nodes()
         if self._url:
             return [node for node, machine in rooms.items() if self._avoided.get(machine, 0.0) <= now]
         for node in rooms.keys() - self._refused:
             self._refused.add(node)
             self._event("note", message=f"{rooms[node]} has room for aggregators, but {NEEDS_BUCKET}")
-            if node not in self._cluster.members():
+            if node not in self._cluster.member_nodes():
                 self._cluster.dismiss(node, Outcome("wrong", NEEDS_BUCKET))
         return []

@@ -201,7 +201,7 @@ class Supervisor:
 
     def _assign_joined_machines(self) -> None:
         """Give each joined machine a member, if possible its former one, and release members of lost machines."""
-        nodes = self._cluster.members()
+        nodes = self._cluster.member_nodes()
         for process in self.processes.values():
             if process.is_guest and process.node not in nodes and process.actor is None:
                 process.left = True
@@ -243,7 +243,7 @@ class Supervisor:
             return
         process.set_started(actor, self._clock())
         if process.is_aggregator:
-            self._placement.started(process)
+            self._placement.log_start(process)
 
     def _should_evaluate(self, process: SupervisedProcess) -> bool:
         others = [other for other in self.processes.values() if other.is_member and other is not process]
@@ -251,7 +251,7 @@ class Supervisor:
 
     def _handle_end(self, process: SupervisedProcess, outcome: Outcome, now: float) -> None:
         if process.is_aggregator and process.node:
-            self._placement.leave(process, outcome, now)
+            self._placement.handle_end(process, outcome, now)
             return
         if process.is_member and outcome.how != "dead":
             self._request_report(process)

@@ -9,7 +9,7 @@ from tpuswarm.train.user_code import describe_failure
 
 TIMEOUT_S, URGENT_TIMEOUT_S = 60.0, 2.0
 RECOVERY_TIMEOUT_S = 10.0
-"""At least, even if the machine may be taken away soon."""
+"""Minimum for a recovery, even if the machine may be taken away soon."""
 
 Report = Callable[[str], None]
 

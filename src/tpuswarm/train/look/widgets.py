@@ -145,6 +145,7 @@ def draw_bar(done: int, total: int, unit: str, width: int) -> RenderableType:
 
 
 FOLDED_WIDTH = 8
+"""Minimum width of a text column, in characters, when a table does not fit otherwise."""
 
 
 @dataclass(frozen=True)

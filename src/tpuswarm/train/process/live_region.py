@@ -31,7 +31,7 @@ class LiveRegion(Live):
         self.console.show_cursor(True)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        if _is_shown_again():
+        if _hide_input_again():
             for region in [*LiveRegion.drawn]:
                 region._live_render._shape = None  # its lines are no longer the last ones
         return super().process_renderables(renderables)
@@ -97,8 +97,8 @@ def _end_drawings() -> None:
         region.stop()
 
 
-def _is_shown_again() -> bool:
-    """Return whether a shell has shown typed keys again, since Ctrl-Z; hide them."""
+def _hide_input_again() -> bool:
+    """Hide typed keys if a shell has shown them since Ctrl-Z; return whether it had."""
     with suppress(OSError, termios.error):
         terminal = _Echo.terminal
         if terminal is None or not _is_in_foreground(terminal):

@@ -31,6 +31,7 @@ end_drawings: list[Callable[[], None]] = []
 """Called before a thread ends the process with a sentence. They may wait for the thread that draws."""
 interruptible_imports: set[CodeType] = set()
 """Functions that import a file of the user, in which an interrupt is safe."""
+DEFAULT_EXIT_MESSAGE = "interrupted"
 
 
 class _State:
@@ -42,7 +43,7 @@ class _State:
     raised_at = 0.0
     is_redelivery = False
     """Whether `_redeliver` sends the next signal."""
-    exit_message: str | None = None
+    exit_message = DEFAULT_EXIT_MESSAGE
     listeners: "list[StopSignals]" = []  # noqa: RUF012  # shared by the whole process
     """Only the newest gets signals."""
     end_now: Callable[[], NoReturn] | None = None
@@ -94,12 +95,12 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def set_exit_message(text: str) -> None:
-    """Replace the "interrupted" that this process prints when Ctrl-C ends it; nothing if empty."""
+    """Replace the line that this process prints when Ctrl-C ends it; empty for none."""
     _State.exit_message = text
 
 
 def end_quietly() -> None:
-    """Say nothing when Ctrl-C ends this process, whose user was told to end it so."""
+    """Print nothing when Ctrl-C ends this process."""
     set_exit_message("")
 
 
@@ -111,7 +112,7 @@ class InterruptHandler:
     """
 
     def __init__(self) -> None:
-        _State.raised = _State.exit_message = None
+        _State.raised, _State.exit_message = None, DEFAULT_EXIT_MESSAGE
         _State.end_now = _end_interrupted
         _State.is_redelivery = False
         self._unraisable_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
@@ -126,7 +127,7 @@ class InterruptHandler:
             _print(f"ended by {_State.raised.name}")
             _end_at_once(128 + _State.raised)
         if code is None:
-            _print("interrupted" if _State.exit_message is None else _State.exit_message)
+            _print(_State.exit_message)
         _install(lambda number, frame: _end_at_once(128 + number))
         sys.exit(128 + signal.SIGINT if code is None else code)
 
@@ -150,7 +151,7 @@ class InterruptHandler:
 
 
 def _end_interrupted() -> NoReturn:
-    _print("interrupted" if _State.exit_message is None else _State.exit_message)
+    _print(_State.exit_message)
     _end_at_once(128 + signal.SIGINT)
 
 

@@ -90,7 +90,7 @@ class BatchSearch:
     def find_largest(self, max_growth: int | None = None) -> tuple[CompiledBatch, int | None]:
         """Return the largest micro-batch and the next size, which does not fit (None if untried).
 
-        max_growth: how many times the usual batch to try at most; a small model fits far more than it can use.
+        max_growth: the largest size to try, in usual batches; None for no limit.
 
         It runs with the choice for the recipe's usual batch: a larger batch is not worth more recomputation or more
         micro-batches. Raises DoesNotFit, if not even one row per device fits, and CompilerRefused.

@@ -104,6 +104,32 @@ def test_last_words_say_what_became_of_the_run_or_nothing(line, last):
     assert (done.returncode, done.stderr) == (130, last)
 
 
+INTERRUPTED_IN_A_COMPARISON = """
+import os, sys
+from dataclasses import dataclass
+from typing import Any
+import jax
+from tpuswarm import cli
+from tpuswarm.cli import app
+
+class Setting:
+    def __eq__(self, other): os.kill(os.getpid(), 2)
+
+@dataclass
+class State:
+    setting: Any
+jax.tree_util.register_dataclass(State, [], ["setting"])
+app.make_app = lambda: lambda **_: jax.tree.structure(State(Setting())) == jax.tree.structure(State(Setting()))
+cli.main()
+"""
+
+
+def test_interrupt_that_jax_turns_into_another_error_is_no_internal_error():
+    """C++ code raised a ValueError in its place."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IN_A_COMPARISON, "x"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 FORKS_A_WORKER = """
 import os, signal, time
 os.register_at_fork(after_in_child=lambda: (os.write(1, b"forked\\n"), time.sleep(0.3)))

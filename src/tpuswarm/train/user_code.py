@@ -20,7 +20,7 @@ from tpuswarm.config.units import check_number
 from tpuswarm.config.validation_errors import describe_error
 from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.train.process.platform import configure_jax
-from tpuswarm.train.process.stop import interruptible_imports
+from tpuswarm.train.process.stop import find_interrupt, interruptible_imports
 from tpuswarm.train.recipe import Recipe, State, check_recipe, how_to_make_recipe, supports
 
 OUR_FOLDER = Path(__file__).resolve().parents[1]
@@ -77,6 +77,8 @@ def blame(failure: str, every_error: bool = False) -> Iterator[None]:
     except (TpuswarmError, KeyboardInterrupt):
         raise
     except BaseException as error:
+        if interrupt := find_interrupt(error):
+            raise interrupt from None
         if user_line(error) is None and not every_error:
             raise
         raise InputError(describe_failure(failure, error)) from error

@@ -18,8 +18,15 @@ from tpuswarm import Trainer
 from tpuswarm.errors import RunFailed
 from tpuswarm.train.process.atomic import partial_path
 from tpuswarm.train.program.mesh import make_mesh
-from tpuswarm.train.run import checkpoint_writer
-from tpuswarm.train.run.checkpoint import MANIFEST, newest_intact, read_arrays, read_unpruned, restore
+from tpuswarm.train.run import checkpoint, checkpoint_writer
+from tpuswarm.train.run.checkpoint import (
+    MANIFEST,
+    checkpoint_folders,
+    newest_intact,
+    read_arrays,
+    read_unpruned,
+    restore,
+)
 from tpuswarm.train.run.checkpoint_writer import Checkpoints, set_aside
 from tpuswarm.train.run.schema import METRICS
 
@@ -201,6 +208,21 @@ def test_one_that_is_damaged_while_it_is_read_is_skipped_too(folder):
 
     saved, arrays, notes = read_unpruned(lambda: newest_intact(folder), read)
     assert saved.step == 2 and arrays["whole"].size == 64 and "00000003 is damaged" in notes[0]
+
+
+def test_reader_gets_the_newest_when_what_it_listed_is_pruned_meanwhile(folder, monkeypatch):
+    listed = []
+
+    def list_and_go_on(where):
+        listed.append(checkpoint_folders(where))
+        if len(listed) == 1:
+            save_steps(folder, [4])
+            shutil.rmtree(folder / "00000003")
+        return listed[-1]
+
+    monkeypatch.setattr(checkpoint, "checkpoint_folders", list_and_go_on)
+    saved, passed = newest_intact(folder, is_live=True)
+    assert saved is not None and (saved.step, passed) == (4, [])
 
 
 def test_damaged_ones_newer_than_the_restored_one_make_room_for_new_ones(folder):

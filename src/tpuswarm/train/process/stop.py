@@ -134,7 +134,11 @@ class InterruptHandler:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_redelivery, _State.is_redelivery = _State.is_redelivery, False
         is_early = time.monotonic() - _State.raised_at < CLEANUP_GRACE_S
-        if _State.raised is not None and (is_redelivery or is_early or number != signal.SIGINT) and _is_unwinding():
+        if (
+            _State.raised is not None
+            and (is_redelivery or is_early or number != signal.SIGINT)
+            and find_interrupt(sys.exception())
+        ):
             if is_redelivery:
                 _redeliver(number, SWALLOWED_CHECK_S)
             return
@@ -183,12 +187,11 @@ def _send_later(number: int, delay_s: float) -> None:
     signal.pthread_kill(main, number)  # also wakes it from a blocking call
 
 
-def _is_unwinding() -> bool:
-    """Whether the main thread is handling an Interrupted."""
-    error = sys.exception()
+def find_interrupt(error: BaseException | None) -> Interrupted | None:
+    """Return the Interrupted that led to an error: C++ code may raise another one in its place."""
     while error is not None and not isinstance(error, Interrupted):
-        error = error.__context__
-    return error is not None
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager

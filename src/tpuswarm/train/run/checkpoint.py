@@ -92,15 +92,19 @@ def newest_intact(folder: Path, is_live: bool = False) -> tuple[Saved | None, li
         for candidate in checkpoint_folders(folder):
             found = inspect(candidate)
             if isinstance(found, Saved):
-                break
+                return found, [*damaged.values()]
             if not (is_live and found == UNFINISHED):
                 damaged[candidate] = f"checkpoint {candidate.name} is damaged ({found}); skipping it"
+            elif _whole_since(candidate) - damaged.keys():
+                break  # it was pruned, because a newer one was finished meanwhile
         else:
-            found = None
-            whole = [path for path in checkpoint_folders(folder) if (path / MANIFEST).exists()]
-            if is_live and not damaged.keys() >= {*whole}:  # one was finished meanwhile
-                continue
-        return found, [*damaged.values()]
+            return None, [*damaged.values()]
+
+
+def _whole_since(candidate: Path) -> set[Path]:
+    """Return the checkpoints, finished by now, from `candidate` on."""
+    folders = checkpoint_folders(candidate.parent)
+    return {path for path in folders if int(path.name) >= int(candidate.name) and (path / MANIFEST).exists()}
 
 
 def require_intact(folder: Path) -> tuple[Saved, list[str]]:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.cli.moments import TRAIN
 from tests.processes import finish, run, start, updates, wait_for
 from tests.terminal import terminal
+from tpuswarm.cli.train import logs_and_stop
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import read_status
 
@@ -48,6 +51,33 @@ def test_other_run_stops_with_its_terminal(tmp_path):
         assert opened.hang_up() == 128 + signal.SIGHUP
     life = read_life(tmp_path / FOLDER)
     assert life.state == "stopped" and f"saved at step {updates(tmp_path / FOLDER)}" in life.message
+
+
+RELEASES_ITS_RUN = """
+import sys
+from pathlib import Path
+from tpuswarm.train.run.directory import Run
+run = Run(Path("runs/a"), "a")
+for step in (lambda: None, run.close):
+    step()
+    print(flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_following_logs_waits_for_the_last_lines_of_a_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs_and_stop, "LAST_WORDS_S", 600.0)
+    process = start([], tmp_path, [sys.executable, "-c", RELEASES_ITS_RUN], stdin=subprocess.PIPE)
+    assert process.stdin and process.stdout
+    process.stdout.readline()
+    follower = logs_and_stop.RunProcess(tmp_path / FOLDER)
+    assert follower.may_print()
+    print(file=process.stdin, flush=True)
+    process.stdout.readline()
+    late = logs_and_stop.RunProcess(tmp_path / FOLDER)
+    assert follower.may_print() and not late.may_print(), "who comes after the end does not wait"
+    process.communicate("\n", timeout=240)
+    assert not follower.may_print()
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path):

@@ -207,15 +207,22 @@ def test_node_outlives_the_notice_of_a_preemption_but_not_a_killed_join(tmp_path
 
 
 @pytest.mark.parametrize(("phase", "words"), [(FINISHED, "is finished"), (STOPPED, "was stopped")])
-def test_join_ends_when_the_run_is_over(tmp_path, monkeypatch, phase, words):
-    status = replace(compose(None, (), 100, (), "127.0.0.1:1", {}, 1.0, Progress(0.0)), phase=phase)
-    files = {"files/status.json": TypeAdapter(SwarmStatus).dump_json(status)}
-    bucket = SimpleNamespace(read_if_there=files.get)
-    monkeypatch.setattr(joining, "Bucket", lambda url: bucket)
+def test_join_waits_for_a_head_and_ends_when_the_run_is_over(tmp_path, monkeypatch, phase, words):
+    lost = compose(None, (), 100, (), "127.0.0.1:1", {}, 1.0, Progress(0.0))
+    found = iter([None, lost, lost, replace(lost, phase=phase)])
+
+    def read(name):
+        status = next(found) if name == "files/status.json" else None
+        return None if status is None else TypeAdapter(SwarmStatus).dump_json(status)
+
+    monkeypatch.setattr(joining, "Bucket", lambda url: SimpleNamespace(read_if_there=read))
+    monkeypatch.setattr(joining, "HEAD_POLL_INTERVAL_S", 0.0)
     monkeypatch.setenv(COMPILED, "")  # joining sets it; restored after the test
     lines = []
     joining.join_run("gs://some/runs/all", None, None, tmp_path / "token", lines.append)
-    assert lines == [f"gs://some/runs/all {words}"]
+    assert lines == [
+        "gs://some/runs/all has no head at the moment; waiting for one", f"gs://some/runs/all {words}",
+    ]  # fmt: skip
     assert os.environ[COMPILED] == "gs://some/runs/all/compiled"
 
 

@@ -74,7 +74,7 @@ oracle-quick: setup .venv-oracle/installed
 	site=$$(.venv-oracle/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  echo "$${site/.venv-oracle/.venv}" > "$$site/packages_of_venv.pth"
 	.venv-oracle/bin/pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0 transformers==5.23.0 \
-	  torchdata==0.11.0 datasets==5.2.0 grain==0.2.18 expecttest==0.3.0
+	  torchdata==0.11.0 datasets==5.2.0 grain==0.2.18 expecttest==0.3.0 peft==0.21.2
 	@touch $@
 
 soak: setup

@@ -1,15 +1,18 @@
 """Decoders beside transformers: logits, gradients, sampled tokens and exports of every family."""
 
 import copy
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpuswarm.recipes.decoder import architecture, export, model, weights
+from tpuswarm.recipes.decoder import architecture, export, lora, model, weights
+from tpuswarm.recipes.decoder.config import Lora
 from tpuswarm.recipes.decoder.sample import generate
 from tpuswarm.recipes.language.hub import Published
+from tpuswarm.train.paths import overlay
 from tpuswarm.train.recipe import Options
 
 torch = pytest.importorskip("torch")
@@ -128,3 +131,85 @@ def test_logits_and_gradients_are_those_of_transformers(theirs):
         wanted = named[tensor.name].grad.numpy()
         ours = weights.on_host(flat, tensor)
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=tensor.name)
+
+
+LORA = Lora(rank=4, alpha=6.0, base="f32")
+
+
+@pytest.fixture
+def adapted(theirs):
+    """peft's model with random adapters on a copy of `theirs`, and ours with the same."""
+    peft = pytest.importorskip("peft")
+    made, place = theirs
+    config = replace(read(place)[0], lora=LORA)
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    form = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=modules, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(copy.deepcopy(made), form).eval()
+    params = lora.init(jax.random.key(0), read(place)[1], LORA)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    named = dict(wrapped.named_parameters())
+
+    def as_theirs(path, layer_count, kind):
+        names = [f"base_model.model.model.layers.{layer}.{path}.{kind}.default.weight" for layer in range(layer_count)]
+        return jnp.stack([named[name].detach().numpy().T for name in names])
+
+    for tensor in weights.tensors(config):
+        _, part, name = (*tensor.path.split("/"), "", "")[:3]
+        if tensor.layer == 0 and tensor.path.endswith("/w"):
+            path = tensor.name.removeprefix("model.layers.0.").removesuffix(".weight")
+            params["blocks"][part][name] |= {
+                ours: as_theirs(path, len(config.layers), kind)
+                for ours, kind in (("lora_a", "lora_A"), ("lora_b", "lora_B"))
+            }
+    return wrapped, config, params
+
+
+def test_adapters_give_the_logits_and_gradients_of_peft(adapted):
+    wrapped, config, params = adapted
+    tokens = np.random.default_rng(0).integers(1, SHAPE["vocab_size"], (2, 33))
+    base, adapters = lora.split(params)
+
+    def loss(adapters):
+        with jax.default_matmul_precision("highest"):
+            params = overlay(base, adapters)
+            x = model.hidden(params, jnp.asarray(tokens[:, :-1]), config, Options(precision="highest"))
+            logits = model.logits(x, params, config)[..., : config.vocab]
+            return model.mean_loss(x, params, jnp.asarray(tokens[:, 1:]), config), logits
+
+    (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(adapters)
+    out = wrapped(torch.tensor(tokens[:, :-1])).logits
+    expected = torch.nn.functional.cross_entropy(out.flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten())
+    expected.backward()
+    np.testing.assert_allclose(logits, out.detach().numpy(), rtol=1e-5, atol=1e-5 * float(out.abs().max()))
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    theirs = {name: parameter.grad for name, parameter in wrapped.named_parameters() if "lora_" in name}
+    ours = weights.by_path(gradients)
+    for tensor in weights.tensors(config):
+        prefix, module = tensor.path.removesuffix("/w"), tensor.name.removesuffix(".weight")
+        for name, kind in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+            if f"{prefix}/{name}" in ours:
+                wanted = theirs.pop(f"base_model.model.{module}.{kind}.default.weight").numpy().T
+                found = ours[f"{prefix}/{name}"][tensor.layer]
+                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=module)
+    assert not theirs
+
+
+def test_exported_adapter_and_merged_model_are_the_same_in_peft_and_transformers(theirs, adapted, tmp_path):
+    peft = pytest.importorskip("peft")
+    wrapped, config, params = adapted
+    made, place = theirs
+    tokens = torch.arange(1, 33)[None]
+    expected = wrapped(tokens).logits
+    lora.write(params, config, LORA, str(place.folder), tmp_path)
+    about = peft.PeftConfig.from_pretrained(tmp_path)
+    assert about.base_model_name_or_path == str(place.folder) and about.task_type == "CAUSAL_LM"
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(made), tmp_path).eval()
+    torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=0)
+    (tmp_path / "merged").mkdir()
+    export.write(params, config, architecture.facts_of(place), None, tmp_path / "merged")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    limit = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(whole(tokens).logits, expected, rtol=1e-5, atol=limit)

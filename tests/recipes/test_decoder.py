@@ -30,11 +30,15 @@ REPLICATED = PartitionSpec()
 
 @pytest.fixture
 def published(tmp_path):
-    """A folder with a model of random weights and GPT-2's kind of tokenizer."""
+    """A folder with a model of random weights, and its parameters."""
+    return publish(tmp_path / "published")
+
+
+def publish(folder):
+    """Write a model of random weights, with GPT-2's kind of tokenizer."""
     recipe = Decoder(architecture=json.dumps(FACTS), data="fake")
     params = model.init(jax.random.key(3), recipe.config)
     params |= {name: params[name].at[recipe.vocab :].set(0) for name in ("embed", "head")}  # padding is not exported
-    folder = tmp_path / "published"
     folder.mkdir()
     export.write(params, recipe.config, FACTS, read_bpe(GOLDEN / "model" / "tokenizer.json"), folder)
     return folder, params

@@ -337,6 +337,10 @@ class Recipe(ABC):
         """Write a trained model into `folder` in Hugging Face's form."""
         raise NotImplementedError
 
+    def export_merged(self, state: State, folder: Path) -> None:
+        """Write a model that was trained by adapters as a whole model."""
+        raise NotImplementedError
+
 
 DEFAULTS = ("steps", "batch", "accumulate", "clip", "freeze", "decay", "ema", "seed", "outer")
 """Run settings for which a recipe may set defaults."""

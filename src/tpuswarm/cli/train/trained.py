@@ -152,6 +152,7 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     form: Annotated[Literal["hf"], typer.Option("--format", help="hf: for Hugging Face transformers.")] = "hf",
+    merge: Annotated[bool, typer.Option("--merge", help="Add the adapters of --lora to the weights.")] = False,
     best: Best = False,
     trust: Trust = False,
     as_json: Json = False,
@@ -161,8 +162,11 @@ def export(
     loaded = load(run, None, best, trust)
     if not supports(loaded.recipe, "export"):
         raise InputError(f"{loaded.recipe.name} cannot be exported to Hugging Face")
+    if merge and not supports(loaded.recipe, "export_merged"):
+        raise InputError(f"{loaded.recipe.name} has no adapters: leave --merge out")
+    write = loaded.recipe.export_merged if merge else loaded.recipe.export
     with writing(out), waiting("exporting"), new_folder(out) as folder:
-        loaded.recipe.export(loaded.state, folder)
+        write(loaded.state, folder)
     files = sorted(path.name for path in out.iterdir())
     if as_json:
         facts = {"run": str(loaded.folder), "step": loaded.step, "format": form, "out": str(out), "files": files}

@@ -5,6 +5,14 @@ from typing import Literal
 
 from tpuswarm.recipes.language.config import TILE_SIZE
 
+TARGETS = {
+    "q": "attention", "k": "attention", "v": "attention", "out": "attention", "gate": "mlp", "up": "mlp", "down": "mlp",
+}  # fmt: skip
+"""Linear layers of a block → the part that they belong to."""
+LORA_LEAVES = ("lora_a", "lora_b")
+"""Parameters of an adapter, beside w of its layer: float32[layers, inputs, rank] and [layers, rank, outputs]."""
+BASES = ("bf16", "f32")
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -26,6 +34,21 @@ class Layer:
     """Index into `Config.rotaries`."""
     window: int | None = None
     """A token attends to so many tokens, itself included; None: to all before it."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of linear layers, over a base that is not trained."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = tuple(TARGETS)
+    base: Literal["bf16", "f32"] = "bf16"
+    """Dtype of the base's parameters."""
+
+    @property
+    def factor(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -67,6 +90,7 @@ class Config:
     logit_cap: float | None = None
     deviation: float = 0.02
     """Standard deviation of the initial parameters."""
+    lora: Lora | None = None
 
     @property
     def padded_vocab(self) -> int:

@@ -24,6 +24,11 @@ def write(params: Any, config: Config, facts: dict[str, Any], tokenizer: Tokeniz
     end = tokenizer.end if isinstance(tokenizer, Bpe) else None
     ours = {"architectures": [ARCHITECTURES[facts["model_type"]]], "dtype": "float32", "vocab_size": config.vocab}
     _write_json(folder / "config.json", {"bos_token_id": None, "eos_token_id": end, **facts, **ours})
+    write_tokenizer(tokenizer, config, folder)
+
+
+def write_tokenizer(tokenizer: Tokenizer | None, config: Config, folder: Path) -> None:
+    """Write a tokenizer, if there is one, for transformers."""
     if tokenizer is not None:
         (folder / TOKENIZER_FILE).write_text(export_tokenizer(tokenizer), encoding="utf-8")
         names = {"eos_token": tokenizer.end_text} if isinstance(tokenizer, Bpe) and tokenizer.end_text else {}

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from tpuswarm.recipes.decoder.config import Config
+from tpuswarm.recipes.decoder import lora
+from tpuswarm.recipes.decoder.config import LORA_LEAVES, Config
 from tpuswarm.recipes.language import loss
 from tpuswarm.train.program.attention import ATTENTION, Form, kernel, recomputed, usable_form
 from tpuswarm.train.program.mesh import gathered, gathered_as
@@ -27,7 +28,10 @@ NO_WINDOW = np.iinfo(np.int32).max
 
 
 def init(key: jax.Array, config: Config) -> Params:
-    """Fresh float32 parameters: normal, outputs of attention and MLP scaled by 1/sqrt(2L), biases 0, norms neutral."""
+    """Fresh float32 parameters: normal, outputs of attention and MLP scaled by 1/sqrt(2L), biases 0, norms neutral.
+
+    With adapters, the others have the dtype of the base.
+    """
     L, D, F, K = len(config.layers), config.width, config.mlp_width, config.head_width
     H, G = config.heads, config.kv_heads
     keys = iter(jax.random.split(key, 9))
@@ -57,7 +61,12 @@ def init(key: jax.Array, config: Config) -> Params:
     if config.norm_outputs:
         blocks |= {"attention_out": norm(L, D), "mlp_out": norm(L, D)}
     head = {} if config.tied else {"head": weights(config.padded_vocab, D)}
-    return {"embed": weights(config.padded_vocab, D), "blocks": blocks, "norm": norm(D), **head}
+    params = {"embed": weights(config.padded_vocab, D), "blocks": blocks, "norm": norm(D), **head}
+    if config.lora is None:
+        return params
+    if config.lora.base == "bf16":
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    return lora.init(jax.random.fold_in(key, 9), params, config.lora)
 
 
 def compute_dtype(options: Options) -> Any:
@@ -130,7 +139,7 @@ def block(
     p = layer["attention"]
     B, T, _ = x_BxTxD.shape
     h_BxTxD = rms_norm(x_BxTxD, layer["attention_in"], config) if config.norm_inputs else x_BxTxD
-    q, k, v = (linear(h_BxTxD, p[name], options) for name in ("q", "k", "v"))
+    q, k, v = (linear(h_BxTxD, p[name], config, options) for name in ("q", "k", "v"))
     if config.norm_heads == "all":
         q, k = rms_norm(q, p["q_norm"], config), rms_norm(k, p["k_norm"], config)
     q, k, v = (x.reshape(B, T, -1, config.head_width) for x in (q, k, v))
@@ -138,15 +147,16 @@ def block(
         q, k = rms_norm(q, p["q_norm"], config), rms_norm(k, p["k_norm"], config)
     q, k = rotate(q, rotation_TxK), rotate(k, rotation_TxK)
     mixed_BxTxHxK, cache = attend(q, k, v, window, cache)
-    out_BxTxD = linear(mixed_BxTxHxK.reshape(B, T, -1), p["out"], options)
+    out_BxTxD = linear(mixed_BxTxHxK.reshape(B, T, -1), p["out"], config, options)
     if config.norm_outputs:
         out_BxTxD = rms_norm(out_BxTxD, layer["attention_out"], config)
     x_BxTxD = x_BxTxD + out_BxTxD
     h_BxTxD = rms_norm(x_BxTxD, layer["mlp_in"], config) if config.norm_inputs else x_BxTxD
     p = layer["mlp"]
-    gate_BxTxF = linear(h_BxTxD, p["gate"], options)
+    gate_BxTxF = linear(h_BxTxD, p["gate"], config, options)
     gate_BxTxF = jax.nn.silu(gate_BxTxF) if config.activation == "silu" else jax.nn.gelu(gate_BxTxF, approximate=True)
-    out_BxTxD = linear(gate_BxTxF * linear(h_BxTxD, p["up"], options), p["down"], options)
+    up_BxTxF = linear(h_BxTxD, p["up"], config, options)
+    out_BxTxD = linear(gate_BxTxF * up_BxTxF, p["down"], config, options)
     if config.norm_outputs:
         out_BxTxD = rms_norm(out_BxTxD, layer["mlp_out"], config)
     return x_BxTxD + out_BxTxD, cache
@@ -200,11 +210,14 @@ def rotate(x_BxTxHxK: jax.Array, rotation_TxK: jax.Array) -> jax.Array:
     return turned.astype(x_BxTxHxK.dtype)
 
 
-def linear(x: jax.Array, p: Params, options: Options) -> jax.Array:
-    """x @ w + b over the last axis, in the dtype of x."""
+def linear(x: jax.Array, p: Params, config: Config, options: Options) -> jax.Array:
+    """x @ w + b over the last axis, and the adapter's share, in the dtype of x."""
     # On a CPU, XLA transposes a batch of matrices for w's gradient.
     inputs = x.reshape(-1, x.shape[-1]) if options.platform == "cpu" else x
     outputs = inputs @ gathered(p["w"].astype(x.dtype))
+    if config.lora and "lora_a" in p:
+        a, b = (gathered(p[name].astype(x.dtype)) for name in LORA_LEAVES)
+        outputs += (inputs @ a * jnp.asarray(config.lora.factor, x.dtype)) @ b
     outputs = outputs.reshape(*x.shape[:-1], -1)
     return outputs + broadcast_then_round(p["b"], outputs) if "b" in p else outputs
 
@@ -213,5 +226,5 @@ def rms_norm(x: jax.Array, p: Params, config: Config) -> jax.Array:
     """RMSNorm over the last axis (Zhang and Sennrich 2019), computed in float32 and returned in the dtype of x."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + config.norm_epsilon)
-    scale = jnp.broadcast_to(p["scale"], normed.shape)
+    scale = jnp.broadcast_to(p["scale"].astype(jnp.float32), normed.shape)
     return (normed * (1 + scale if config.norm_offset else scale)).astype(x.dtype)

@@ -2,8 +2,10 @@
 
     tpuswarm train llama-tiny --data tinyshakespeare.txt
     tpuswarm train hf:Qwen/Qwen3-0.6B --data my-text/
+    tpuswarm train hf:Qwen/Qwen3-0.6B --data my-text/ --lora 16
 
-The first trains from scratch. The second goes on from published weights, of any family that `architecture` reads.
+The first trains from scratch. The others go on from published weights, of any family that `architecture` reads; the
+last trains adapters alone.
 """
 
 import json
@@ -15,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError
+from tpuswarm.recipes.decoder import adapter_config
 from tpuswarm.recipes.decoder import architecture as shapes
-from tpuswarm.recipes.decoder.config import Config
+from tpuswarm.recipes.decoder.config import BASES, TARGETS, Config, Lora
 from tpuswarm.recipes.language.hub import PREFIX, open_published
-from tpuswarm.recipes.language.language_model import LanguageModel
+from tpuswarm.recipes.language.language_model import LanguageModel, absolute_place
 from tpuswarm.train.recipe import Options
+from tpuswarm.train.settings import differences
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
     from tpuswarm.train.supervised_program import SupervisedProgram
@@ -37,6 +41,8 @@ FIELDS = {
 MAX_DEFAULT_CONTEXT = 2048
 TUNING_LR = 2e-5
 """Peak learning rate on published weights, as in Touvron et al. 2023 (Llama 2), section 3.1."""
+LORA_LR = 2e-4
+"""Peak learning rate of adapters, as in Hu et al. 2022 (LoRA), table 12, and Dettmers et al. 2023 (QLoRA), table 9."""
 
 
 class Decoder(LanguageModel):
@@ -47,9 +53,14 @@ class Decoder(LanguageModel):
     - layers, width, heads, mlp_width: of a model that is trained from scratch.
     - kv_heads: heads with keys and values of their own, which divide --heads.
     - context: tokens of a row, at most those that the model was made for.
+    - lora: rank of the adapters (LoRA), which are trained instead of a published model's own parameters.
+    - lora_alpha: alpha / rank is the factor of the adapters' outputs; by default the rank, for a factor of 1.
+    - lora_targets: layers with adapters, such as q,v; by default all: q,k,v,out,gate,up,down.
+    - lora_base: the published model that the adapters belong to; by default that of the architecture.
+    - base: dtype of the parameters that are not trained, with --lora: bf16, or f32.
     """
 
-    identity = (*LanguageModel.identity, "architecture")
+    identity = (*LanguageModel.identity, "architecture", "lora", "lora_alpha", "lora_targets", "lora_base", "base")
     target = "tpuswarm.recipes.decoder.recipe:Decoder"
 
     def __init__(
@@ -70,6 +81,11 @@ class Decoder(LanguageModel):
         kv_heads: int | None = None,
         mlp_width: int | None = None,
         context: int | None = None,
+        lora: int | None = None,
+        lora_alpha: float | None = None,
+        lora_targets: str | None = None,
+        lora_base: str | None = None,
+        base: str | None = None,
         vocab: int | None = None,
         optimizer: str = "adamw",
         moments: str = "f32",
@@ -82,6 +98,14 @@ class Decoder(LanguageModel):
     ):
         given = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp_width": mlp_width}
         given = {name: value for name, value in given.items() if value is not None}
+        self._lora = _adapters(lora, lora_alpha, lora_targets, base, lora_base)
+        if self._lora and architecture is None:
+            raise InputError(
+                "--lora adapts a published model: train hf:ORG/NAME or hf:DIR; of a run, `tpuswarm export` makes one"
+            )
+        if lora_base is None and self._lora and str(architecture).startswith(PREFIX):
+            lora_base = architecture
+        self._lora_base = absolute_place(lora_base) if lora_base else None
         if architecture is not None:
             if given:
                 name = next(iter(given)).replace("_", "-")
@@ -89,11 +113,20 @@ class Decoder(LanguageModel):
                     f"--{name} shapes a model that is trained from scratch; a published model has its own shape"
                 )
             published = open_published(architecture) if architecture.startswith(PREFIX) else None
+            if published and (found := adapter_config.read_options(published)):
+                their_base = found["lora_base"]
+                raise InputError(
+                    f"{architecture} has adapters of {their_base}: train {their_base} --init-from {architecture}"
+                )
             tokenizer = tokenizer or (architecture if published else None)
             self._facts = shapes.facts_of(published) if published else _parsed(architecture)
             self.name = str(self._facts.get("model_type"))
             self._shape = shapes.parse_config(self._facts, architecture if published else self.name)
-            default_context, default_lr, is_tiny = min(self._shape.context, MAX_DEFAULT_CONTEXT), TUNING_LR, False
+            default_context, default_lr, is_tiny = (
+                min(self._shape.context, MAX_DEFAULT_CONTEXT),
+                LORA_LR if lora else TUNING_LR,
+                False,
+            )
             vocab = self._shape.vocab if vocab is None else vocab
             size = None
         else:
@@ -148,6 +181,12 @@ class Decoder(LanguageModel):
         }
 
     def _shape_options(self) -> dict[str, Any]:
+        if self._lora:
+            options = {
+                "architecture": json.dumps(self._facts), "lora": self._lora.rank, "lora_alpha": self._lora.alpha,
+                "lora_targets": ",".join(self._lora.targets), "base": self._lora.base,
+            }  # fmt: skip
+            return options | ({"lora_base": self._lora_base} if self._lora_base else {})
         if self._size:
             return {"size": self._size, **{name: self._facts[field] for name, field in FIELDS.items()}}
         return {"architecture": json.dumps(self._facts)}
@@ -163,21 +202,32 @@ class Decoder(LanguageModel):
     @cached_property
     def config(self) -> Config:
         """The model's shape in this run."""
-        return replace(self._shape, vocab=self.vocab, context=self._context)
+        return replace(self._shape, vocab=self.vocab, context=self._context, lora=self._lora)
+
+    def describe(self) -> dict[str, str]:
+        """Describe the shape, the adapters, the text and the schedule."""
+        words = super().describe()
+        if self._lora:
+            words["model"] += f", adapters of rank {self._lora.rank} on {', '.join(self._lora.targets)}"
+        return words
 
     def program(self, options: Options) -> "SupervisedProgram":
         """Return the program; it supports every option."""
-        from tpuswarm.recipes.decoder import model
+        import jax
+
+        from tpuswarm.recipes.decoder import lora, model
         from tpuswarm.recipes.language.program import language_program
+
+        def init(key: Any) -> Any:
+            return model.init(key, self.config)
 
         def loss(params: Any, tokens_BxT1: Any, key: Any, chunk_bytes: int | None) -> Any:
             x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options)
             return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, chunk_bytes)
 
         tied = {"embed": "head"} if self.config.tied else {}
-        return language_program(
-            lambda key: model.init(key, self.config), loss, self._context, options, self.optimizer(), tied
-        )
+        frozen = lora.base_paths(jax.eval_shape(init, jax.random.key(0))) if self._lora else ()
+        return language_program(init, loss, self._context, options, self.optimizer(), tied, frozen)
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """Return a continuation of `prompt`; an empty prompt starts from a line break."""
@@ -194,8 +244,13 @@ class Decoder(LanguageModel):
 
     @classmethod
     def options_at(cls, place: str) -> dict[str, Any]:
-        """Return the options for a published model: its architecture, and its tokenizer if it has one."""
+        """Return the options for a published model: its architecture, and its tokenizer if it has one.
+
+        Of adapters: those of their base, and their form.
+        """
         published = open_published(place)  # before JAX loads
+        if adapters := adapter_config.read_options(published):
+            return cls.options_at(adapters["lora_base"]) | adapters
         from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
         from tpuswarm.recipes.language.tokenizer import Characters
 
@@ -211,7 +266,28 @@ class Decoder(LanguageModel):
         return {"architecture": place} | ({"tokenizer": place} if theirs else {})
 
     def load_shared(self, place: str, like: Any) -> Any:
-        """Read the weights of a published model of this shape."""
+        """Read the weights of a published model of this shape, or of adapters and their base."""
+        if self._lora is None:
+            return self._load_whole(place, like)
+        import jax
+
+        from tpuswarm.recipes.decoder import lora, weights
+        from tpuswarm.train.paths import overlay
+
+        published = open_published(place)
+        base, adapters = lora.split(like)
+        theirs = adapter_config.read_options(published)
+        if theirs is None:
+            adapters = lora.fresh(jax.random.key(self._seed), like, self._lora)
+        else:
+            ours = {name: value for name, value in self._shape_options().items() if name in theirs}
+            if different := differences(theirs | {"lora_base": absolute_place(theirs["lora_base"])}, ours):
+                raise InputError(f"the adapters of {place} do not fit this recipe: {'; '.join(different)}")
+            adapters = weights.load_adapters(published, self.config, self._lora, adapters)
+            place = theirs["lora_base"]
+        return overlay(adapters, self._load_whole(place, base))
+
+    def _load_whole(self, place: str, like: Any) -> Any:
         from tpuswarm.recipes.decoder import weights
         from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
 
@@ -222,7 +298,7 @@ class Decoder(LanguageModel):
                 f"{place} has a vocabulary of {theirs.vocab}, this recipe of {self.vocab}: leave out --tokenizer and "
                 "--vocab"
             )
-        if replace(theirs, context=self._context) != self.config:
+        if replace(theirs, context=self._context, lora=self._lora) != self.config:
             raise InputError(f"{place} is another model than this recipe's; train {place} itself")
         tokenizer = read_tokenizer(published) if self.tokenizer else None
         if tokenizer and self.tokenizer and tokenizer.key != self.tokenizer.key:
@@ -233,18 +309,63 @@ class Decoder(LanguageModel):
         return weights.load(published, theirs, like)
 
     def shared_digest(self, place: str) -> str:
-        """Return the commit of a hub's model, or the SHA-256 of the weights in a folder."""
+        """Return the commit of a hub's model, or the SHA-256 of the weights in a folder; of adapters and their base."""
+        from tpuswarm.recipes.decoder.weights import ADAPTER_FILE
         from tpuswarm.recipes.language.weight_files import digest
 
         published = open_published(place)
+        if adapters := adapter_config.read_options(published):
+            own = published.commit or digest(published, [ADAPTER_FILE])
+            return f"{own} on {self.shared_digest(adapters['lora_base'])}"
         return published.commit or digest(published)
 
     def export(self, state: Any, folder: Path) -> None:
-        """Write model.safetensors, config.json and the tokenizer for transformers."""
+        """Write model.safetensors, config.json and the tokenizer for transformers; adapters alone for peft."""
+        from tpuswarm.recipes.decoder import export, lora
+        from tpuswarm.train.supervised_program import inference_params
+
+        params = inference_params(state)
+        if self._lora is None:
+            export.write(params, self.config, self._facts, self.tokenizer, folder)
+            return
+        if self._lora_base is None:
+            raise InputError("nothing says which model the adapters belong to; use --merge")
+        lora.write(params, self.config, self._lora, self._lora_base, folder)
+        export.write_tokenizer(self.tokenizer, self.config, folder)
+
+    def export_merged(self, state: Any, folder: Path) -> None:
+        """Write the model for transformers with its adapters added to its weights."""
         from tpuswarm.recipes.decoder import export
         from tpuswarm.train.supervised_program import inference_params
 
+        if self._lora is None:
+            raise InputError("a model that was trained without --lora has no adapters: leave --merge out")
         export.write(inference_params(state), self.config, self._facts, self.tokenizer, folder)
+
+
+def _adapters(
+    rank: int | None, alpha: float | None, targets: str | None, base: str | None, model: str | None
+) -> Lora | None:
+    """Return the adapters that the options describe. Raises InputError for impossible ones."""
+    if rank is None:
+        given = {"lora-alpha": alpha, "lora-targets": targets, "lora-base": model, "base": base}
+        if needless := next((name for name, value in given.items() if value is not None), None):
+            raise InputError(f"--{needless} needs --lora")
+        return None
+    check_number(rank, "lora", least=1)
+    if alpha is not None:
+        check_number(alpha, "lora_alpha", above=0)
+    names = [*TARGETS] if targets is None else [name.strip() for name in targets.split(",")]
+    if (unknown := next((name for name in names if name not in TARGETS), None)) is not None:
+        raise InputError(f"lora_targets names {unknown!r}, which is no linear layer; {did_you_mean(unknown, TARGETS)}")
+    if base not in (None, *BASES):
+        raise InputError(f"unknown base {base!r}; {did_you_mean(str(base), BASES)}")
+    return Lora(
+        rank,
+        float(rank if alpha is None else alpha),
+        tuple(name for name in TARGETS if name in names),
+        "f32" if base == "f32" else "bf16",
+    )
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tpuswarm.recipes.decoder.config import Config
+from tpuswarm.recipes.decoder.config import LORA_LEAVES, Config, Lora
 from tpuswarm.recipes.language.hub import Published
-from tpuswarm.recipes.language.weight_files import open_tensors, save_tensors
+from tpuswarm.recipes.language.weight_files import Tensors, open_tensors, save_tensors
 from tpuswarm.train.paths import leaf_paths
 
 HEAD = "lm_head.weight"
+ADAPTER_FILE, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
 BUFFER_ENDINGS = (".rotary_emb.inv_freq",)
 """Frequencies of the positions, which older files store among the weights."""
 
@@ -68,6 +69,17 @@ def tensors(config: Config) -> Iterator[Tensor]:
             yield Tensor(f"blocks/{path}/scale", layer, f"{prefix}{name}.weight", (size,), False)
 
 
+def adapters(config: Config, lora: Lora) -> Iterator[Tensor]:
+    """Yield peft's tensors of the adapters of such a model."""
+    for tensor in tensors(config):
+        layer, _, kind = tensor.path.rpartition("/")
+        if kind == "w" and layer.rpartition("/")[2] in lora.targets:
+            outputs, inputs = tensor.shape
+            module = PEFT_PREFIX + tensor.name.removesuffix("weight")
+            yield Tensor(f"{layer}/lora_a", tensor.layer, f"{module}lora_A.weight", (lora.rank, inputs), True)
+            yield Tensor(f"{layer}/lora_b", tensor.layer, f"{module}lora_B.weight", (outputs, lora.rank), True)
+
+
 def load(place: Published, config: Config, like: Any) -> Any:
     """Read the weights at `place` as parameters in the shapes, dtypes and shardings of `like`.
 
@@ -80,15 +92,25 @@ def load(place: Published, config: Config, like: Any) -> Any:
         expected = list(tensors(config))
         if config.tied:  # some files hold the embedding twice
             found.drop_copy(HEAD, "model.embed_tokens.weight")
-        found.check({tensor.name: tensor.shape for tensor in expected})
-        parts: dict[str, list[Tensor]] = {}
-        for tensor in expected:
-            parts.setdefault(tensor.path, []).append(tensor)
-        leaves = []
-        for path, leaf in zip(leaf_paths(like), jax.tree.leaves(like), strict=True):
-            made = jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(_read, found, parts[path], leaf))
-            leaves.append(jax.block_until_ready(made))  # otherwise the host holds copies of several leaves
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        return _load(found, expected, like)
+
+
+def load_adapters(place: Published, config: Config, lora: Lora, like: Any) -> Any:
+    """Read the adapters at `place` as `load` reads weights."""
+    with ExitStack() as files:
+        return _load(open_tensors(place, files, parts=[ADAPTER_FILE]), list(adapters(config, lora)), like)
+
+
+def _load(found: Tensors, expected: list[Tensor], like: Any) -> Any:
+    found.check({tensor.name: tensor.shape for tensor in expected})
+    parts: dict[str, list[Tensor]] = {}
+    for tensor in expected:
+        parts.setdefault(tensor.path, []).append(tensor)
+    leaves = []
+    for path, leaf in zip(leaf_paths(like), jax.tree.leaves(like), strict=True):
+        made = jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(_read, found, parts[path], leaf))
+        leaves.append(jax.block_until_ready(made))  # otherwise the host holds copies of several leaves
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _read(found: Any, parts: list[Tensor], leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
@@ -107,11 +129,21 @@ def _read(found: Any, parts: list[Tensor], leaf: Any, index: tuple[slice, ...]) 
 
 
 def save(params: Any, config: Config, folder: Path) -> None:
-    """Write all parameters in float32, in shards. Raises OSError if the disk is full."""
+    """Write all parameters in float32, in shards, with adapters added. Raises OSError if the disk is full."""
     flat = by_path(params)
     named = {tensor.name: tensor for tensor in tensors(config)}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in named.items()}
-    save_tensors(folder, sizes, lambda name: on_host(flat, named[name]))
+    save_tensors(folder, sizes, lambda name: _merged(flat, named[name], config.lora))
+
+
+def _merged(flat: Mapping[str, Any], tensor: Tensor, lora: Lora | None) -> np.ndarray:
+    """Return one of their tensors in float32, with its adapter added if it has one."""
+    found = on_host(flat, tensor).astype(np.float32, copy=False)
+    prefix = tensor.path.removesuffix("/w")
+    if lora is None or f"{prefix}/lora_a" not in flat:
+        return found
+    a, b = (np.asarray(flat[f"{prefix}/{name}"][tensor.layer], np.float32) for name in LORA_LEAVES)
+    return found + np.float32(lora.factor) * (a @ b).T
 
 
 def by_path(params: Any) -> dict[str, Any]:

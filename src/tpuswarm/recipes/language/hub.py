@@ -85,7 +85,7 @@ def open_published(name: str) -> Published:
         if not REPOSITORY.fullmatch(repository):
             raise InputError(f"there is no folder {folder}, and {repository!r} is not the ORG/NAME of a hub model")
     try:
-        config = _fetch(repository, "config.json", "main")
+        config = _fetch(repository, "config.json", "main") or _fetch(repository, "adapter_config.json", "main")
     except TpuswarmError as error:
         if name.startswith(PREFIX):  # a mistyped folder looks like the name of a model
             raise type(error)(f"there is no folder {repository}, and {error}") from error

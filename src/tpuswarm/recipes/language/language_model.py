@@ -90,7 +90,7 @@ class LanguageModel(Recipe):
         self._data = str(Path(str(data)).expanduser().absolute()) if self._is_local else data
         self._json_field, self._separator, self._held_out = json_field, separator, held_out
         self._has_default_tokenizer = has_default_tokenizer
-        self._published = _absolute(tokenizer) if is_place(tokenizer) else None
+        self._published = absolute_place(tokenizer) if is_place(tokenizer) else None
         self._kind: Kind = "bpe" if self._published else _kind(tokenizer)
         self._alphabet, self._tokenizer_digest = alphabet, tokenizer_digest
         self._vocab, self._bpe_vocab, self._context = vocab, bpe_vocab, context
@@ -312,7 +312,7 @@ def _kind(name: str) -> Kind:
     return next(kind for kind in kinds if kind == name)
 
 
-def _absolute(place: str) -> str:
+def absolute_place(place: str) -> str:
     """Return a published model's name with an absolute path."""
     folder = Path(place.removeprefix(PREFIX)).expanduser()
     return f"{PREFIX}{folder.absolute()}" if place.startswith(PREFIX) and folder.is_dir() else place

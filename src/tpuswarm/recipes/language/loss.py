@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal
 
 from tpuswarm.train.program.mesh import gathered_as
 
@@ -63,13 +64,14 @@ def _mean_loss(
 
 
 def _mean_loss_forward(
-    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int, cap: float | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    x: CustomVJPPrimal, wte: CustomVJPPrimal, targets: CustomVJPPrimal, vocab: int, cap: float | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    x_NxBxCxD, wte_VxD, targets_NxBxC = x.value, wte.value, targets.value
     dtype, count = x_NxBxCxD.dtype, jnp.float32(targets_NxBxC.size)
 
     def add_chunk(
-        sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        sums: tuple[jax.Array, jax.Array | None], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
         (total, dwte_VxD), (x_BxCxD, targets_BxC) = sums, chunk
         loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, vocab, cap)
         # Divided here: a factor after the loop would keep XLA from adding the embedding's gradient before it reduces
@@ -77,22 +79,24 @@ def _mean_loss_forward(
         dlogits_BxCxV = (dlogits_BxCxV / count).astype(dtype)
         product = partial(jnp.einsum, preferred_element_type=jnp.float32)
         dx_BxCxD = product("bcv,vd->bcd", dlogits_BxCxV, wte_VxD.astype(dtype)).astype(dtype)
-        dwte_VxD += product("bcv,bcd->vd", dlogits_BxCxV, x_BxCxD)
+        if dwte_VxD is not None:
+            dwte_VxD += product("bcv,bcd->vd", dlogits_BxCxV, x_BxCxD)
         return (total + loss, dwte_VxD), dx_BxCxD
 
-    start = jnp.float32(0), jnp.zeros(wte_VxD.shape, jnp.float32)
+    start = jnp.float32(0), jnp.zeros(wte_VxD.shape, jnp.float32) if wte.perturbed else None  # None: frozen
     (total, dwte_VxD), dx_NxBxCxD = jax.lax.scan(add_chunk, start, (x_NxBxCxD, targets_NxBxC))
     return total / count, (dx_NxBxCxD, dwte_VxD)
 
 
 def _mean_loss_backward(
-    vocab: int, cap: float | None, gradients: tuple[jax.Array, jax.Array], dloss: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+    vocab: int, cap: float | None, gradients: tuple[jax.Array, jax.Array | None], dloss: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None]:
     dx_NxBxCxD, dwte_VxD = gradients
-    return (dx_NxBxCxD.astype(jnp.float32) * dloss).astype(dx_NxBxCxD.dtype), dwte_VxD * dloss, None
+    dx_NxBxCxD = (dx_NxBxCxD.astype(jnp.float32) * dloss).astype(dx_NxBxCxD.dtype)
+    return dx_NxBxCxD, None if dwte_VxD is None else dwte_VxD * dloss, None
 
 
-_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
+_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward, symbolic_zeros=True)
 
 
 def _chunk_loss(

@@ -1,6 +1,6 @@
 """The training program of a language model: loss, optimizer, learning rate."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +31,9 @@ class Optimizer(NamedTuple):
 
 def language_program(
     init: Callable[[jax.Array], Any], loss: Loss, context: int, options: Options, optimizer: Optimizer,
-    tied: Mapping[str, str],
+    tied: Mapping[str, str], frozen: Collection[str] = (),
 ) -> SupervisedProgram:  # fmt: skip
-    """Return the program of a model of text; it supports every option. tied: as in SupervisedProgram."""
+    """Return the program of a model of text; it supports every option. tied, frozen: as in SupervisedProgram."""
     moment_dtype = jnp.bfloat16 if optimizer.moments == "bf16" else None
     chunk_bytes = _gpu_chunk_bytes(options.memory) if options.platform == "gpu" else None
 
@@ -66,6 +66,7 @@ def language_program(
         tokens_per_row=context,
         tied=tied,
         micro_batches=True,
+        frozen=frozen,
     )
 
 

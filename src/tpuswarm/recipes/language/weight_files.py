@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,14 @@ class Tensors:
                 raise InputError(f"{name} of {self._name} is {dtype}, not one of {', '.join(FLOAT_DTYPES)}")
 
 
-def open_tensors(place: Published, files: ExitStack, prefix: str = "") -> Tensors:
+def open_tensors(place: Published, files: ExitStack, prefix: str = "", parts: Sequence[str] | None = None) -> Tensors:
     """Open the weight files of a model until `files` is closed; names are without the prefix.
 
+    parts: names of the files; by default those that hold a whole model.
     Raises InputError for a file that is missing or damaged.
     """
     slices: dict[str, Any] = {}
-    for part in _file_names(place):
+    for part in parts or _file_names(place):
         path = place.get(part, WEIGHTS_WORDS)
         try:
             file = files.enter_context(safe_open(str(path), framework="numpy"))
@@ -83,10 +84,10 @@ def open_tensors(place: Published, files: ExitStack, prefix: str = "") -> Tensor
     return Tensors(place.name, slices)
 
 
-def digest(place: Published) -> str:
-    """Return the SHA-256 of a model's weight files and their names."""
+def digest(place: Published, parts: Sequence[str] | None = None) -> str:
+    """Return the SHA-256 of a model's weight files, or of the files `parts`, and their names."""
     total = hashlib.sha256()
-    for part in _file_names(place):
+    for part in parts or _file_names(place):
         path = place.get(part, WEIGHTS_WORDS)
         try:
             with path.open("rb") as file:
@@ -113,14 +114,19 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], read: Callable[[str], n
     if len(shards) == 1:
         names = [WEIGHTS_FILE]
     for file, shard in zip(names, shards, strict=True):
-        try:
-            save_file({name: read(name) for name in shard}, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # raised for a full disk
-            raise OSError(str(error)) from error
+        save_one(folder / file, {name: read(name) for name in shard})
     if len(shards) > 1:
         where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def save_one(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write tensors to one file. Raise OSError if the disk is full."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # raised for a full disk
+        raise OSError(str(error)) from error
 
 
 def _file_names(place: Published) -> list[str]:

@@ -170,6 +170,12 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     state = abstract_state(program, recipe.name)
     check_exchange(program, recipe.name, state)
     exchanged = program.exchange().get(state)
+    for path, leaf in zip(leaf_paths(exchanged), jax.tree.leaves(exchanged), strict=True):
+        if leaf.dtype != "float32":
+            raise InputError(
+                f"a swarm shares float32 only, but {path} of {recipe.name} is {leaf.dtype}: make it float32 "
+                "(with --lora: --base f32)"
+            )
     shared = sum(_bytes(leaf) for leaf in jax.tree.leaves(exchanged))
     rows = program.parameters(state)
     statistics = tuple(path for path, row in zip(leaf_paths(exchanged), rows, strict=True) if row.statistic)

@@ -1,0 +1,149 @@
+"""LoRA: adapters alone are trained, and leave a run as peft's files or as a whole model."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.recipes.test_decoder import FACTS, like, publish
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.decoder import lora, model
+from tpuswarm.recipes.decoder.config import Lora
+from tpuswarm.recipes.decoder.recipe import Decoder
+from tpuswarm.train.paths import by_path
+from tpuswarm.train.recipe import Options
+from tpuswarm.train.run.loaded import load_run
+from tpuswarm.train.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with a model of random weights, and its parameters."""
+    return publish(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """A run of three steps with adapters on that model."""
+    folder, _ = base
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
+    recipe = Decoder(architecture=f"hf:{folder}", data=str(text), lora=3, lora_alpha=6, lora_targets="v,q,down", lr=0.1)
+    run = text.parent / "run"
+    Trainer(devices=1).fit(recipe, steps=3, batch=2, run=run, init_from=f"hf:{folder}")
+    return load_run(run, jax.devices()[:1])
+
+
+def test_only_adapters_are_trained_and_the_base_stays_as_it_was_read(base, trained):
+    _, published_params = base
+    params = by_path(trained.state.params)
+    names = {path for path in params if lora.is_adapter(path)}
+    layers = ("attention/q", "attention/v", "mlp/down")
+    assert names == {f"blocks/{layer}/lora_{matrix}" for layer in layers for matrix in "ab"}
+    for path, wanted in by_path(published_params).items():
+        assert params[path].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(params[path], np.asarray(wanted.astype(jnp.bfloat16)), err_msg=path)
+    assert all(params[path].dtype == jnp.float32 and np.any(np.asarray(params[path])) for path in names)
+    moments = [leaf for path, leaf in by_path(trained.state.opt).items() if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * sum(params[path].size for path in names)
+    rows = {row.path: row for row in trained.placed.program.parameters(trained.state)}
+    assert {path for path, row in rows.items() if not row.frozen} == names
+    assert not any(row.decayed for row in rows.values())
+
+
+def test_fresh_adapters_change_nothing_and_begin_as_in_peft():
+    config = Decoder(architecture=json.dumps(FACTS), data="fake", lora=4, base="f32").config
+    params = model.init(jax.random.key(0), config)
+    plain, adapters = lora.split(params)
+    tokens = np.arange(12, dtype=np.int32)[None]
+    expected = model.hidden(plain, tokens, Decoder(architecture=json.dumps(FACTS), data="fake").config, Options())
+    np.testing.assert_array_equal(model.hidden(params, tokens, config, Options()), expected)
+    a = np.concatenate([np.ravel(leaf) for path, leaf in by_path(adapters).items() if path.endswith("q/lora_a")])
+    assert np.abs(a).max() <= FACTS["hidden_size"] ** -0.5 and abs(a.mean()) < 0.05 and len({*a}) == a.size
+
+
+def test_export_is_an_adapter_for_peft_and_with_merge_a_whole_model(base, trained, tmp_path):
+    folder, _ = base
+    trained.recipe.export(trained.state, tmp_path)
+    about = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(folder) and (about["r"], about["lora_alpha"]) == (3, 6.0)
+    assert about["target_modules"] == ["q_proj", "v_proj", "down_proj"] and about["task_type"] == "CAUSAL_LM"
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    q = trained.state.params["blocks"]["attention"]["q"]
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert len(tensors) == 12
+    np.testing.assert_array_equal(tensors[name], np.asarray(q["lora_a"][1]).T)
+    assert (tmp_path / "tokenizer.json").exists() and not (tmp_path / "model.safetensors").exists()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    trained.recipe.export_merged(trained.state, whole)
+    merged = Decoder(architecture=f"hf:{whole}", data="fake")
+    params = merged.load_shared(f"hf:{whole}", like(merged))
+    wanted = q["w"].astype(jnp.float32) + 2 * jnp.matmul(q["lora_a"], q["lora_b"], precision="highest")
+    np.testing.assert_allclose(params["blocks"]["attention"]["q"]["w"], wanted, rtol=1e-6, atol=1e-6)
+    tokens = np.arange(12, dtype=np.int32)[None]
+    ours, theirs = (
+        model.hidden(params, tokens, recipe.config, Options(precision="highest"))
+        for params, recipe in ((trained.state.params, trained.recipe), (params, merged))
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="has no adapters: leave --merge out"):
+        merged.export_merged(None, whole)
+
+
+def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base, trained, tmp_path):
+    folder, _ = base
+    same = Decoder(**trained.recipe.options() | {"data": "fake"})
+    assert same.config == trained.recipe.config
+    options = {"architecture": f"hf:{folder}", "data": "fake", "lora": 3, "lora_targets": "q,v,down"}
+    with pytest.raises(InputError, match=r"do not fit this recipe: lora_alpha was 6\.0, now 3\.0"):
+        Trainer(devices=1).fit(Decoder(**options), steps=1, batch=2, run=tmp_path / "run", init_from=trained.folder)
+    trained.recipe.export(trained.state, tmp_path)
+    place = f"hf:{tmp_path}"
+    found = Decoder.options_at(place)
+    assert (found["lora"], found["lora_alpha"], found["lora_targets"]) == (3, 6.0, "q,v,down")
+    again = Decoder(**found, data="fake")
+    loaded = again.load_shared(place, like(again))
+    jax.tree.map(np.testing.assert_array_equal, loaded, trained.state.params)
+    assert again.shared_digest(place).endswith(again.shared_digest(f"hf:{folder}"))
+    with pytest.raises(InputError, match=f"has adapters of hf:{folder}: train hf:{folder} --init-from {place}"):
+        Decoder(architecture=place, data="fake")
+    about = tmp_path / "adapter_config.json"
+    for facts, words in (
+        ({"r": 4}, "do not fit this recipe: lora was 4, now 3"),
+        ({"base_model_name_or_path": "qwen/qwen"}, "do not fit this recipe: lora_base was hf:qwen/qwen, now hf:"),
+        ({"use_dora": True}, "have use_dora True, which is not supported"),
+        ({"target_modules": ["fc1"]}, "have target_modules .'fc1'., which is not supported"),
+        ({"lora_alpha": None}, "is damaged: TypeError"),
+    ):
+        about_now = about.read_text()
+        about.write_text(json.dumps(json.loads(about_now) | facts))
+        with pytest.raises(InputError, match=words):
+            again.load_shared(place, like(again))
+        about.write_text(about_now)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lora": 0}, "lora"),
+        ({"lora": 4, "lora_alpha": 0}, "lora_alpha"),
+        ({"lora": 4, "lora_targets": "q,qv"}, "lora_targets names 'qv', which is no linear layer"),
+        ({"lora": 4, "lora_targets": ""}, "lora_targets names ''"),
+        ({"lora_targets": "q"}, "--lora-targets needs --lora"),
+        ({"base": "f32"}, "--base needs --lora"),
+        ({"lora": 4, "base": "int8"}, "unknown base 'int8'"),
+        ({"lora": 4, "architecture": None}, "--lora adapts a published model"),
+    ],
+)
+def test_impossible_adapters_are_refused(options, words):
+    with pytest.raises(InputError, match=words):
+        Decoder(**{"architecture": json.dumps(FACTS), "data": "fake"} | options)
+
+
+def test_learning_rate_of_adapters_is_that_of_the_papers():
+    assert Decoder(architecture=json.dumps(FACTS), data="fake", lora=4).options()["lr"] == 2e-4
+    assert Lora(rank=8, alpha=16.0).factor == 2.0

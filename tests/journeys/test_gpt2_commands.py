@@ -35,6 +35,8 @@ def test_best_checkpoint_is_used_on_demand(call, text_file, finished_run):
     assert evaluated["step"] == best and evaluated["loss"] == pytest.approx(losses[best], rel=1e-4)
     assert json.loads(call("evaluate runs/best --json")[1])["step"] == 6
     assert json.loads(call("export runs/best out --best --json")[1])["step"] == best
+    code, _, err = call("export runs/best merged --merge")
+    assert code == 2 and "gpt2-tiny has no adapters: leave --merge out" in err and not Path("merged").exists()
     assert call("sample runs/best --best --tokens 3")[0] == 0
     code, _, err = call(f"evaluate {finished_run.run} --best")
     assert code == 2 and "train with keep_best, --keep-best eval_loss" in err

@@ -31,7 +31,8 @@ def trained(base, tmp_path_factory):
     folder, _ = base
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 200)
-    recipe = Decoder(architecture=f"hf:{folder}", data=str(text), lora=3, lora_alpha=6, lora_targets="v,q,down", lr=0.1)
+    adapters = {"lora": 3, "lora_alpha": 6, "lora_targets": "v_proj,q_proj,down_proj"}
+    recipe = Decoder(architecture=f"hf:{folder}", data=str(text), **adapters, lr=0.1)
     run = text.parent / "run"
     Trainer(devices=1).fit(recipe, steps=3, batch=2, run=run, init_from=f"hf:{folder}")
     return load_run(run, jax.devices()[:1])
@@ -65,9 +66,9 @@ def test_fresh_adapters_change_nothing_and_begin_as_in_peft():
     assert np.abs(a).max() <= FACTS["hidden_size"] ** -0.5 and abs(a.mean()) < 0.05 and len({*a}) == a.size
 
 
-def test_export_is_an_adapter_for_peft_and_with_merge_a_whole_model(base, trained, tmp_path):
+def test_export_is_an_adapter_for_peft_and_with_merge_a_whole_model(base, trained, typed, tmp_path):
     folder, _ = base
-    trained.recipe.export(trained.state, tmp_path)
+    assert typed("export", str(trained.folder), str(tmp_path))[0] == 0
     about = json.loads((tmp_path / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(folder) and (about["r"], about["lora_alpha"]) == (3, 6.0)
     assert about["target_modules"] == ["q_proj", "v_proj", "down_proj"] and about["task_type"] == "CAUSAL_LM"
@@ -78,8 +79,7 @@ def test_export_is_an_adapter_for_peft_and_with_merge_a_whole_model(base, traine
     np.testing.assert_array_equal(tensors[name], np.asarray(q["lora_a"][1]).T)
     assert (tmp_path / "tokenizer.json").exists() and not (tmp_path / "model.safetensors").exists()
     whole = tmp_path / "whole"
-    whole.mkdir()
-    trained.recipe.export_merged(trained.state, whole)
+    assert typed("export", str(trained.folder), str(whole), "--merge")[0] == 0
     merged = Decoder(architecture=f"hf:{whole}", data="fake")
     params = merged.load_shared(f"hf:{whole}", like(merged))
     wanted = q["w"].astype(jnp.float32) + 2 * jnp.matmul(q["lora_a"], q["lora_b"], precision="highest")
@@ -98,13 +98,13 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
     folder, _ = base
     same = Decoder(**trained.recipe.options() | {"data": "fake"})
     assert same.config == trained.recipe.config
-    options = {"architecture": f"hf:{folder}", "data": "fake", "lora": 3, "lora_targets": "q,v,down"}
+    options = {"architecture": f"hf:{folder}", "data": "fake", "lora": 3, "lora_targets": "q_proj,v_proj,down_proj"}
     with pytest.raises(InputError, match=r"do not fit this recipe: lora_alpha was 6\.0, now 3\.0"):
         Trainer(devices=1).fit(Decoder(**options), steps=1, batch=2, run=tmp_path / "run", init_from=trained.folder)
     trained.recipe.export(trained.state, tmp_path)
     place = f"hf:{tmp_path}"
     found = Decoder.options_at(place)
-    assert (found["lora"], found["lora_alpha"], found["lora_targets"]) == (3, 6.0, "q,v,down")
+    assert (found["lora"], found["lora_alpha"], found["lora_targets"]) == (3, 6.0, "q_proj,v_proj,down_proj")
     again = Decoder(**found, data="fake")
     loaded = again.load_shared(place, like(again))
     jax.tree.map(np.testing.assert_array_equal, loaded, trained.state.params)
@@ -131,9 +131,9 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
     [
         ({"lora": 0}, "lora"),
         ({"lora": 4, "lora_alpha": 0}, "lora_alpha"),
-        ({"lora": 4, "lora_targets": "q,qv"}, "lora_targets names 'qv', which is no linear layer"),
+        ({"lora": 4, "lora_targets": "q_proj,qv_proj"}, "lora_targets names 'qv_proj', which is no linear layer"),
         ({"lora": 4, "lora_targets": ""}, "lora_targets names ''"),
-        ({"lora_targets": "q"}, "--lora-targets needs --lora"),
+        ({"lora_targets": "q_proj"}, "--lora-targets needs --lora"),
         ({"base": "f32"}, "--base needs --lora"),
         ({"lora": 4, "base": "int8"}, "unknown base 'int8'"),
         ({"lora": 4, "architecture": None}, "--lora adapts a published model"),

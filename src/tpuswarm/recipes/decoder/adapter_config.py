@@ -5,19 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.decoder.config import Lora
+from tpuswarm.recipes.decoder.config import TARGETS, Lora
 from tpuswarm.recipes.language.hub import PREFIX, Published
 
 FILE = "adapter_config.json"
-MODULES = {
-    "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj",
-    "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
-}  # fmt: skip
-"""Our linear layers → transformers' modules."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "use_dora": (None, False), "use_rslora": (None, False), "bias": (None, "none"),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
-    "layers_to_transform": (None, []), "fan_in_fan_out": (None, False),
+    "layers_to_transform": (None, []), "fan_in_fan_out": (None, False), "lora_bias": (None, False),
+    "exclude_modules": (None, []), "target_parameters": (None, []), "trainable_token_indices": (None, []),
+    "layer_replication": (None, []), "init_lora_weights": (None, True, False, "gaussian"),
 }  # fmt: skip
 """Fields of adapter_config.json that change the computation → the values with which it is supported."""
 
@@ -27,7 +24,7 @@ def write(lora: Lora, base: str, folder: Path) -> None:
     facts = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.removeprefix(PREFIX),
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
-        "target_modules": [MODULES[name] for name in lora.targets],
+        "target_modules": list(lora.targets),
     }  # fmt: skip
     (folder / FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -43,7 +40,7 @@ def read_options(place: Published) -> dict[str, Any] | None:
         about = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha, base = int(about["r"]), float(about["lora_alpha"]), str(about["base_model_name_or_path"])
         modules = about["target_modules"]
-        unknown = isinstance(modules, str) or set(modules) - set(MODULES.values())
+        unknown = isinstance(modules, str) or set(modules) - set(TARGETS)
         refused = {name: about[name] for name, plain in PLAIN.items() if about.get(name) not in plain}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"the {FILE} of {place.name} is damaged: {error!r}") from error
@@ -51,5 +48,5 @@ def read_options(place: Published) -> dict[str, Any] | None:
         refused["target_modules"] = modules
     for name, value in refused.items():
         raise InputError(f"the adapters of {place.name} have {name} {value}, which is not supported")
-    targets = [ours for ours, theirs in MODULES.items() if theirs in modules]
+    targets = [name for name in TARGETS if name in modules]
     return {"lora": rank, "lora_alpha": alpha, "lora_targets": ",".join(targets), "lora_base": f"{PREFIX}{base}"}

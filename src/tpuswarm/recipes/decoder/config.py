@@ -6,9 +6,11 @@ from typing import Literal
 from tpuswarm.recipes.language.config import TILE_SIZE
 
 TARGETS = {
-    "q": "attention", "k": "attention", "v": "attention", "out": "attention", "gate": "mlp", "up": "mlp", "down": "mlp",
+    "q_proj": ("attention", "q"), "k_proj": ("attention", "k"), "v_proj": ("attention", "v"),
+    "o_proj": ("attention", "out"),
+    "gate_proj": ("mlp", "gate"), "up_proj": ("mlp", "up"), "down_proj": ("mlp", "down"),
 }  # fmt: skip
-"""Linear layers of a block → the part that they belong to."""
+"""Linear layers of a block by transformers' names → their places in our parameters."""
 LORA_LEAVES = ("lora_a", "lora_b")
 """Parameters of an adapter, beside w of its layer: float32[layers, inputs, rank] and [layers, rank, outputs]."""
 BASES = ("bf16", "f32")

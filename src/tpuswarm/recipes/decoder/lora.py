@@ -19,12 +19,12 @@ def init(key: jax.Array, params: Any, lora: Lora) -> Any:
     """
     blocks = dict(params["blocks"])
     for name, key_of_layer in zip(lora.targets, jax.random.split(key, len(lora.targets)), strict=True):
-        part = TARGETS[name]
-        layers, inputs, outputs = blocks[part][name]["w"].shape
+        part, layer = TARGETS[name]
+        layers, inputs, outputs = blocks[part][layer]["w"].shape
         bound = inputs**-0.5
         a = jax.random.uniform(key_of_layer, (layers, inputs, lora.rank), jnp.float32, -bound, bound)
         b = jnp.zeros((layers, lora.rank, outputs), jnp.float32)
-        blocks[part] = blocks[part] | {name: blocks[part][name] | {"lora_a": a, "lora_b": b}}
+        blocks[part] = blocks[part] | {layer: blocks[part][layer] | {"lora_a": a, "lora_b": b}}
     return params | {"blocks": blocks}
 
 

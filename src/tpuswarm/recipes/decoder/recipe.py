@@ -55,7 +55,7 @@ class Decoder(LanguageModel):
     - context: tokens of a row, at most those that the model was made for.
     - lora: rank of the adapters (LoRA), which are trained instead of a published model's own parameters.
     - lora_alpha: alpha / rank is the factor of the adapters' outputs; by default the rank, for a factor of 1.
-    - lora_targets: layers with adapters, such as q,v; by default all: q,k,v,out,gate,up,down.
+    - lora_targets: layers with adapters, such as q_proj,v_proj; by default all linear layers of the blocks.
     - lora_base: the published model that the adapters belong to; by default that of the architecture.
     - base: dtype of the parameters that are not trained, with --lora: bf16, or f32.
     """
@@ -122,11 +122,8 @@ class Decoder(LanguageModel):
             self._facts = shapes.facts_of(published) if published else _parsed(architecture)
             self.name = str(self._facts.get("model_type"))
             self._shape = shapes.parse_config(self._facts, architecture if published else self.name)
-            default_context, default_lr, is_tiny = (
-                min(self._shape.context, MAX_DEFAULT_CONTEXT),
-                LORA_LR if lora else TUNING_LR,
-                False,
-            )
+            default_context, is_tiny = min(self._shape.context, MAX_DEFAULT_CONTEXT), False
+            default_lr = LORA_LR if lora else TUNING_LR
             vocab = self._shape.vocab if vocab is None else vocab
             size = None
         else:

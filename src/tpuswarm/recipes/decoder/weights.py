@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tpuswarm.recipes.decoder.config import LORA_LEAVES, Config, Lora
+from tpuswarm.recipes.decoder.config import LORA_LEAVES, TARGETS, Config, Lora
 from tpuswarm.recipes.language.hub import Published
 from tpuswarm.recipes.language.weight_files import Tensors, open_tensors, save_tensors
 from tpuswarm.train.paths import leaf_paths
@@ -71,9 +71,10 @@ def tensors(config: Config) -> Iterator[Tensor]:
 
 def adapters(config: Config, lora: Lora) -> Iterator[Tensor]:
     """Yield peft's tensors of the adapters of such a model."""
+    adapted = {"/".join(("blocks", *TARGETS[name])) for name in lora.targets}
     for tensor in tensors(config):
         layer, _, kind = tensor.path.rpartition("/")
-        if kind == "w" and layer.rpartition("/")[2] in lora.targets:
+        if kind == "w" and layer in adapted:
             outputs, inputs = tensor.shape
             module = PEFT_PREFIX + tensor.name.removesuffix("weight")
             yield Tensor(f"{layer}/lora_a", tensor.layer, f"{module}lora_A.weight", (lora.rank, inputs), True)

@@ -24,13 +24,16 @@ from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.processes.run_plan import Swarm as Table
 from tpuswarm.swarm.storage.founding import Founding
 from tpuswarm.swarm.supervision import entry as hosts_of_run
+from tpuswarm.swarm.supervision import join as joining
 from tpuswarm.swarm.supervision.join import join
 from tpuswarm.train.hosts import rendezvous
-from tpuswarm.train.hosts.control_channel import ControlChannel, WrongSecret, authenticate
+from tpuswarm.train.hosts.control_channel import ControlChannel, ExitStatus, WrongSecret, authenticate
 
 
-def test_host_with_another_token_is_refused(tmp_path):
+def test_host_with_another_token_is_refused(tmp_path, monkeypatch):
     """Host 0 keeps waiting; the command of the other host ends with the reason."""
+    ends, run_host = [], joining._run_host
+    monkeypatch.setattr(joining, "_run_host", lambda *about: ends.append(run_host(*about)) or ends[-1])
     other = tmp_path / "other"
     other.write_text("wrong")
     with rendezvous.listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
@@ -45,6 +48,7 @@ def test_host_with_another_token_is_refused(tmp_path):
         with pytest.raises(InputError, match=f"host 0 at {at} has a different secret; all hosts need the same"):
             join(at, None, Group(at, 2, 1, str(other)), other, lambda text: None)
         host_0.result(PATIENCE)
+    assert ends[0].status == ExitStatus.REFUSED, "a host that has made steps would try again"
 
 
 def test_host_receives_missing_files(tmp_path, monkeypatch):

@@ -229,7 +229,7 @@ def test_join_waits_for_a_head_and_ends_when_the_run_is_over(tmp_path, monkeypat
 STEPPED = _HostEnd(ExitStatus.LOST, "host 0 is gone (connection closed), so this host stops too; start again", True)
 GONE = STEPPED._replace(made_step=False)
 ALONE = _HostEnd(ExitStatus.ABSENT, "host 0 did not answer", False)
-SECOND = _HostEnd(ExitStatus.TAKEN, "not for another host 1", False)
+SECOND = _HostEnd(ExitStatus.REFUSED, "not for another host 1", False)
 FAREWELL = _HostEnd(ExitStatus.LEFT, "", True)
 
 

@@ -93,7 +93,7 @@ def test_hosts_that_leave_and_duplicates_while_the_others_are_awaited(monkeypatc
             socket.create_connection(address).close()  # a stranger
             _, duplicate = watched(dial(address, 1, zero))
             words = "it ended: it expects hosts 1 to 2, each once, not another host 1"
-            assert duplicate.get(timeout=240) == (words, ExitStatus.TAKEN)
+            assert duplicate.get(timeout=240) == (words, ExitStatus.REFUSED)
             connection.shutdown(socket.SHUT_RDWR)
             one.get(timeout=240)
             channels[0].wait(60)  # until host 0 has seen it

@@ -23,7 +23,7 @@ from tpuswarm.swarm.member.leader import follow
 from tpuswarm.swarm.member.program import make_program
 from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.train.hosts.control_channel import ExitStatus
-from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
+from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent, SecretRefused
 from tpuswarm.train.process import platform
 from tpuswarm.train.recipe import Metrics
 from tpuswarm.train.user_code import blame
@@ -88,6 +88,8 @@ def main() -> NoReturn:
         hosts = group.gather()
     except HostsAbsent as error:
         _exit(ExitStatus.ABSENT, str(error))
+    except SecretRefused as error:  # after the death of a head, the token of the next one may come a moment later
+        _exit(ExitStatus.REFUSED, str(error))
     except InputError as error:
         _exit(ExitStatus.WRONG_INPUT, str(error))
     except Exception as error:  # noqa: BLE001  # any other error would repeat at the next try

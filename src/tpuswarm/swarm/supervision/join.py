@@ -141,7 +141,7 @@ def _follow(group: Group, address: str, say: Say) -> bool:
             if end.status == ExitStatus.LEFT:
                 say("host 0 has left the swarm, or the swarm has ended")
                 return False
-            is_refused = not lost and end.status in (ExitStatus.ABSENT, ExitStatus.TAKEN)
+            is_refused = not lost and end.status in (ExitStatus.ABSENT, ExitStatus.REFUSED)
             if is_refused or end.status == ExitStatus.WRONG_INPUT:
                 raise InputError(end.last_line)
             if end.status == ExitStatus.FAILED:

@@ -47,8 +47,8 @@ class ExitStatus(IntEnum):
     WRONG_INPUT = 2
     ABSENT = 3
     """Not all hosts came."""
-    TAKEN = 4
-    """Host 0 has another host of this number."""
+    REFUSED = 4
+    """Host 0 has another host of this number, or a different secret."""
     FAILED = 5
 
 

@@ -55,6 +55,10 @@ class HostsAbsent(InputError):
     """Some hosts did not come in time, or host 0 stopped waiting for them."""
 
 
+class SecretRefused(InputError):
+    """Host 0 has a different secret."""
+
+
 class Hosts:
     """The hosts of one program, as one host sees them; a context manager that ends them together.
 
@@ -297,7 +301,7 @@ def _accept_all(
                 if index in channels or index >= count:
                     channel = ControlChannel(connection, lambda reason, status: None)
                     channel.farewell(
-                        f"it expects hosts 1 to {count - 1}, each once, not another host {index}", ExitStatus.TAKEN
+                        f"it expects hosts 1 to {count - 1}, each once, not another host {index}", ExitStatus.REFUSED
                     )
                 else:
                     channels[index] = ControlChannel(connection, partial(on_lost, index))
@@ -317,7 +321,7 @@ def _connect(name: str, port: int, index: int, secret: Secret, deadline: float) 
             authenticate(connection, _secret_bytes(secret), index)
             return {0: ControlChannel(connection, partial(_end_all, 0, {}))}
         except WrongSecret:
-            raise InputError(f"host 0 at {name}:{port} has a different secret; all hosts need the same") from None
+            raise SecretRefused(f"host 0 at {name}:{port} has a different secret; all hosts need the same") from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise HostsAbsent(

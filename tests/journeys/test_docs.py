@@ -11,6 +11,7 @@ from benchmarks.__main__ import NAMES
 
 from tests.journeys.documents import DOCUMENTS, ROOT, anchors, blocks, links, named_commands, named_options
 from tpuswarm.cli.app import make_app
+from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.user_code import option_types
@@ -57,7 +58,7 @@ def known_names() -> tuple[set[str], set[str]]:
     for command in commands:
         commands += getattr(command, "commands", {}).values()
     flags = {flag for command in commands for parameter in command.params for flag in parameter.opts}
-    ours = {f"--{name.replace('_', '-')}" for recipe in (GPT2, StyleGAN2) for name in option_types(recipe)}
+    ours = {f"--{name.replace('_', '-')}" for recipe in (GPT2, Decoder, StyleGAN2) for name in option_types(recipe)}
     return {"--help"} | flags | ours, set(app.commands)
 
 

@@ -261,17 +261,23 @@ def test_failing_evaluation_is_reported_before_the_step_is_compiled(devices, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("causal", "keys", "heads", "groups"), [(True, 128, 1, 1), (False, 256, 2, 1)])
-def test_splash_and_its_gradients_equal_plain_attention(causal, keys, heads, groups):
+@pytest.mark.parametrize(
+    ("causal", "keys", "heads", "groups", "segmented"),
+    [(True, 128, 1, 1, False), (False, 256, 2, 1, False), (True, 128, 2, 1, True)],
+)
+def test_splash_and_its_gradients_equal_plain_attention(causal, keys, heads, groups, segmented):
     random = np.random.default_rng(0)
     shapes = (1, 128, heads, 32), (1, keys, groups, 32), (1, keys, groups, 32)
     q, k, v = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
 
+    segments = jnp.asarray(np.arange(128) // 50)[None] if segmented else None
+    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None]
+
     def splash(q, k, v):
-        return jnp.sum(kernel(q, k, v, "splash", causal=causal, scale=0.3) ** 2)
+        return jnp.sum(kernel(q, k, v, "splash", causal=causal, scale=0.3, segments_BxT=segments) ** 2)
 
     def plain(q, k, v):
-        return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=causal, scale=0.3) ** 2)
+        return jnp.sum(jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=0.3) ** 2)
 
     with pltpu.force_tpu_interpret_mode():
         found, grads = jax.value_and_grad(splash, (0, 1, 2))(q, k, v)

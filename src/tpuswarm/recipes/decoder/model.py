@@ -82,9 +82,14 @@ def form_of(config: Config, options: Options) -> Form:
     return usable_form(options.attention, bf16=bf16, head_width=config.head_width, queries=tokens, keys=tokens)
 
 
-def hidden(params: Params, tokens_BxT: jax.Array, config: Config, options: Options) -> jax.Array:
-    """Return hidden states x_BxTxD after the last norm."""
-    attend = causal(config, form_of(config, options))
+def hidden(
+    params: Params, tokens_BxT: jax.Array, config: Config, options: Options, segments_BxT: jax.Array | None = None
+) -> jax.Array:
+    """Return hidden states x_BxTxD after the last norm. A token attends only to those of its segment."""
+    form = form_of(config, options)
+    if segments_BxT is not None and form == "cudnn":  # has no segments
+        form = "xla"
+    attend = causal(config, form, segments_BxT)
     positions_T = jnp.arange(tokens_BxT.shape[1])
     return run_blocks(params, tokens_BxT, positions_T, config, options, attend)[0]
 
@@ -100,10 +105,11 @@ def logits(x_BxTxD: jax.Array, params: Params, config: Config) -> jax.Array:
 
 
 def mean_loss(
-    x_BxTxD: jax.Array, params: Params, targets_BxT: jax.Array, config: Config, chunk_bytes: int | None = None
-) -> jax.Array:
-    """Return the mean cross-entropy of the next tokens in nats."""
-    return loss.mean_loss(x_BxTxD, head(params), targets_BxT, config.vocab, chunk_bytes, config.logit_cap)
+    x_BxTxD: jax.Array, params: Params, targets_BxT: jax.Array, config: Config, chunk_bytes: int | None = None,
+    counted_BxT: jax.Array | None = None,
+) -> Any:  # fmt: skip
+    """Return the mean cross-entropy of the next tokens in nats; Weighted if only some of them are counted."""
+    return loss.mean_loss(x_BxTxD, head(params), targets_BxT, config.vocab, chunk_bytes, config.logit_cap, counted_BxT)
 
 
 def run_blocks(
@@ -162,15 +168,18 @@ def block(
     return x_BxTxD + out_BxTxD, cache
 
 
-def causal(config: Config, form: Form) -> Attend:
-    """Return causal self-attention within each layer's window, in one of the forms `xla`, `cudnn`, `splash`."""
+def causal(config: Config, form: Form, segments_BxT: jax.Array | None = None) -> Attend:
+    """Return causal self-attention within each layer's window and each segment, as `xla`, `cudnn` or `splash`."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array, cache: None) -> tuple[jax.Array, None]:
         if form != "xla":
-            return kernel(q, k, v, form, causal=True, scale=config.attention_scale), None
+            return kernel(q, k, v, form, causal=True, scale=config.attention_scale, segments_BxT=segments_BxT), None
         positions_T = jnp.arange(q.shape[1])
-        allowed_TxT = is_seen(positions_T, positions_T, window)
-        return checkpoint_name(attention(q, k, v, allowed_TxT, config), ATTENTION), None
+        allowed = is_seen(positions_T, positions_T, window)
+        if segments_BxT is not None:
+            segments_Bx1x1xT = segments_BxT[:, None, None]
+            allowed = allowed[None, None, None] & (segments_Bx1x1xT[..., None] == segments_Bx1x1xT[..., None, :])
+        return checkpoint_name(attention(q, k, v, allowed, config), ATTENTION), None
 
     return attend
 
@@ -182,16 +191,16 @@ def is_seen(positions_T: jax.Array, positions_S: jax.Array, window: jax.Array) -
 
 
 def attention(
-    q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, allowed_TxS: jax.Array, config: Config
+    q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, allowed: jax.Array, config: Config
 ) -> jax.Array:
-    """Softmax attention over the keys in `allowed_TxS`; scores and softmax in float32."""
+    """Softmax attention over allowed keys, bool TxS or BxGxRxTxS; scores and softmax in float32."""
     B, T, H, K = q_BxTxHxK.shape
     G = k_BxSxGxK.shape[2]
     q_BxTxGxRxK = q_BxTxHxK.reshape(B, T, G, H // G, K) * jnp.asarray(config.attention_scale, q_BxTxHxK.dtype)
     scores = jnp.einsum("btgrk,bsgk->bgrts", q_BxTxGxRxK, k_BxSxGxK, preferred_element_type=jnp.float32)
     if config.score_cap is not None:
         scores = config.score_cap * jnp.tanh(scores / config.score_cap)
-    scores = jnp.where(allowed_TxS, scores, jnp.float32(-1e30))
+    scores = jnp.where(allowed, scores, jnp.float32(-1e30))
     weights = jax.nn.softmax(scores).astype(v_BxSxGxK.dtype)
     return jnp.einsum("bgrts,bsgk->btgrk", weights, v_BxSxGxK).reshape(B, T, H, K)
 

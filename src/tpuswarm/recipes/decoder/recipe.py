@@ -22,7 +22,7 @@ from tpuswarm.recipes.decoder import architecture as shapes
 from tpuswarm.recipes.decoder.config import BASES, TARGETS, Config, Lora
 from tpuswarm.recipes.language.hub import PREFIX, open_published
 from tpuswarm.recipes.language.language_model import LanguageModel, absolute_place
-from tpuswarm.train.recipe import Options
+from tpuswarm.train.recipe import Batch, Options
 from tpuswarm.train.settings import differences
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
@@ -62,6 +62,7 @@ class Decoder(LanguageModel):
 
     identity = (*LanguageModel.identity, "architecture", "lora", "lora_alpha", "lora_targets", "lora_base", "base")
     target = "tpuswarm.recipes.decoder.recipe:Decoder"
+    takes_conversations = True
 
     def __init__(
         self,
@@ -218,13 +219,16 @@ class Decoder(LanguageModel):
         def init(key: Any) -> Any:
             return model.init(key, self.config)
 
-        def loss(params: Any, tokens_BxT1: Any, key: Any, chunk_bytes: int | None) -> Any:
-            x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options)
-            return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, chunk_bytes)
+        def loss(params: Any, batch: Batch, key: Any, chunk_bytes: int | None) -> Any:
+            tokens_BxT1, counted_BxT = batch["tokens"], batch.get("counted")
+            x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options, batch.get("segments"))
+            return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, chunk_bytes, counted_BxT)
 
         tied = {"embed": "head"} if self.config.tied else {}
         frozen = lora.base_paths(jax.eval_shape(init, jax.random.key(0))) if self._lora else ()
-        return language_program(init, loss, self._context, options, self.optimizer(), tied, frozen)
+        return language_program(
+            init, loss, self._context, options, self.optimizer(), tied, frozen, is_chat=self._is_chat
+        )
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """Return a continuation of `prompt`; an empty prompt starts from a line break."""
@@ -323,12 +327,12 @@ class Decoder(LanguageModel):
 
         params = inference_params(state)
         if self._lora is None:
-            export.write(params, self.config, self._facts, self.tokenizer, folder)
+            export.write(params, self.config, self._facts, self.tokenizer, folder, self.chat_template)
             return
         if self._lora_base is None:
             raise InputError("nothing says which model the adapters belong to; use --merge")
         lora.write(params, self.config, self._lora, self._lora_base, folder)
-        export.write_tokenizer(self.tokenizer, self.config, folder)
+        export.write_tokenizer(self.tokenizer, self.config, folder, self.chat_template)
 
     def export_merged(self, state: Any, folder: Path) -> None:
         """Write the model for transformers with its adapters added to its weights."""
@@ -337,7 +341,7 @@ class Decoder(LanguageModel):
 
         if self._lora is None:
             raise InputError("a model that was trained without --lora has no adapters: leave --merge out")
-        export.write(inference_params(state), self.config, self._facts, self.tokenizer, folder)
+        export.write(inference_params(state), self.config, self._facts, self.tokenizer, folder, self.chat_template)
 
 
 def _adapters(

@@ -1,5 +1,6 @@
 """A language model and its text: what GPT-2 and the other decoders share."""
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,14 @@ from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
 from tpuswarm.recipes.language.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, Kind
-from tpuswarm.recipes.language.hub import PREFIX, RELEASED, is_place, open_published
+from tpuswarm.recipes.language.hub import PREFIX, RELEASED, Published, is_place, open_published
 from tpuswarm.train.recipe import Recipe, Source
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
     import jax
 
+    from tpuswarm.recipes.language.chat import ChatTemplate
+    from tpuswarm.recipes.language.chat_rows import ChatSource
     from tpuswarm.recipes.language.program import Optimizer
     from tpuswarm.recipes.language.tokenizer import Tokenizer
     from tpuswarm.recipes.language.tokens import Tokens
@@ -39,7 +42,7 @@ class LanguageModel(Recipe):
     """A model of text; a subclass gives the model, and the defaults.
 
     - data: path or URL of text, or `fake` for random tokens; without it, the Python standard library's source.
-    - json_field: field with the text in .jsonl files; `none` reads them as plain text.
+    - json_field: field with the text in .jsonl files; `none` reads them as plain text, `messages` holds conversations.
     - separator: `endoftext` puts the tokenizer's end of text between files and between .jsonl lines; `none` nothing.
     - held_out: share of the text, at its end, that is not trained on.
     - tokenizer: characters (of the data, or `alphabet`), bytes, bpe (trained on the data for a vocabulary of
@@ -58,6 +61,8 @@ class LanguageModel(Recipe):
     - seed: of the order of the rows.
     """
 
+    takes_conversations = False
+    """Whether it trains on conversations, too."""
     forms = ("remat", "accumulate")
     identity: tuple[str, ...] = ("tokenizer", "alphabet", "tokenizer_digest")
     option_defaults: dict[str, Any]
@@ -121,7 +126,7 @@ class LanguageModel(Recipe):
         options = {
             **self._shape_options(),
             "data": self._data,
-            "json_field": self._json_field,
+            "json_field": "messages" if self._is_chat else self._json_field,
             "separator": self._separator,
             "held_out": self._held_out,
             "tokenizer": self._kind,
@@ -148,12 +153,29 @@ class LanguageModel(Recipe):
             "data": "random tokens",
             "learning rate": f"{self._lr:g} after a warm-up of {self._warmup:.0%}, then a cosine to {self._lr_end:g}",
         }
-        if self._data != "fake":
+        if self._is_chat:
+            words["data"] = self._describe_conversations()
+        elif self._data != "fake":
             unit = self._kind if self._kind in ("characters", "bytes") else "tokens"
             held_out, _ = self._held_out_part()
             trained = len(self._tokens.array) - held_out
             words["data"] = f"{trained:,} {unit} to train on, {held_out:,} held out"
         return words
+
+    def _describe_conversations(self) -> str:
+        train = self._conversations("train")
+        try:
+            held_out = self._conversations("validation").conversations
+        except NoSuchSplit:
+            held_out = 0
+        notes = [
+            f"{train.cut:,} are longer than the context ({self._context}) and end there" if train.cut else "",
+            f"{train.left_out:,} are left out, since the assistant speaks behind it" if train.left_out else "",
+        ]
+        rows = (
+            f"{train.conversations:,} conversations in {train.rows_per_epoch:,} rows to train on, {held_out:,} held out"
+        )
+        return "; ".join(filter(None, [rows, *notes]))
 
     def _layers_and_width(self) -> tuple[int, int]:
         raise NotImplementedError
@@ -205,14 +227,16 @@ class LanguageModel(Recipe):
         return {"data": str(folder)}
 
     def keep(self, folder: Path) -> None:
-        """Write a BPE's tokenizer.json."""
-        from tpuswarm.recipes.language.tokenizer import TOKENIZER_FILE, Bpe
+        """Write a BPE's tokenizer.json, and its chat template."""
+        from tpuswarm.recipes.language.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Bpe
         from tpuswarm.train.process.atomic import write_atomically
         from tpuswarm.train.run.directory import writing
 
         if isinstance(self.tokenizer, Bpe):
             with writing(folder / TOKENIZER_FILE):
                 write_atomically(folder / TOKENIZER_FILE, self.tokenizer.text)
+                if self.chat_template:
+                    write_atomically(folder / TOKENIZER_CONFIG_FILE, json.dumps(self.chat_template.facts, indent=2))
 
     @cached_property
     def _tokens(self) -> "Tokens":
@@ -227,8 +251,36 @@ class LanguageModel(Recipe):
             given=self._known_tokenizer,
             key=None if self._published else self._tokenizer_digest,
             vocab=self._bpe_vocab,
-            reading=Reading(None if field == NO_FIELD else field, has_ends),
+            reading=Reading(
+                None if field == NO_FIELD else field, has_ends, self._read_template if self._is_chat else None
+            ),
         )
+
+    @cached_property
+    def _is_chat(self) -> bool:
+        """Whether the data holds conversations."""
+        from tpuswarm.recipes.language.text import JSON_LINES, MESSAGES, holds_conversations
+
+        if not self.takes_conversations or self._data is None or self._json_field is not None:
+            return self.takes_conversations and self._json_field == MESSAGES
+        return (self._is_local or JSON_LINES.search(self._data) is not None) and holds_conversations(self._data)
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate | None":
+        """The chat template that came with the tokenizer; None if it has none."""
+        if not self.takes_conversations or not (self._published or self.home):
+            return None
+        from tpuswarm.recipes.language.chat import read_template
+
+        return read_template(open_published(self._published) if self._published else Published("the run", self.home))
+
+    def _read_template(self) -> "ChatTemplate":
+        if self.chat_template is None:
+            raise InputError(
+                f"{self._data} holds conversations, and {self._published or 'the tokenizer'} has no chat template: put "
+                "its chat_template.jinja beside its tokenizer.json and use hf:DIR"
+            )
+        return self.chat_template
 
     @cached_property
     def _known_tokenizer(self) -> "Tokenizer | None":
@@ -281,6 +333,8 @@ class LanguageModel(Recipe):
         from tpuswarm.recipes.language.tokens import FakeTokens, TokenSource, split_tokens
 
         context = self._context
+        if self._is_chat and split in ("train", "validation", "all"):
+            return self._conversations(split)
         if split not in ("train", "validation", "all"):
             raise NoSuchSplit(f"a text has no {split} part; evaluate it on another text, with --data")
         if self._data == "fake":
@@ -295,13 +349,28 @@ class LanguageModel(Recipe):
             raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
         return TokenSource(array, context, self._seed, digest, name)
 
+    def _conversations(self, split: str) -> "ChatSource":
+        from tpuswarm.recipes.language.chat_rows import ChatSource, split_conversations
+
+        name = self._data if split == "all" else f"the {split} part of {self._data}"
+        array = split_conversations(self._tokens.array, split, self._held_out_share)
+        try:
+            return ChatSource(array, self._context, self._seed, self._tokens.digest, str(name))
+        except InputError as error:
+            if split == "validation" and not self._held_out:
+                raise NoSuchSplit(str(error)) from error
+            raise
+
+    @property
+    def _held_out_share(self) -> float:
+        return DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
+
     def _held_out_part(self) -> tuple[int, str]:
         """Return the number of held-out tokens, and the digest of tokens with such a split."""
         tokens = self._tokens
         if self._held_out is None and tokens.held_out is not None:
             return tokens.held_out, f"{tokens.digest}-{tokens.held_out}"
-        share = DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
-        return int(len(tokens.array) * share), tokens.digest
+        return int(len(tokens.array) * self._held_out_share), tokens.digest
 
 
 def _kind(name: str) -> Kind:

@@ -1,12 +1,14 @@
 """Next-token cross-entropy in chunks, so that the float32 logits never exist at once."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal
 
 from tpuswarm.train.program.mesh import gathered_as
+from tpuswarm.train.recipe import Weighted
 
 CHUNK_BYTES = 2**27
 """Float32 logits on one device at a time."""
@@ -27,6 +29,10 @@ def logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int, cap: float | None
     return jnp.where(_tokens_like(logits_BxTxV) < vocab, logits_BxTxV, jnp.float32(-1e30))
 
 
+NOT_COUNTED = -1
+"""Target whose loss does not count."""
+
+
 def draw(logits_BxV: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
     """Draw one token for each row; temperature 0 takes the likeliest."""
     scaled = logits_BxV / jnp.maximum(temperature, jnp.float32(1e-6))
@@ -35,45 +41,57 @@ def draw(logits_BxV: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.A
 
 def mean_loss(
     x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, vocab: int, chunk_bytes: int | None = None,
-    cap: float | None = None,
-) -> jax.Array:  # fmt: skip
+    cap: float | None = None, counted_BxT: jax.Array | None = None,
+) -> Any:  # fmt: skip
     """Return the mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
 
-    Chunks of tokens keep the products larger than chunks of the vocabulary would.
+    Chunks of tokens keep the products larger than chunks of the vocabulary would. counted_BxT: the targets that count;
+    with it the mean is Weighted.
     """
+    if counted_BxT is not None:
+        targets_BxT = jnp.where(counted_BxT, targets_BxT, NOT_COUNTED)
     B, T, D = x_BxTxD.shape
     wte_VxD = gathered_as(wte_VxD, x_BxTxD.dtype)
     devices = max(1, jax.sharding.get_abstract_mesh().size)
     count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], chunk_bytes)
     x_NxBxCxD = x_BxTxD.reshape(B, count, T // count, D).swapaxes(0, 1)
     targets_NxBxC = targets_BxT.reshape(B, count, T // count).swapaxes(0, 1)
-    return _mean_loss(x_NxBxCxD, wte_VxD, targets_NxBxC, vocab, cap)
+    if counted_BxT is None:
+        return _loss(x_NxBxCxD, wte_VxD, targets_NxBxC, vocab, cap, None)
+    total = _loss(x_NxBxCxD, wte_VxD, targets_NxBxC, vocab, cap, NOT_COUNTED)
+    return Weighted(total, counted_BxT.sum(dtype=jnp.float32))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _mean_loss(
-    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int, cap: float | None
-) -> jax.Array:
-    """Return the mean of the cross-entropies. Its gradient is computed together with it, from the same logits."""
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _loss(
+    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int, cap: float | None,
+    ignored: int | None,
+) -> jax.Array:  # fmt: skip
+    """Return the mean of the cross-entropies, or the sum of those whose target is not `ignored`.
+
+    Its gradient is computed together with it, from the same logits.
+    """
 
     def add_chunk(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        loss, _ = _chunk_loss(chunk[0], wte_VxD, chunk[1], vocab, cap)
+        loss, _ = _chunk_loss(chunk[0], wte_VxD, chunk[1], vocab, cap, ignored)
         return total + loss, None
 
-    return jax.lax.scan(add_chunk, jnp.float32(0), (x_NxBxCxD, targets_NxBxC))[0] / jnp.float32(targets_NxBxC.size)
+    total, _ = jax.lax.scan(add_chunk, jnp.float32(0), (x_NxBxCxD, targets_NxBxC))
+    return total / jnp.float32(targets_NxBxC.size if ignored is None else 1)
 
 
-def _mean_loss_forward(
-    x: CustomVJPPrimal, wte: CustomVJPPrimal, targets: CustomVJPPrimal, vocab: int, cap: float | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+def _loss_forward(
+    x: CustomVJPPrimal, wte: CustomVJPPrimal, targets: CustomVJPPrimal, vocab: int, cap: float | None,
+    ignored: int | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:  # fmt: skip
     x_NxBxCxD, wte_VxD, targets_NxBxC = x.value, wte.value, targets.value
-    dtype, count = x_NxBxCxD.dtype, jnp.float32(targets_NxBxC.size)
+    dtype, count = x_NxBxCxD.dtype, jnp.float32(targets_NxBxC.size if ignored is None else 1)
 
     def add_chunk(
         sums: tuple[jax.Array, jax.Array | None], chunk: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
         (total, dwte_VxD), (x_BxCxD, targets_BxC) = sums, chunk
-        loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, vocab, cap)
+        loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, vocab, cap, ignored)
         # Divided here: a factor after the loop would keep XLA from adding the embedding's gradient before it reduces
         # both over the devices.
         dlogits_BxCxV = (dlogits_BxCxV / count).astype(dtype)
@@ -88,19 +106,19 @@ def _mean_loss_forward(
     return total / count, (dx_NxBxCxD, dwte_VxD)
 
 
-def _mean_loss_backward(
-    vocab: int, cap: float | None, gradients: tuple[jax.Array, jax.Array | None], dloss: jax.Array
+def _loss_backward(
+    vocab: int, cap: float | None, ignored: int | None, gradients: tuple[jax.Array, jax.Array | None], dloss: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None]:
     dx_NxBxCxD, dwte_VxD = gradients
     dx_NxBxCxD = (dx_NxBxCxD.astype(jnp.float32) * dloss).astype(dx_NxBxCxD.dtype)
     return dx_NxBxCxD, None if dwte_VxD is None else dwte_VxD * dloss, None
 
 
-_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward, symbolic_zeros=True)
+_loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def _chunk_loss(
-    x_BxCxD: jax.Array, wte_VxD: jax.Array, targets_BxC: jax.Array, vocab: int, cap: float | None
+    x_BxCxD: jax.Array, wte_VxD: jax.Array, targets_BxC: jax.Array, vocab: int, cap: float | None, ignored: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum of a chunk's cross-entropies, and its gradient by the logits before the cap."""
     logits_BxCxV = logits(x_BxCxD, wte_VxD, vocab, cap)
@@ -111,7 +129,11 @@ def _chunk_loss(
     dlogits_BxCxV = probabilities_BxCxV - is_target_BxCxV.astype(jnp.float32)
     if cap is not None:  # the logits of padding are far beyond the cap, but their gradient is 0
         dlogits_BxCxV *= 1 - jnp.square(jnp.clip(logits_BxCxV / cap, -1, 1))
-    return jnp.sum(normalizer_BxC - target_BxC), dlogits_BxCxV
+    losses_BxC = normalizer_BxC - target_BxC
+    if ignored is not None:
+        counts_BxC = targets_BxC != ignored
+        losses_BxC, dlogits_BxCxV = losses_BxC * counts_BxC, dlogits_BxCxV * counts_BxC[..., None]
+    return jnp.sum(losses_BxC), dlogits_BxCxV
 
 
 def _tokens_like(logits_BxTxV: jax.Array) -> jax.Array:

@@ -12,11 +12,11 @@ from optax import contrib
 from tpuswarm.recipes.language.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, GPU_CHUNK_SHARE
 from tpuswarm.train.losses import in_precision
 from tpuswarm.train.paths import leaf_paths
-from tpuswarm.train.recipe import Batch, Options
+from tpuswarm.train.recipe import Batch, Options, Weighted
 from tpuswarm.train.supervised_program import SupervisedProgram
 
-Loss = Callable[[Any, jax.Array, jax.Array | None, int | None], jax.Array]
-"""(params, tokens_BxT1, key, bytes of logits at a time) → mean cross-entropy of the next tokens."""
+Loss = Callable[[Any, Batch, jax.Array | None, int | None], jax.Array | Weighted]
+"""(params, batch, key, bytes of logits at a time) → mean cross-entropy of the next tokens."""
 
 
 class Optimizer(NamedTuple):
@@ -31,14 +31,17 @@ class Optimizer(NamedTuple):
 
 def language_program(
     init: Callable[[jax.Array], Any], loss: Loss, context: int, options: Options, optimizer: Optimizer,
-    tied: Mapping[str, str], frozen: Collection[str] = (),
+    tied: Mapping[str, str], frozen: Collection[str] = (), is_chat: bool = False,
 ) -> SupervisedProgram:  # fmt: skip
-    """Return the program of a model of text; it supports every option. tied, frozen: as in SupervisedProgram."""
+    """Return the program of a model of text; it supports every option. tied, frozen: as in SupervisedProgram.
+
+    is_chat: batches are those of ChatSource.
+    """
     moment_dtype = jnp.bfloat16 if optimizer.moments == "bf16" else None
     chunk_bytes = _gpu_chunk_bytes(options.memory) if options.platform == "gpu" else None
 
-    def batch_loss(params: Any, batch: Batch, key: jax.Array | None) -> jax.Array:
-        return loss(params, batch["tokens"], key, chunk_bytes)
+    def batch_loss(params: Any, batch: Batch, key: jax.Array | None) -> jax.Array | Weighted:
+        return loss(params, batch, key, chunk_bytes)
 
     def transformation(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
         _, _, _, beta2, weight_decay = optimizer
@@ -52,7 +55,10 @@ def language_program(
         return optax.adamw(rate, b2=beta2, weight_decay=weight_decay, mask=decay_mask, mu_dtype=moment_dtype)
 
     def spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return {"tokens": jax.ShapeDtypeStruct((size, context + 1), np.dtype(np.int32))}
+        arrays: dict[str, Any] = {"tokens": ((size, context + 1), np.int32)}
+        if is_chat:
+            arrays |= {"segments": ((size, context), np.int32), "counted": ((size, context), np.bool_)}
+        return {name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
 
     # The model casts itself: norms, softmax and loss stay in float32 under bf16.
     full = in_precision(batch_loss, "highest") if options.precision == "highest" else batch_loss

@@ -29,6 +29,8 @@ PIECE_BYTES = 2**22
 """Bytes read at a time."""
 NO_FIELD = "none"
 """Instead of a field's name: read JSON lines as plain text."""
+MESSAGES = "messages"
+"""Field of a JSON line that holds a conversation."""
 JSON_LINES = re.compile(r"\.jsonl(\.(gz|bz2|xz|zst))?$")
 CONTENT_VALIDATORS = {
     *("etag", "generation", "md5", "md5hash", "md5checksum", "contentmd5", "digest", "contenthash", "crc32c"),
@@ -199,6 +201,18 @@ def open_text(place: str | None, field: str | None = None, *, empty: bool = Fals
             paths = system.find(path) if system.isdir(path) else [path]
         infos = [system.info(file) for file in sorted(paths) if not _is_hidden(file, root)]
     return _text(place, system, infos, field, empty)
+
+
+def holds_conversations(place: str) -> bool:
+    """Return whether the first JSON line at a path or URL has messages, and no text."""
+    try:
+        text = open_text(place)
+        path = next(path for path in text.files if JSON_LINES.search(path))
+        with text.open(path) as file:
+            facts = json.loads(next(line for line in file if line.strip()))
+    except (InputError, StopIteration, ValueError):  # reading the data names the problem
+        return False
+    return isinstance(facts, dict) and MESSAGES in facts and "text" not in facts
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tpuswarm.recipes.language.config import Kind
 from tpuswarm.train.data.contents import report_open
 
 CODE_POINT_COUNT = 0x110000
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_VOCAB = 257
 """The bytes and `<|endoftext|>`."""
@@ -154,6 +154,8 @@ class Bpe:
         special = {token["content"] for token in facts["added_tokens"]}
         self.end_text = next((each for each in ENDS_OF_TEXT if each in special), "")
         """Stands between documents; empty if there is none."""
+        names = [re.escape(token["content"]) for token in facts["added_tokens"] if token["special"]]
+        self.special_tokens = re.compile(f"(?:{'|'.join(names)})" if names else "(?!)")
         self.begin_text = "" if self._is_gpt2s else self._begin_text()
         """Stands before each document; empty if there is none."""
         self.end = self._library.token_to_id(self.end_text) if self.end_text else None
@@ -176,6 +178,11 @@ class Bpe:
             for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False):
                 yield np.array(encoding.ids[self._guard_tokens if guard else 0 :], np.uint32)
                 guard = self._guard
+
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return of each text its uint32 token numbers, and the first character and the one behind each: int[N, 2]."""
+        encodings = self._library.encode_batch(texts, add_special_tokens=False)
+        return [(np.array(each.ids, np.uint32), np.array(each.offsets).reshape(-1, 2)) for each in encodings]
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD, numbers beyond the vocabulary nothing."""

@@ -5,11 +5,11 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -42,6 +42,9 @@ from tpuswarm.train.data.contents import contents_digest
 from tpuswarm.train.data.source import shuffled_epochs
 from tpuswarm.train.process.atomic import write_atomically
 
+if TYPE_CHECKING:
+    from tpuswarm.recipes.language.chat import ChatTemplate
+
 TOKENS_FILE = "tokens.bin"
 CACHE = "tokens"
 """Name of the folder in the user's cache."""
@@ -65,11 +68,12 @@ class Reading(NamedTuple):
     """How documents become one text.
 
     field: the field with the text in JSON lines; None reads them as plain text. ends: whether `<|endoftext|>` separates
-    documents; None: if the tokenizer has it.
+    documents; None: if the tokenizer has it. template: reads the chat template, for lines that hold conversations.
     """
 
     field: str | None = "text"
     ends: bool | None = None
+    template: "Callable[[], ChatTemplate] | None" = None
 
 
 def prepare_tokens(
@@ -94,14 +98,15 @@ def prepare_tokens(
         text = open_text(place, reading.field)
         if token_files := find_token_files(text):
             given = token_files.tokenizer(kind, given)
-        cached = _folder(text, kind, vocab, None, reading)
+        template = reading.template() if reading.template else None
+        cached = _folder(text, kind, vocab, None, reading, template)
         if given and not (cached and is_complete(cached) and read_description(cached)["key"] == given.key):
-            cached = _folder(text, kind, vocab, given.key, reading)
+            cached = _folder(text, kind, vocab, given.key, reading, template)
         if cached and is_complete(cached):
             folder = cached
         else:
             folder = write_once(
-                cached, CACHE, lambda partial: _write(partial, text, token_files, kind, given, vocab, reading)
+                cached, CACHE, lambda partial: _write(partial, text, token_files, kind, given, vocab, reading, template)
             )
     tokens = _open(folder)
     if key is not None and tokens.tokenizer.key != key:
@@ -134,17 +139,20 @@ def _open(folder: Path) -> Tokens:
     return Tokens(array, facts["digest"], tokenizer, folder, facts.get("held_out"))
 
 
-def _folder(text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading) -> Path | None:
+def _folder(
+    text: Text, kind: Kind, vocab: int, key: str | None, reading: Reading, template: "ChatTemplate | None"
+) -> Path | None:
     if text.key is None:
         return None
     ends = [reading.ends] * (kind == "bpe" and text.has_documents)
-    identity = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends]
+    chat = [template.facts] if template else []
+    identity = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends, *chat]
     return cached_folder(CACHE, json.dumps(identity))
 
 
 def _write(
     folder: Path, text: Text, token_files: TokenFiles | None, kind: Kind, given: Tokenizer | None, vocab: int,
-    reading: Reading,
+    reading: Reading, template: "ChatTemplate | None",
 ) -> None:  # fmt: skip
     passes = 1 + (kind != "bytes" and given is None)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
@@ -155,7 +163,12 @@ def _write(
 
         tokenizer = given or _tokenizer_of(text, kind, vocab, advance)
         dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
-        if token_files:
+        if template:
+            from tpuswarm.recipes.language.chat import encode_conversations
+
+            assert isinstance(tokenizer, Bpe)  # published, as the template is
+            dtype, parts = np.dtype(np.uint32), [encode_conversations(text, template, tokenizer, advance)]
+        elif token_files:
             parts = [token_files.numbers(name, tokenizer, advance) for name in (TRAIN_FILE, VALIDATION_FILE)]
         else:
             parts = [_numbers(text, tokenizer, _separator(text, tokenizer, reading), advance)]

@@ -32,17 +32,24 @@ def usable_form(wanted: Form, *, bf16: bool, head_width: int, queries: int, keys
 
 
 def kernel(
-    q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, form: Form, *, causal: bool, scale: float
-) -> jax.Array:
-    """Return softmax attention in the form `cudnn` or `splash`; G divides H: H / G heads share each key."""
+    q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, form: Form, *, causal: bool, scale: float,
+    segments_BxT: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return softmax attention in the form `cudnn` or `splash`; G divides H: H / G heads share each key.
+
+    segments_BxT: for splash; a token attends only to those with its number.
+    """
     if form == "cudnn":
         return jax.nn.dot_product_attention(
             q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scale=scale, is_causal=causal, implementation="cudnn"
         )
-    return _splash(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, causal, scale)
+    return _splash(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, causal, scale, segments_BxT)
 
 
-def _splash(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, causal: bool, scale: float) -> jax.Array:
+def _splash(
+    q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, causal: bool, scale: float,
+    segments_BxT: jax.Array | None,
+) -> jax.Array:  # fmt: skip
     """Return Pallas's splash attention: one kernel per device, mapped over the batch axis."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
@@ -60,20 +67,23 @@ def _splash(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, ca
         block_q_dq=q, block_kv_dq=kv,
     )  # fmt: skip
 
-    def one_device(q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array) -> jax.Array:
+    def one_device(
+        q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, segments_BxT: jax.Array | None
+    ) -> jax.Array:
         run = kernels.make_splash_mha(
             mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, residual_checkpoint_name=ATTENTION
         )
         scaled = q_BxTxHxK * jnp.asarray(scale, q_BxTxHxK.dtype)
         heads_first = [x.swapaxes(1, 2) for x in (scaled, k_BxSxGxK, v_BxSxGxK)]
-        return jax.vmap(run)(*heads_first).swapaxes(1, 2)
+        segments = None if segments_BxT is None else kernels.SegmentIds(segments_BxT, segments_BxT)
+        return jax.vmap(run)(*heads_first, segments).swapaxes(1, 2)
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return one_device(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK)
+        return one_device(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segments_BxT)
     rows = PartitionSpec(mesh.axis_names[0])
-    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows, check_vma=False)
-    return mapped(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK)
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows, check_vma=False)
+    return mapped(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segments_BxT)
 
 
 def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

@@ -1,0 +1,80 @@
+"""Rows of conversations: several short ones share a row, none sees another, and only the assistant's tokens count."""
+
+import numpy as np
+
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.language.chat import COUNTED, STARTS, TOKEN_BITS
+from tpuswarm.train.data.source import shuffled_epochs
+
+
+class ChatSource:
+    """Rows of whole conversations, for inputs of T = context tokens.
+
+    - tokens: int32 (count, T + 1), padded with 0.
+    - segments: int32 (count, T); tokens of one conversation have the same number, padding has 0.
+    - counted: bool (count, T); whether the loss of the next token counts.
+
+    A longer conversation is cut at the end of its row; without a counted token before that it is left out. Every
+    epoch has each row once, shuffled.
+    """
+
+    def __init__(self, array: np.ndarray, context: int, seed: int, digest: str, name: str):
+        """Pack conversations, an array of tokens with the bits of `chat`."""
+        self._array, self._context, self._seed, self.digest = array, context, seed, digest
+        bounds = np.append(np.flatnonzero(array & STARTS), len(array))
+        self._first, lengths = bounds[:-1], np.diff(bounds)
+        self._length = np.minimum(lengths, context + 1)
+        counted_before = np.append(0, np.cumsum(array & COUNTED != 0))
+        counts = counted_before[self._first + self._length] - counted_before[self._first]
+        used = np.flatnonzero(counts)
+        self.conversations, self.left_out = len(used), len(lengths) - len(used)
+        self.cut = int((lengths[used] > context + 1).sum())
+        if not self.conversations:
+            raise InputError(f"{name} has no conversation in which the assistant speaks within {context} tokens")
+        self._rows = _pack(used, self._length, context + 1)
+        self.rows_per_epoch = len(self._rows)
+
+    def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
+        """Return rows start to start + count of the order."""
+        packed = np.zeros((count, self._context + 1), np.uint32)
+        segments = np.zeros((count, self._context + 1), np.int32)
+        order = shuffled_epochs(start, count, self.rows_per_epoch, self._seed)
+        for at, row in enumerate(np.concatenate([rows for _, rows in order])):
+            end = 0
+            for number, conversation in enumerate(self._rows[row], 1):
+                begin, end = end, end + self._length[conversation]
+                first = self._first[conversation]
+                packed[at, begin:end] = self._array[first : first + end - begin]
+                segments[at, begin:end] = number
+        tokens = (packed & TOKEN_BITS).astype(np.int32)
+        return {"tokens": tokens, "segments": segments[:, :-1], "counted": packed[:, 1:] & COUNTED != 0}
+
+
+def _pack(used: np.ndarray, length: np.ndarray, capacity: int) -> list[list[int]]:
+    """Return the conversations of each row: the longest first, each into the fullest row that has room for it."""
+    rows = list[list[int]]()
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0
+    """Bit n is set if some row has room for exactly n tokens."""
+    for conversation in used[np.argsort(-length[used], kind="stable")].tolist():
+        size = int(length[conversation])
+        if fitting := rooms >> size:
+            room = size + (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(conversation)
+        by_room[room - size].append(row)
+        rooms |= 1 << (room - size)
+    return rows
+
+
+def split_conversations(array: np.ndarray, split: str, share: float) -> np.ndarray:
+    """Return the part `train`, `validation` (the last `share` of the conversations) or `all`."""
+    starts = np.flatnonzero(array & STARTS)
+    held_out = int(len(starts) * share)
+    cut = int(starts[len(starts) - held_out]) if held_out else len(array)
+    return {"train": array[:cut], "validation": array[cut:], "all": array}[split]

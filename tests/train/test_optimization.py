@@ -393,9 +393,25 @@ def test_first_moments_in_bf16_take_half_the_bytes(name):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("cosine", [0.011, 1.1, 0.9536, 0.6, 0.2464, 0.1302, 0.1]),
+        ("linear", [0.011, 1.1, 0.85, 0.6, 0.35, 0.2111, 0.1]),
+        ("wsd", [0.011, 1.1, 1.1, 1.1, 1.1, 0.6, 0.1]),
+    ],
+)
+def test_learning_rate_follows_its_schedule(schedule, rates):
+    recipe = GPT2(data="fake", lr=1.1, lr_end=0.1, warmup=0.1, schedule=schedule)
+    shares = jnp.array([0, 0.1, 0.325, 0.55, 0.775, 0.9, 1])
+    np.testing.assert_allclose(recipe.schedule(shares), rates, atol=1e-4)
+    assert recipe.options().get("schedule", "cosine") == schedule
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean adamw"),
+        ({"schedule": "wds"}, "unknown schedule 'wds'; did you mean wsd"),
         ({"moments": "bf61"}, "unknown moments 'bf61'; did you mean bf16"),
         ({"optimizer": "adafactor", "moments": "bf16"}, "adafactor has no first moment"),
     ],

@@ -36,7 +36,7 @@ OTHER_LIBRARIES_NAMES = {
     "logger": "loggers",
     "logging_steps": "",
     "lr_decay_iters": "steps",
-    "lr_scheduler_type": "",
+    "lr_scheduler_type": "schedule",
     "machine_type": "type",
     "max_epochs": "epochs",
     "max_grad_norm": "clip",

@@ -10,7 +10,7 @@ from tpuswarm.config.limits import NUMBER_LIMITS
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
-from tpuswarm.recipes.language.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, Kind
+from tpuswarm.recipes.language.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, SCHEDULES, Kind
 from tpuswarm.recipes.language.hub import PREFIX, RELEASED, Published, is_place, open_published
 from tpuswarm.train.recipe import Recipe, Source
 
@@ -53,7 +53,8 @@ class LanguageModel(Recipe):
     - optimizer: adamw, muon (for the layers' matrices) or adafactor (with the smallest state).
     - moments: bf16 halves the first moment of adamw and muon.
     - lr: peak learning rate, in AdamW's sense for all optimizers.
-    - lr_end: learning rate at the end of the run, after a cosine.
+    - schedule: of the learning rate after the warm-up: cosine, linear, or wsd (constant, linear in the last fifth).
+    - lr_end: learning rate at the end of the run.
     - warmup: share of the run in which the learning rate rises.
     - beta2: decay of AdamW's second moment.
     - weight_decay: of matrices and embeddings.
@@ -85,6 +86,7 @@ class LanguageModel(Recipe):
         optimizer: str,
         moments: str,
         lr: float,
+        schedule: str,
         lr_end: float | None,
         warmup: float,
         beta2: float,
@@ -102,6 +104,7 @@ class LanguageModel(Recipe):
         self._optimizer, self._moments = optimizer, moments
         self._lr, self._lr_end = lr, lr / 10 if lr_end is None else lr_end
         self._warmup, self._beta2, self._weight_decay, self._seed = warmup, beta2, weight_decay, seed
+        self._schedule = schedule
         for name, limits in LIMITS.items():
             if (value := getattr(self, f"_{name}")) is not None:
                 check_number(value, name, **limits)
@@ -111,6 +114,8 @@ class LanguageModel(Recipe):
             raise InputError(f"unknown moments {moments!r}; {did_you_mean(moments, MOMENTS)}")
         if moments != "f32" and optimizer == "adafactor":
             raise InputError("adafactor has no first moment: leave --moments out")
+        if schedule not in SCHEDULES:
+            raise InputError(f"unknown schedule {schedule!r}; {did_you_mean(schedule, SCHEDULES)}")
         if separator not in (None, *SEPARATORS):
             raise InputError(f"unknown separator {separator!r}; {did_you_mean(separator, SEPARATORS)}")
         if separator == "endoftext" and self._kind != "bpe":
@@ -137,6 +142,7 @@ class LanguageModel(Recipe):
             "optimizer": None if self._optimizer == "adamw" else self._optimizer,  # older runs do not have it
             "moments": None if self._moments == "f32" else self._moments,
             "lr": self._lr,
+            "schedule": None if self._schedule == "cosine" else self._schedule,
             "lr_end": self._lr_end,
             "warmup": self._warmup,
             "beta2": self._beta2,
@@ -151,7 +157,8 @@ class LanguageModel(Recipe):
         words = {
             "model": f"{layers} layer{'s' * (layers > 1)}, width {width}, context {self._context}",
             "data": "random tokens",
-            "learning rate": f"{self._lr:g} after a warm-up of {self._warmup:.0%}, then a cosine to {self._lr_end:g}",
+            "learning rate": f"{self._lr:g} after a warm-up of {self._warmup:.0%}, {SCHEDULES[self._schedule]} "
+            f"{self._lr_end:g}",
         }
         if self._is_chat:
             words["data"] = self._describe_conversations()
@@ -205,10 +212,10 @@ class LanguageModel(Recipe):
         return Optimizer(self._optimizer, self._moments, self.schedule, self._beta2, self._weight_decay)
 
     def schedule(self, progress: "jax.Array") -> "jax.Array":
-        """Return the learning rate at a share of the run: linear warm-up, then a cosine to lr_end."""
-        from tpuswarm.recipes.language.program import warmup_then_cosine
+        """Return the learning rate at a share of the run."""
+        from tpuswarm.recipes.language.program import learning_rate
 
-        return warmup_then_cosine(progress, self._lr, self._lr_end, self._warmup)
+        return learning_rate(progress, self._schedule, self._lr, self._lr_end, self._warmup)
 
     def require_data(self) -> None:
         """Raise InputError if a local path has no text; a server is contacted later, when its files are read."""

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from optax import contrib
 
+from tpuswarm.recipes.language.config import DECAY_SHARE
 from tpuswarm.recipes.language.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, GPU_CHUNK_SHARE
 from tpuswarm.train.losses import in_precision
 from tpuswarm.train.paths import leaf_paths
@@ -107,8 +108,15 @@ def muon(
     )  # fmt: skip
 
 
-def warmup_then_cosine(progress: jax.Array, lr: float, lr_end: float, warmup: float) -> jax.Array:
-    """Return the rate at a share of the run: linear from `lr` / 100 during `warmup`, then a cosine to `lr_end`."""
+def learning_rate(progress: jax.Array, schedule: str, lr: float, lr_end: float, warmup: float) -> jax.Array:
+    """Return the rate at a share of the run: linear from `lr` / 100 during `warmup`, then by `schedule` to `lr_end`.
+
+    schedule: one of config.SCHEDULES.
+    """
     warm = jnp.clip(progress / max(warmup, 1e-9), 0.01, 1.0)
-    cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip((progress - warmup) / (1 - warmup), 0.0, 1.0)))
-    return jnp.where(progress < warmup, lr * warm, lr_end + (lr - lr_end) * cosine)
+    if schedule == "cosine":
+        height = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip((progress - warmup) / (1 - warmup), 0.0, 1.0)))
+    else:
+        fall = 1 - warmup if schedule == "linear" else min(DECAY_SHARE, 1 - warmup)
+        height = jnp.clip((1 - progress) / fall, 0.0, 1.0)
+    return jnp.where(progress < warmup, lr * warm, lr_end + (lr - lr_end) * height)

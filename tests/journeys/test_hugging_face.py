@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from tests import processes
 from tests.journeys.conftest import GOLDEN, SHAPE
 from tests.recipes.hub import serving
+from tests.recipes.test_decoder import publish
 from tpuswarm.swarm.storage.founding import read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
@@ -69,3 +70,24 @@ def test_swarm_starts_from_a_published_model_keeps_its_tokenizer_and_starts_othe
     words = f"train gpt2-tiny --data {text_file} {SHAPE} --steps 6 --init-from {run} --vocab 300 --run plain"
     _, err = processes.run(words.split(), tmp_path)
     assert f"parameters from {run}" in err
+
+
+def test_swarm_trains_adapters_of_a_published_model(tmp_path, text_file):
+    publish(tmp_path / "model")
+    train = f"train hf:model --data {text_file} --lora 2 --batch 4 --steps 12 --members 2 --cycle 2 --run swarm"
+    processes.run(train.split(), tmp_path)
+    processes.run(["ledger", "verify", "swarm"], tmp_path)
+    store = Store(tmp_path / "swarm")
+    leaves = read_founding(store).layout.leaves
+    assert len(leaves) == 14 and all("/lora_" in path for path in leaves)
+    out, _ = processes.run(["sample", "swarm", "--prompt", "line", "--tokens", "5"], tmp_path)
+    assert out.startswith("line")
+    processes.run(["export", "swarm", "adapters"], tmp_path)
+    first = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    more = "train hf:model --data fake --lora 2 --batch 4 --steps 1 --lr 1e-30 --init-from hf:adapters --run more"
+    processes.run(more.split(), tmp_path)
+    processes.run(["export", "more", "again"], tmp_path)
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert len(first) == 28 and any(np.any(first[name]) for name in first if "lora_B" in name)
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(again[name], tensor)

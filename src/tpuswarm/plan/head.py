@@ -50,10 +50,11 @@ def count_shared_elements(recipe: Recipe) -> int:
     import jax
 
     from tpuswarm.train.program.contract import abstract_state, program_of
+    from tpuswarm.train.program.exchanged import exchanged
 
     program = program_of(recipe, Options())
     state = abstract_state(program, recipe.name)
-    return sum(leaf.size for leaf in jax.tree.leaves(program.exchange().get(state)))
+    return sum(leaf.size for leaf in jax.tree.leaves(exchanged(program, state).get(state)))
 
 
 def head_memory_bytes(members: int, elements: int, form: Form, rule: Rule, averaged: bool = False) -> float:

@@ -153,6 +153,7 @@ class Parameter(NamedTuple):
 
     - tied: the other use of the same leaf, for example `output head`; empty if there is none.
     - statistic: observed, not trained, such as the running variance of BatchNorm. A swarm averages it.
+    - base: frozen, and from the recipe's `base_model`, so that a swarm does not exchange it.
     """
 
     path: str
@@ -160,6 +161,7 @@ class Parameter(NamedTuple):
     decayed: bool
     tied: str
     statistic: bool = False
+    base: bool = False
 
 
 class Program(ABC):
@@ -249,6 +251,8 @@ class Recipe(ABC):
     """XLA compiler options: platform → option → value."""
     identity: tuple[str, ...] = ()
     """Options without which the parameters mean nothing, such as the tokenizer; `--init-from` copies them."""
+    base_model: str | None = None
+    """Published model with the parameters of kind `base`, which every process of a swarm reads by `load_shared`."""
     home: Path | None = None
     """Folder of the run that `keep` wrote to, of this recipe or of `--init-from`."""
 

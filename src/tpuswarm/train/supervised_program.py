@@ -69,6 +69,7 @@ class SupervisedProgram(Program):
     - loss: already computes in `options.precision`.
     - micro_batches: the loss of a batch is the mean of the losses of its equal parts, or Weighted.
     - frozen: paths of parameters that are never trained, whatever `options.freeze` says.
+    - base: likewise, and a swarm does not exchange them (Recipe.base_model).
     """
 
     failures = "the loss of {} fails", "the evaluation of {} fails (its key is None)"
@@ -88,9 +89,10 @@ class SupervisedProgram(Program):
         weights: Callable[[], Any] | None = None,
         micro_batches: bool = False,
         frozen: Collection[str] = (),
+        base: Collection[str] = (),
         rows_per_epoch: int | None = None,
     ):
-        self._frozen = frozenset(frozen)
+        self._frozen, self._base = frozenset([*frozen, *base]), frozenset(base)
         self._extra, self._weights, self._micro_batches = extra, weights, micro_batches
         self._init, self._loss, self._optimizer, self._schedule = init, loss, optimizer, schedule
         self._unit, self._rows_per_epoch = schedule_unit(schedule) if schedule else None, rows_per_epoch or 0
@@ -229,7 +231,7 @@ class SupervisedProgram(Program):
             for name in paths.leaf_paths(_floats(state.extra))
         ]
         return statistics + [
-            Parameter(name, not train, train and decay, self._tied.get(name, ""))
+            Parameter(name, not train, train and decay, self._tied.get(name, ""), base=name in self._base)
             for name, train, decay in zip(names, trained, decayed, strict=True)
         ]
 

@@ -17,6 +17,7 @@ from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import entry
 from tpuswarm.train.data.source import training_source
+from tpuswarm.train.recipe import Options
 from tpuswarm.train.user_code import build_recipe
 
 pytestmark = pytest.mark.slow
@@ -32,24 +33,38 @@ def short_intervals(monkeypatch):
         monkeypatch.setattr(module, name, 0.02)
 
 
+def plan_of(target, options, members=1, base=None, average=None, **settings) -> RunPlan:
+    settings = {
+        "steps": 8, "batch": 8, "seed": 0, "deterministic": False, "init_from": None, "eval_batch": None
+    } | settings  # fmt: skip
+    recipe = build_recipe(target, options)
+    return RunPlan(
+        Swarm(
+            "run", members, cycle=2, outer="average", outer_lr=None, quantize="plain", overlap=True, fragments=1,
+            base=base,
+        ),
+        target, options, settings, files={}, shared={}, tokens_per_row=recipe.program(Options()).tokens_per_row,
+        data=getattr(training_source(recipe, 0), "digest", ""), code=code_digest(target), evaluate_every=None,
+        average=average,
+    )  # fmt: skip
+
+
+def toy_plan(rate: float) -> RunPlan:
+    return plan_of(TARGET, {"rate": rate})
+
+
 class Run:
-    def __init__(self, folder: Path, rate: float):
-        settings = {"steps": 8, "batch": 8, "seed": 0, "deterministic": False, "init_from": None, "eval_batch": None}
-        options = {"rate": rate}
-        plan = RunPlan(
-            Swarm("run", 1, cycle=2, outer="average", outer_lr=None, quantize="plain", overlap=True, fragments=1),
-            TARGET, options, settings, files={}, shared={}, tokens_per_row=1,
-            data=training_source(build_recipe(TARGET, options), 0).digest, code=code_digest(TARGET),
-            evaluate_every=None,
-        )  # fmt: skip
+    def __init__(self, folder: Path, plan: RunPlan):
         self.ledger = Ledger(Store(folder))
         self.answers: list[object] = []
         """The coordinator's answers to the first greetings after the end of the run."""
         self.head = entry.coordinator(plan, str(folder), (SHARD,), True, self.call)
         self.served = {COORDINATOR: self.head, SHARD: entry.shard(str(folder), str(folder / "data"), 0, 1, self.call)}
-        self.member = MemberProcess(
-            MemberSpec("m0", plan, (SHARD,), folder, None, 0, True, self.call, lambda text: None)
-        )
+        self.members = [
+            MemberProcess(MemberSpec(name, plan, (SHARD,), folder, None, 0, not number, self.call, lambda text: None))
+            for number, name in enumerate(plan.members)
+        ]
+        self.member = self.members[0]
 
     def call(self, call):
         answer = self.served[call.address].serve(call.method, call.arguments)
@@ -58,25 +73,32 @@ class Run:
         return answer
 
     def finish(self) -> str:
+        """Return how the first member ended, once all have."""
+        Thread(target=self.head.run, daemon=True).start()  # the head may outlive its test
+        ends = [self._start(member) for member in self.members]
+        stored = [0] * len(ends)
+        while not all(end.done() for end in ends):  # as a supervisor does
+            for number, member in enumerate(self.members):
+                stored[number] += sum("loss" in row for row in member.report(stored[number])["rows"])
+            wait(ends, 0.02)
+        first, *_ = [end.result(120) for end in ends]
+        return first
+
+    def _start(self, member) -> Future:
         ended = Future()
 
-        def run_member():
+        def run():
             try:
-                ended.set_result(self.member.run())
+                ended.set_result(member.run())
             except Exception as error:  # noqa: BLE001  # raised by the test
                 ended.set_exception(error)
 
-        for run in (self.head.run, run_member):  # the head may outlive its test
-            Thread(target=run, daemon=True).start()
-        stored = 0
-        while not ended.done():  # as a supervisor does
-            stored += sum("loss" in row for row in self.member.report(stored)["rows"])
-            wait([ended], 0.02)
-        return ended.result(120)
+        Thread(target=run, daemon=True).start()
+        return ended
 
 
 def test_member_that_is_never_finite_gives_up(tmp_path):
-    run = Run(tmp_path, rate=1e30)
+    run = Run(tmp_path, toy_plan(rate=1e30))
     with pytest.raises(ProcessEnded, match=r"m0 gave up after 5 .* not finite; lower the learning rate, use --clip"):
         run.finish()
     records = run.ledger.records(run.ledger.versions()[1:])
@@ -90,7 +112,7 @@ def test_member_that_leaves_reports_what_it_trained_after_its_undecided_push(tmp
         yield Sleep(0.02)
 
     monkeypatch.setattr(coordinator.Coordinator, "_commit", commit_never)
-    run = Run(tmp_path, rate=0.05)
+    run = Run(tmp_path, toy_plan(rate=0.05))
     report = run.member.report
 
     def report_and_leave(since):
@@ -105,7 +127,7 @@ def test_member_that_leaves_reports_what_it_trained_after_its_undecided_push(tmp
 
 def test_last_version_is_evaluated_although_the_coordinator_restarts_at_the_end(tmp_path):
     """While it reads its ledger, it answers Wait to a member that asks for the last version."""
-    run = Run(tmp_path, rate=0.05)
+    run = Run(tmp_path, toy_plan(rate=0.05))
     run.answers = [Wait()]
     assert run.finish() == "ended"
     (row,) = [row for row in run.member.report(0)["rows"] if "eval_loss" in row]

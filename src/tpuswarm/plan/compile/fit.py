@@ -16,6 +16,7 @@ from tpuswarm.train.data.feed import MAX_BATCHES_ON_DEVICES, MAX_READ_AHEAD
 from tpuswarm.train.program import compiled as compiling
 from tpuswarm.train.program.batch_search import BatchSearch, CompiledBatch
 from tpuswarm.train.program.compiled import DoesNotFit, Placed
+from tpuswarm.train.program.exchanged import exchanged
 from tpuswarm.train.program.flops import Flops, model_flops
 from tpuswarm.train.program.mesh import batch_sharding, bytes_per_device, make_mesh
 from tpuswarm.train.program.request import Choice, Request, default_request
@@ -153,6 +154,7 @@ def _make_program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flo
     shared = jax.tree.leaves(placed.program.exchange().get(placed.state))
     parameters = placed.program.parameters(placed.state)
     frozen = [leaf for leaf, parameter in zip(shared, parameters, strict=True) if parameter.frozen]
+    exchange = exchanged(placed.program, placed.state)
     return Program(
         batch=rows * choice.accumulate * placed.mesh.size,
         micro_batch=rows,
@@ -169,9 +171,9 @@ def _make_program(recipe: Recipe, placed: Placed, choice: Choice, rows: int, flo
         state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in state),
         moved_bytes=2 * bytes_per_device(placed.state) - bytes_per_device(frozen),
         row_bytes=_row_bytes(placed),
-        shared_elements=sum(leaf.size for leaf in shared),
+        shared_elements=sum(leaf.size for leaf in jax.tree.leaves(exchange.get(placed.state))),
         outer=recipe.defaults.get("outer", "nesterov"),
-        is_averaged=placed.program.exchange().average is not None,
+        is_averaged=exchange.average is not None,
     )
 
 

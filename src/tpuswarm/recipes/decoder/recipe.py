@@ -107,7 +107,7 @@ class Decoder(LanguageModel):
             )
         if lora_base is None and self._lora and str(architecture).startswith(PREFIX):
             lora_base = architecture
-        self._lora_base = absolute_place(lora_base) if lora_base else None
+        self.base_model = absolute_place(lora_base) if lora_base else None
         if architecture is not None:
             if given:
                 name = next(iter(given)).replace("_", "-")
@@ -186,7 +186,7 @@ class Decoder(LanguageModel):
                 "architecture": json.dumps(self._facts), "lora": self._lora.rank, "lora_alpha": self._lora.alpha,
                 "lora_targets": ",".join(self._lora.targets), "base": self._lora.base,
             }  # fmt: skip
-            return options | ({"lora_base": self._lora_base} if self._lora_base else {})
+            return options | ({"lora_base": self.base_model} if self.base_model else {})
         if self._size:
             return {"size": self._size, **{name: self._facts[field] for name, field in FIELDS.items()}}
         return {"architecture": json.dumps(self._facts)}
@@ -227,10 +227,8 @@ class Decoder(LanguageModel):
             return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, chunk_bytes, counted_BxT)
 
         tied = {"embed": "head"} if self.config.tied else {}
-        frozen = lora.base_paths(jax.eval_shape(init, jax.random.key(0))) if self._lora else ()
-        return language_program(
-            init, loss, self._context, options, self.optimizer(), tied, frozen, is_chat=self._is_chat
-        )
+        base = lora.base_paths(jax.eval_shape(init, jax.random.key(0))) if self._lora else ()
+        return language_program(init, loss, self._context, options, self.optimizer(), tied, base, is_chat=self._is_chat)
 
     def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """Return a continuation of `prompt`; an empty prompt starts from a line break."""
@@ -312,15 +310,17 @@ class Decoder(LanguageModel):
         return weights.load(published, theirs, like)
 
     def shared_digest(self, place: str) -> str:
-        """Return the commit of a hub's model, or the SHA-256 of the weights in a folder; of adapters and their base."""
+        """Return the SHA-256 of the weights; of adapters, theirs and their base's.
+
+        Not the hub's commit: that changes with a model's README, and members of a swarm may join weeks later.
+        """
         from tpuswarm.recipes.decoder.weights import ADAPTER_FILE
         from tpuswarm.recipes.language.weight_files import digest
 
         published = open_published(place)
         if adapters := adapter_config.read_options(published):
-            own = published.commit or digest(published, [ADAPTER_FILE])
-            return f"{own} on {self.shared_digest(adapters['lora_base'])}"
-        return published.commit or digest(published)
+            return f"{digest(published, [ADAPTER_FILE])} on {self.shared_digest(adapters['lora_base'])}"
+        return digest(published)
 
     def export(self, state: Any, folder: Path) -> None:
         """Write model.safetensors, config.json and the tokenizer for transformers; adapters alone for peft."""
@@ -331,9 +331,9 @@ class Decoder(LanguageModel):
         if self._lora is None:
             export.write(params, self.config, self._facts, self.tokenizer, folder, self.chat_template)
             return
-        if self._lora_base is None:
+        if self.base_model is None:
             raise InputError("nothing says which model the adapters belong to; use --merge")
-        lora.write(params, self.config, self._lora, self._lora_base, folder)
+        lora.write(params, self.config, self._lora, self.base_model, folder)
         export.write_tokenizer(self.tokenizer, self.config, folder, self.chat_template)
 
     def export_merged(self, state: Any, folder: Path) -> None:

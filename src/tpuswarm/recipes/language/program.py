@@ -32,9 +32,9 @@ class Optimizer(NamedTuple):
 
 def language_program(
     init: Callable[[jax.Array], Any], loss: Loss, context: int, options: Options, optimizer: Optimizer,
-    tied: Mapping[str, str], frozen: Collection[str] = (), is_chat: bool = False,
+    tied: Mapping[str, str], base: Collection[str] = (), is_chat: bool = False,
 ) -> SupervisedProgram:  # fmt: skip
-    """Return the program of a model of text; it supports every option. tied, frozen: as in SupervisedProgram.
+    """Return the program of a model of text; it supports every option. tied, base: as in SupervisedProgram.
 
     is_chat: batches are those of ChatSource.
     """
@@ -73,7 +73,7 @@ def language_program(
         tokens_per_row=context,
         tied=tied,
         micro_batches=True,
-        frozen=frozen,
+        base=base,
     )
 
 

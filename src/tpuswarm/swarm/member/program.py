@@ -25,6 +25,7 @@ from tpuswarm.train.loop.saver import require_finite
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Compiled, compile_step
+from tpuswarm.train.program.exchanged import exchanged, with_base
 from tpuswarm.train.recipe import Metrics, Recipe, Source, State, supports
 from tpuswarm.train.run.loaded import initial_parameters
 from tpuswarm.train.user_code import blame, build_recipe
@@ -70,20 +71,22 @@ class MemberProgram:
         parent = self._plan.settings["init_from"]
         key, only = self._keys()[0], self._plan.settings.get("init_only")
         given = initial_parameters(parent, only, self._recipe, self.compiled, key) if parent else None
-        shared = self.compiled.program.exchange().get(self.compiled.init(key, given))
+        state = self.compiled.init(key, given)
+        shared = exchanged(self.compiled.program, state).get(state)
         require_finite(shared, parent or f"init of {self._recipe.name}")
         return self.layout.split(dict(zip(leaf_paths(shared), to_host(jax.tree.leaves(shared)), strict=True)))
 
     def make_state(self, fragments: Sequence[np.ndarray]) -> ProgramState:
         """Make a device state around a version, float32[size] for each fragment."""
         init_key, step_key = self._keys()
-        state = self.compiled.init(init_key, place_fragments(self.compiled, self.layout, fragments))
-        form = self._plan.swarm.quantize
+        shared = place_fragments(self.compiled, self.layout, fragments)
+        swarm = self._plan.swarm
+        state = self.compiled.init(init_key, with_base(self._recipe, self.compiled, shared, swarm.base))
         return ProgramState(
             self.compiled,
             self._source,
             self.layout,
-            form,
+            swarm.quantize,
             step_key,
             state,
             fragments,
@@ -109,10 +112,11 @@ class MemberProgram:
             return found
         if not due and not supports(self._recipe, "pictured"):
             return found
-        exchange = self.compiled.program.exchange()
-        fresh = self.compiled.init(self._keys()[0], exchange.get(state))
-        if average is not None and exchange.average is not None:
-            fresh = exchange.average.put(fresh, average)
+        program = self.compiled.program
+        fresh = self.compiled.init(self._keys()[0], program.exchange().get(state))
+        mean = exchanged(program, fresh).average
+        if average is not None and mean is not None:
+            fresh = mean.put(fresh, average)
         try:
             with blame(f"{self._recipe.name}.pictured failed", every_error=True):
                 picture = self._recipe.pictured(fresh)

@@ -22,6 +22,7 @@ from tpuswarm.train.data.placing import place_array, place_batch
 from tpuswarm.train.loop.evaluate import EVAL_BATCHES, HeldOut, Part, evaluate, read_part
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Compiled
+from tpuswarm.train.program.exchanged import exchanged
 from tpuswarm.train.program.mesh import batch_sharding
 from tpuswarm.train.recipe import Batch, Clock, Metrics, Source, State
 
@@ -34,7 +35,7 @@ def layout_of(compiled: Compiled, fragments: int, begun: Layout | None = None) -
 
     begun: the layout with which the run was begun, which stays if the leaves are the same.
     """
-    shared = compiled.program.exchange().get(compiled.state)
+    shared = exchanged(compiled.program, compiled.state).get(compiled.state)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     found = Layout.pack({path: (leaf.shape, leaf.dtype) for path, leaf in leaves}, fragments)
     return begun if begun and begun.leaves == found.leaves else found
@@ -42,7 +43,7 @@ def layout_of(compiled: Compiled, fragments: int, begun: Layout | None = None) -
 
 def place_fragments(compiled: Compiled, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
     """Bring fragments to the devices, as the shared part of a state."""
-    shared = compiled.program.exchange().get(compiled.state)
+    shared = exchanged(compiled.program, compiled.state).get(compiled.state)
     layout.require_fit(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     return jax.tree.unflatten(

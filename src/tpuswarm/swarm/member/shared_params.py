@@ -20,6 +20,7 @@ from tpuswarm.swarm.core.values import Form
 from tpuswarm.train.data.placing import replicate_over_hosts, to_host, within_host_sharding
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import Placed
+from tpuswarm.train.program.exchanged import exchanged, exchanged_parameters
 from tpuswarm.train.program.mesh import AXIS
 from tpuswarm.train.recipe import State
 
@@ -54,10 +55,10 @@ class SharedParams:
     """
 
     def __init__(self, placed: Placed, layout: Layout, form: Form):
-        self._exchange, self._layout, self._mesh = placed.program.exchange(), layout, placed.mesh
+        self._exchange, self._layout, self._mesh = exchanged(placed.program, placed.state), layout, placed.mesh
         self._bits = BITS.get(form, 0)
         self._shared = self._exchange.get(placed.state)
-        self._statistics = [leaf.statistic for leaf in placed.program.parameters(placed.state)]
+        self._statistics = [leaf.statistic for leaf in exchanged_parameters(placed.program, placed.state)]
         devices = placed.mesh.size
         unit = BLOCK_SIZE * devices if devices > 1 else 1
         self._lengths = [-(-size // unit) * unit for size in layout.sizes]

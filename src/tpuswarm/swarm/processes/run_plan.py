@@ -43,6 +43,8 @@ class Swarm:
     fragments: int
     expected: int = 0
     """Members that may join later; the number of aggregators allows for them."""
+    base: str | None = None
+    """SHA-256 of the recipe's base model, which every member reads itself."""
 
     @property
     def aggregators(self) -> int:

@@ -21,6 +21,7 @@ from tpuswarm.train.loop.resolve import request
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.program.compiled import Placed, place_program
+from tpuswarm.train.program.exchanged import exchanged, with_base
 from tpuswarm.train.recipe import Recipe
 from tpuswarm.train.run.directory import read_config
 from tpuswarm.train.run.loaded import LoadedRun
@@ -37,8 +38,9 @@ def load_swarm(folder: Path, devices: Sequence[Any], recipe: Recipe | None = Non
     newest = _newest(folder)
     recipe = recipe or rebuild_recipe(folder)
     placed = place_program(recipe, request(config["train"]), devices)
-    state = placed.init(run_key(0), on_devices(placed, newest.layout, newest.state))
-    average = placed.program.exchange().average
+    shared = on_devices(placed, newest.layout, newest.state)
+    state = placed.init(run_key(0), with_base(recipe, placed, shared, config["swarm"].get("base")))
+    average = exchanged(placed.program, placed.state).average
     if newest.average and average:
         state = average.put(state, on_devices(placed, newest.layout, newest.average))
     tokens_per_step = config["train"]["batch"] * placed.program.tokens_per_row
@@ -93,7 +95,7 @@ def _arrays(objects: Objects, record: Record) -> tuple[list[np.ndarray], list[np
 
 def on_devices(placed: Placed, layout: Layout, fragments: Sequence[np.ndarray]) -> Any:
     """Bring fragments to the devices, as the shared part of a state."""
-    shared = placed.program.exchange().get(placed.state)
+    shared = exchanged(placed.program, placed.state).get(placed.state)
     layout.require_fit(fragments)
     leaves = zip(leaf_paths(shared), jax.tree.leaves(shared), strict=True)
     return jax.tree.unflatten(

@@ -212,6 +212,7 @@ def _swarm(
         overlap=overlap,
         fragments=stored.get("fragments") or fragments_for(sizes.exchanged // 4, members + expected),
         expected=expected,
+        base=recipe.shared_digest(recipe.base_model) if recipe.base_model else None,
     )
 
 

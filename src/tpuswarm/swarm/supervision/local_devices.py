@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 
 from tpuswarm.errors import InputError
-from tpuswarm.train.paths import leaf_paths
+from tpuswarm.train.paths import by_path
 from tpuswarm.train.process import nvidia, platform
 from tpuswarm.train.process.platform import VISIBLE, visible_devices
 from tpuswarm.train.program.contract import abstract_state, check_exchange, program_of
+from tpuswarm.train.program.exchanged import exchanged, exchanged_parameters
 from tpuswarm.train.program.mesh import select_devices
 from tpuswarm.train.recipe import Average, Capability, Options, Recipe
 from tpuswarm.train.supervised_program import SupervisedProgram
@@ -169,21 +170,22 @@ def sizes(recipe: Recipe, ema: float | None) -> Sizes:
     program = program_of(recipe, Options(ema=ema))
     state = abstract_state(program, recipe.name)
     check_exchange(program, recipe.name, state)
-    exchanged = program.exchange().get(state)
-    for path, leaf in zip(leaf_paths(exchanged), jax.tree.leaves(exchanged), strict=True):
-        if leaf.dtype != "float32":
-            raise InputError(
-                f"a swarm shares float32 only, but {path} of {recipe.name} is {leaf.dtype}: make it float32 "
-                "(with --lora: --base f32)"
-            )
-    shared = sum(_bytes(leaf) for leaf in jax.tree.leaves(exchanged))
     rows = program.parameters(state)
-    statistics = tuple(path for path, row in zip(leaf_paths(exchanged), rows, strict=True) if row.statistic)
-    counted = zip(jax.tree.leaves(exchanged), rows, strict=True)
+    if recipe.base_model is None and any(row.base for row in rows):
+        raise InputError(f"a swarm of {recipe.name} needs the model that its adapters belong to: train hf:…")
+    exchange = exchanged(program, state)
+    shared = by_path(exchange.get(state))
+    if path := next((path for path, leaf in shared.items() if leaf.dtype != "float32"), None):
+        raise InputError(
+            f"a swarm shares float32 only, but {path} of {recipe.name} is {shared[path].dtype}: make it float32"
+        )
+    kinds = zip(shared, exchanged_parameters(program, state), strict=True)
+    statistics = tuple(path for path, row in kinds if row.statistic)
+    counted = zip(jax.tree.leaves(program.exchange().get(state)), rows, strict=True)
     parameters = sum(math.prod(leaf.shape) for leaf, row in counted if not row.statistic)
     total = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
     swarm_obstacle = program.swarm_obstacle(state) if isinstance(program, SupervisedProgram) else ""
-    return Sizes(shared, total, parameters, statistics, program.exchange().average, swarm_obstacle)
+    return Sizes(sum(map(_bytes, shared.values())), total, parameters, statistics, exchange.average, swarm_obstacle)
 
 
 def _bytes(leaf: Any) -> int:

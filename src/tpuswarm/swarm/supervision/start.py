@@ -187,9 +187,9 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
     if keeps >= MIN_ANNOUNCED_BYTES:
         notes.append(f"{shown(run.folder)} will hold up to {keeps / 2**30:.1f} GiB")
     if (parent := settings["init_from"]) and layout is None:
-        # Members read them again; this finds errors before anything is started.
-        placed = place_program(recipe, request(settings), jax.devices())
-        initial_parameters(parent, settings["init_only"], recipe, placed, run_key(settings["seed"]))
+        if parent != recipe.base_model:  # members read them again; this finds errors before anything is started
+            placed = place_program(recipe, request(settings), jax.devices())
+            initial_parameters(parent, settings["init_only"], recipe, placed, run_key(settings["seed"]))
         notes.append(f"parameters from {parent}")
     shared = recipe.share(run.folder / "data")
     data = files.describe(run.folder / "data", spec.files) if shared else {}

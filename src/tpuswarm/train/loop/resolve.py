@@ -57,7 +57,7 @@ def resolve(
         stored_free["eval_batch"] = math.ceil(rows / devices) * devices
     defaults = {
         "steps": DEFAULT_STEPS, "seed": 0, "deterministic": False, "save_every": "5m", "keep": 3,
-        **recipe.defaults, "precision": precision,
+        **recipe.defaults, "precision": precision, "init_from": recipe.base_model,
     }  # fmt: skip
     seed = first_given(requested.get("seed"), stored.get("seed"), defaults["seed"])
     with blame(f"the data of {recipe.name} failed"):

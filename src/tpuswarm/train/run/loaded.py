@@ -12,6 +12,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import place_array
 from tpuswarm.train.paths import by_path, describe_mismatch, match_paths
 from tpuswarm.train.program.compiled import Placed, place_program
+from tpuswarm.train.program.exchanged import read_base
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Recipe, State, supports
 from tpuswarm.train.run import checkpoint
@@ -115,14 +116,17 @@ def initial_parameters(
 
 def _read_shared(folder: Path, recipe: Recipe, onto: Placed, agree: Agree) -> Mapping[str, Any]:
     """Return the shared arrays of a run by the paths in the shared parameters of `recipe`."""
-    if "swarm" in read_config(folder):
-        _refuse_other_meaning(folder, recipe, read_config(folder)["recipe"]["options"])
+    config = read_config(folder)
+    if "swarm" in config:
+        _refuse_other_meaning(folder, recipe, config["recipe"]["options"])
         theirs, _, digest = swarm_arrays(folder)
         agree(lambda: _digest_fact(folder, digest))
-        return theirs
-    if not read_config(folder)["recipe"]["target"]:
+        if recipe.base_model is None:
+            return theirs
+        return by_path(read_base(recipe, onto, config["swarm"].get("base"))) | theirs
+    config = config["recipe"]
+    if not config["target"]:
         return _read_shared_by_path(folder, recipe, onto, agree)
-    config = read_config(folder)["recipe"]
     is_same = config["target"] == recipe.target  # its code is running already
     own = build_recipe(config["target"], config["options"], folder) if is_same else rebuild_recipe(folder)
     loaded = load_run(folder, list(onto.mesh.devices.flat), agree, recipe=own)

@@ -75,6 +75,7 @@ class _Swarm(_Table):
     fragments: PositiveInt | None = None
     devices_per_member: PositiveInt | None = None
     code: str | None = None
+    base: str | None = None
 
 
 class Config(_Table):

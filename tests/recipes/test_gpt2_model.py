@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tpuswarm.errors import InputError
@@ -107,19 +108,24 @@ def test_unrolled_layers_recomputed_layers_and_chunks_of_tokens_have_the_same_gr
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("vocab", [97, 128])
-def test_loss_and_its_gradients_are_those_of_the_formula(vocab, chunks, dtype):
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (0.02, 0.2)])
+def test_loss_and_its_gradients_are_those_of_the_formula(vocab, chunks, dtype, z_loss, smoothing):
     numbers = np.random.default_rng(0)
     config = replace(CONFIG, width=32, context=16, vocab=vocab)
     x_BxTxD = jnp.asarray(numbers.normal(size=(3, 16, 32)), dtype)
     wte_VxD = jnp.asarray(numbers.normal(size=(128, 32)), dtype).astype(jnp.float32)
     targets_BxT = numbers.integers(0, vocab, (3, 16))
 
+    options = loss.LossOptions(3 * 16 // chunks * 128 * 4, z_loss, smoothing)
+
     def formula(x_BxTxD, wte_VxD):
-        log_probs = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", x_BxTxD.astype(jnp.float32), wte_VxD[:vocab]))
-        return -jnp.take_along_axis(log_probs, jnp.asarray(targets_BxT)[..., None], axis=-1).mean()
+        logits_BxTxV = jnp.einsum("btd,vd->btv", x_BxTxD.astype(jnp.float32), wte_VxD[:vocab])
+        wanted_BxTxV = optax.smooth_labels(jax.nn.one_hot(targets_BxT, vocab), smoothing)
+        z = jax.nn.logsumexp(logits_BxTxV, axis=-1) ** 2
+        return (optax.softmax_cross_entropy(logits_BxTxV, wanted_BxTxV) + z_loss * z).mean()
 
     def ours(x_BxTxD, wte_VxD):
-        return loss.mean_loss(x_BxTxD, wte_VxD, jnp.asarray(targets_BxT), config.vocab, 3 * 16 // chunks * 128 * 4)
+        return loss.mean_loss(x_BxTxD, wte_VxD, jnp.asarray(targets_BxT), config.vocab, options)
 
     by_both = partial(jax.value_and_grad, argnums=(0, 1))
     expected, expected_gradients = by_both(lambda *args: 3 * formula(*args))(x_BxTxD, wte_VxD)
@@ -142,7 +148,7 @@ def test_chunks_add_no_rounding_to_the_gradient_of_the_head():
 
     def gradient(dtype, chunks):
         of_chunks = partial(loss.mean_loss, jnp.asarray(x_BxTxD, dtype), targets_BxT=targets_BxT, vocab=config.vocab)
-        grad = jax.grad(lambda wte_VxD: of_chunks(wte_VxD, chunk_bytes=32 * 64 // chunks * 256 * 4))
+        grad = jax.grad(lambda wte_VxD: of_chunks(wte_VxD, options=loss.LossOptions(32 * 64 // chunks * 256 * 4)))
         return np.asarray(jax.jit(grad)(wte_VxD), np.float64)
 
     exact = gradient(jnp.float32, 1)

@@ -105,11 +105,11 @@ def logits(x_BxTxD: jax.Array, params: Params, config: Config) -> jax.Array:
 
 
 def mean_loss(
-    x_BxTxD: jax.Array, params: Params, targets_BxT: jax.Array, config: Config, chunk_bytes: int | None = None,
-    counted_BxT: jax.Array | None = None,
+    x_BxTxD: jax.Array, params: Params, targets_BxT: jax.Array, config: Config,
+    options: loss.LossOptions = loss.PLAIN, counted_BxT: jax.Array | None = None,
 ) -> Any:  # fmt: skip
-    """Return the mean cross-entropy of the next tokens in nats; Weighted if only some of them are counted."""
-    return loss.mean_loss(x_BxTxD, head(params), targets_BxT, config.vocab, chunk_bytes, config.logit_cap, counted_BxT)
+    """Return the mean loss of the next tokens in nats; Weighted if only some of them are counted."""
+    return loss.mean_loss(x_BxTxD, head(params), targets_BxT, config.vocab, options, config.logit_cap, counted_BxT)
 
 
 def run_blocks(

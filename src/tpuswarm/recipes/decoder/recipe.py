@@ -26,6 +26,7 @@ from tpuswarm.train.recipe import Batch, Options
 from tpuswarm.train.settings import differences
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
+    from tpuswarm.recipes.language.loss import LossOptions
     from tpuswarm.train.supervised_program import SupervisedProgram
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -96,6 +97,8 @@ class Decoder(LanguageModel):
         warmup: float | None = None,
         beta2: float | None = None,
         weight_decay: float = 0.1,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
         seed: int = 0,
     ):
         given = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp_width": mlp_width}
@@ -164,6 +167,8 @@ class Decoder(LanguageModel):
             warmup=0.05 if warmup is None else warmup,
             beta2=(0.99 if is_tiny else 0.95) if beta2 is None else beta2,
             weight_decay=weight_decay,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
             seed=seed,
         )
         if self._context > self._shape.context:
@@ -221,10 +226,10 @@ class Decoder(LanguageModel):
         def init(key: Any) -> Any:
             return model.init(key, self.config)
 
-        def loss(params: Any, batch: Batch, key: Any, chunk_bytes: int | None) -> Any:
+        def loss(params: Any, batch: Batch, key: Any, how: "LossOptions") -> Any:
             tokens_BxT1, counted_BxT = batch["tokens"], batch.get("counted")
             x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options, batch.get("segments"))
-            return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, chunk_bytes, counted_BxT)
+            return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, how, counted_BxT)
 
         tied = {"embed": "head"} if self.config.tied else {}
         base = lora.base_paths(jax.eval_shape(init, jax.random.key(0))) if self._lora else ()

@@ -67,6 +67,8 @@ class GPT2(LanguageModel):
         warmup: float | None = None,
         beta2: float | None = None,
         weight_decay: float = 0.1,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
         seed: int = 0,
     ):
         if size not in SIZES:
@@ -107,6 +109,8 @@ class GPT2(LanguageModel):
             warmup=(0.05 if is_tiny else 0.02) if warmup is None else warmup,
             beta2=(0.99 if is_tiny else 0.95) if beta2 is None else beta2,
             weight_decay=weight_decay,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
             seed=seed,
         )
         self.option_defaults |= {**self._shape, **({} if is_tiny else {"vocab": vocab})}

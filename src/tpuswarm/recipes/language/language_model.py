@@ -33,6 +33,8 @@ LIMITS: dict[str, Mapping[str, float]] = {
     "warmup": {"least": 0, "below": 1},  # a share of the run
     "beta2": {"least": 0, "below": 1},
     "weight_decay": {"least": 0},
+    "z_loss": {"least": 0},
+    "label_smoothing": {"least": 0, "below": 1},
     "held_out": {"least": 0, "below": 1},  # a share of the text
     "seed": NUMBER_LIMITS["seed"],
 }
@@ -58,6 +60,8 @@ class LanguageModel(Recipe):
     - warmup: share of the run in which the learning rate rises.
     - beta2: decay of AdamW's second moment.
     - weight_decay: of matrices and embeddings.
+    - z_loss: keeps logits small: factor of the squared logarithm of the softmax's denominator, often 1e-4.
+    - label_smoothing: share of each target that is spread over the vocabulary.
     - context: tokens of a row.
     - seed: of the order of the rows.
     """
@@ -91,6 +95,8 @@ class LanguageModel(Recipe):
         warmup: float,
         beta2: float,
         weight_decay: float,
+        z_loss: float,
+        label_smoothing: float,
         seed: int,
     ):
         self._is_local = data is not None and data != "fake" and "://" not in data
@@ -104,7 +110,7 @@ class LanguageModel(Recipe):
         self._optimizer, self._moments = optimizer, moments
         self._lr, self._lr_end = lr, lr / 10 if lr_end is None else lr_end
         self._warmup, self._beta2, self._weight_decay, self._seed = warmup, beta2, weight_decay, seed
-        self._schedule = schedule
+        self._schedule, self._z_loss, self._label_smoothing = schedule, z_loss, label_smoothing
         for name, limits in LIMITS.items():
             if (value := getattr(self, f"_{name}")) is not None:
                 check_number(value, name, **limits)
@@ -147,6 +153,8 @@ class LanguageModel(Recipe):
             "warmup": self._warmup,
             "beta2": self._beta2,
             "weight_decay": self._weight_decay,
+            "z_loss": self._z_loss or None,
+            "label_smoothing": self._label_smoothing or None,
             "seed": self._seed,
         }
         return {name: value for name, value in options.items() if value is not None}
@@ -209,7 +217,10 @@ class LanguageModel(Recipe):
         """Return how parameters are updated."""
         from tpuswarm.recipes.language.program import Optimizer
 
-        return Optimizer(self._optimizer, self._moments, self.schedule, self._beta2, self._weight_decay)
+        return Optimizer(
+            self._optimizer, self._moments, self.schedule, self._beta2, self._weight_decay, self._z_loss,
+            self._label_smoothing,
+        )  # fmt: skip
 
     def schedule(self, progress: "jax.Array") -> "jax.Array":
         """Return the learning rate at a share of the run."""

@@ -1,7 +1,7 @@
 """Next-token cross-entropy in chunks, so that the float32 logits never exist at once."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,31 @@ def draw(logits_BxV: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.A
     return jnp.where(temperature > 0, jax.random.categorical(key, scaled), jnp.argmax(logits_BxV, axis=-1))
 
 
+class LossOptions(NamedTuple):
+    """How the loss is computed."""
+
+    chunk_bytes: int | None = None
+    """Bytes of float32 logits on one device at a time; None: CHUNK_BYTES."""
+    z_loss: float = 0.0
+    """Factor of the squared logarithm of the softmax's denominator, which is added (Chowdhery et al. 2022: 1e-4)."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016)."""
+
+
+PLAIN = LossOptions()
+
+
+class _Form(NamedTuple):
+    vocab: int
+    cap: float | None
+    ignored: int | None
+    """Target whose loss does not count; None: all count."""
+    z_loss: float
+    label_smoothing: float
+
+
 def mean_loss(
-    x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, vocab: int, chunk_bytes: int | None = None,
+    x_BxTxD: jax.Array, wte_VxD: jax.Array, targets_BxT: jax.Array, vocab: int, options: LossOptions = PLAIN,
     cap: float | None = None, counted_BxT: jax.Array | None = None,
 ) -> Any:  # fmt: skip
     """Return the mean cross-entropy in nats, over chunks of the token axis with the whole vocabulary.
@@ -48,50 +71,46 @@ def mean_loss(
     Chunks of tokens keep the products larger than chunks of the vocabulary would. counted_BxT: the targets that count;
     with it the mean is Weighted.
     """
+    ignored = None if counted_BxT is None else NOT_COUNTED
     if counted_BxT is not None:
         targets_BxT = jnp.where(counted_BxT, targets_BxT, NOT_COUNTED)
     B, T, D = x_BxTxD.shape
     wte_VxD = gathered_as(wte_VxD, x_BxTxD.dtype)
     devices = max(1, jax.sharding.get_abstract_mesh().size)
-    count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], chunk_bytes)
+    count = chunk_count(-(-B // devices), T, wte_VxD.shape[0], options.chunk_bytes)
     x_NxBxCxD = x_BxTxD.reshape(B, count, T // count, D).swapaxes(0, 1)
     targets_NxBxC = targets_BxT.reshape(B, count, T // count).swapaxes(0, 1)
-    if counted_BxT is None:
-        return _loss(x_NxBxCxD, wte_VxD, targets_NxBxC, vocab, cap, None)
-    total = _loss(x_NxBxCxD, wte_VxD, targets_NxBxC, vocab, cap, NOT_COUNTED)
-    return Weighted(total, counted_BxT.sum(dtype=jnp.float32))
+    form = _Form(vocab, cap, ignored, options.z_loss, options.label_smoothing)
+    loss = _loss(x_NxBxCxD, wte_VxD, targets_NxBxC, form)
+    return loss if counted_BxT is None else Weighted(loss, counted_BxT.sum(dtype=jnp.float32))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _loss(
-    x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, vocab: int, cap: float | None,
-    ignored: int | None,
-) -> jax.Array:  # fmt: skip
-    """Return the mean of the cross-entropies, or the sum of those whose target is not `ignored`.
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _loss(x_NxBxCxD: jax.Array, wte_VxD: jax.Array, targets_NxBxC: jax.Array, form: _Form) -> jax.Array:
+    """Return the mean of the losses, or the sum of those whose target is not ignored.
 
     Its gradient is computed together with it, from the same logits.
     """
 
     def add_chunk(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        loss, _ = _chunk_loss(chunk[0], wte_VxD, chunk[1], vocab, cap, ignored)
+        loss, _ = _chunk_loss(chunk[0], wte_VxD, chunk[1], form)
         return total + loss, None
 
     total, _ = jax.lax.scan(add_chunk, jnp.float32(0), (x_NxBxCxD, targets_NxBxC))
-    return total / jnp.float32(targets_NxBxC.size if ignored is None else 1)
+    return total / jnp.float32(targets_NxBxC.size if form.ignored is None else 1)
 
 
 def _loss_forward(
-    x: CustomVJPPrimal, wte: CustomVJPPrimal, targets: CustomVJPPrimal, vocab: int, cap: float | None,
-    ignored: int | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:  # fmt: skip
+    x: CustomVJPPrimal, wte: CustomVJPPrimal, targets: CustomVJPPrimal, form: _Form
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
     x_NxBxCxD, wte_VxD, targets_NxBxC = x.value, wte.value, targets.value
-    dtype, count = x_NxBxCxD.dtype, jnp.float32(targets_NxBxC.size if ignored is None else 1)
+    dtype, count = x_NxBxCxD.dtype, jnp.float32(targets_NxBxC.size if form.ignored is None else 1)
 
     def add_chunk(
         sums: tuple[jax.Array, jax.Array | None], chunk: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
         (total, dwte_VxD), (x_BxCxD, targets_BxC) = sums, chunk
-        loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, vocab, cap, ignored)
+        loss, dlogits_BxCxV = _chunk_loss(x_BxCxD, wte_VxD, targets_BxC, form)
         # Divided here: a factor after the loop would keep XLA from adding the embedding's gradient before it reduces
         # both over the devices.
         dlogits_BxCxV = (dlogits_BxCxV / count).astype(dtype)
@@ -107,7 +126,7 @@ def _loss_forward(
 
 
 def _loss_backward(
-    vocab: int, cap: float | None, ignored: int | None, gradients: tuple[jax.Array, jax.Array | None], dloss: jax.Array
+    form: _Form, gradients: tuple[jax.Array, jax.Array | None], dloss: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None]:
     dx_NxBxCxD, dwte_VxD = gradients
     dx_NxBxCxD = (dx_NxBxCxD.astype(jnp.float32) * dloss).astype(dx_NxBxCxD.dtype)
@@ -118,18 +137,28 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def _chunk_loss(
-    x_BxCxD: jax.Array, wte_VxD: jax.Array, targets_BxC: jax.Array, vocab: int, cap: float | None, ignored: int | None
+    x_BxCxD: jax.Array, wte_VxD: jax.Array, targets_BxC: jax.Array, form: _Form
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of a chunk's cross-entropies, and its gradient by the logits before the cap."""
+    """Return the sum of a chunk's losses, and its gradient by the logits before the cap."""
+    vocab, cap, ignored, z_loss, smoothing = form
     logits_BxCxV = logits(x_BxCxD, wte_VxD, vocab, cap)
     is_target_BxCxV = _tokens_like(logits_BxCxV) == targets_BxC[..., None]
     normalizer_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     target_BxC = jnp.sum(jnp.where(is_target_BxCxV, logits_BxCxV, 0), axis=-1)
     probabilities_BxCxV = jnp.exp(logits_BxCxV - normalizer_BxC[..., None])
-    dlogits_BxCxV = probabilities_BxCxV - is_target_BxCxV.astype(jnp.float32)
+    wanted_BxCxV = is_target_BxCxV.astype(jnp.float32)
+    if smoothing:
+        is_token_BxCxV = _tokens_like(logits_BxCxV) < vocab
+        mean_BxC = jnp.sum(jnp.where(is_token_BxCxV, logits_BxCxV, 0), axis=-1) / vocab
+        target_BxC = (1 - smoothing) * target_BxC + smoothing * mean_BxC
+        wanted_BxCxV = (1 - smoothing) * wanted_BxCxV + smoothing / vocab * is_token_BxCxV
+    losses_BxC = normalizer_BxC - target_BxC
+    if z_loss:
+        losses_BxC += z_loss * jnp.square(normalizer_BxC)
+        probabilities_BxCxV *= 1 + 2 * z_loss * normalizer_BxC[..., None]
+    dlogits_BxCxV = probabilities_BxCxV - wanted_BxCxV
     if cap is not None:  # the logits of padding are far beyond the cap, but their gradient is 0
         dlogits_BxCxV *= 1 - jnp.square(jnp.clip(logits_BxCxV / cap, -1, 1))
-    losses_BxC = normalizer_BxC - target_BxC
     if ignored is not None:
         counts_BxC = targets_BxC != ignored
         losses_BxC, dlogits_BxCxV = losses_BxC * counts_BxC, dlogits_BxCxV * counts_BxC[..., None]

@@ -10,24 +10,29 @@ import optax
 from optax import contrib
 
 from tpuswarm.recipes.language.config import DECAY_SHARE
-from tpuswarm.recipes.language.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, GPU_CHUNK_SHARE
+from tpuswarm.recipes.language.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, GPU_CHUNK_SHARE, LossOptions
 from tpuswarm.train.losses import in_precision
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.recipe import Batch, Options, Weighted
 from tpuswarm.train.supervised_program import SupervisedProgram
 
-Loss = Callable[[Any, Batch, jax.Array | None, int | None], jax.Array | Weighted]
-"""(params, batch, key, bytes of logits at a time) → mean cross-entropy of the next tokens."""
+Loss = Callable[[Any, Batch, jax.Array | None, LossOptions], jax.Array | Weighted]
+"""(params, batch, key, options) → mean loss of the next tokens."""
 
 
 class Optimizer(NamedTuple):
-    """How parameters are updated: names from config.OPTIMIZERS and config.MOMENTS; progress → learning rate."""
+    """How parameters are updated: names from config.OPTIMIZERS and config.MOMENTS; progress → learning rate.
+
+    z_loss, label_smoothing: as in LossOptions; evaluations are without.
+    """
 
     name: str
     moments: str
     schedule: Callable[[jax.Array], jax.Array]
     beta2: float
     weight_decay: float
+    z_loss: float
+    label_smoothing: float
 
 
 def language_program(
@@ -40,12 +45,13 @@ def language_program(
     """
     moment_dtype = jnp.bfloat16 if optimizer.moments == "bf16" else None
     chunk_bytes = _gpu_chunk_bytes(options.memory) if options.platform == "gpu" else None
+    training_options = LossOptions(chunk_bytes, optimizer.z_loss, optimizer.label_smoothing)
 
     def batch_loss(params: Any, batch: Batch, key: jax.Array | None) -> jax.Array | Weighted:
-        return loss(params, batch, key, chunk_bytes)
+        return loss(params, batch, key, LossOptions(chunk_bytes) if key is None else training_options)
 
     def transformation(rate: Any, decay_mask: Any) -> optax.GradientTransformation:
-        _, _, _, beta2, weight_decay = optimizer
+        beta2, weight_decay = optimizer.beta2, optimizer.weight_decay
         if optimizer.name == "muon":
             return muon(rate, beta2, weight_decay, decay_mask, moment_dtype)
         if optimizer.name == "adafactor":  # unlike AdamW it does not multiply the decay by the rate

@@ -66,6 +66,13 @@ def test_fresh_adapters_change_nothing_and_begin_as_in_peft():
     assert np.abs(a).max() <= FACTS["hidden_size"] ** -0.5 and abs(a.mean()) < 0.05 and len({*a}) == a.size
 
 
+def test_base_model_is_held_once_when_training_begins(base, trained):
+    shared = trained.recipe.load_shared(f"hf:{base[0]}", trained.placed.program.exchange().get(trained.placed.state))
+    state = trained.placed.init(jax.random.key(0), shared)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(shared))
+    assert jax.tree.structure(state.params) == jax.tree.structure(shared)
+
+
 def test_export_is_an_adapter_for_peft_and_with_merge_a_whole_model(base, trained, typed, tmp_path):
     folder, _ = base
     assert typed("export", str(trained.folder), str(tmp_path))[0] == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpuswarm.errors import InputError, TpuswarmError, message_of
@@ -113,7 +114,8 @@ class MemberProgram:
         if not due and not supports(self._recipe, "pictured"):
             return found
         program = self.compiled.program
-        fresh = self.compiled.init(self._keys()[0], program.exchange().get(state))
+        params = jax.tree.map(jnp.copy, program.exchange().get(state))
+        fresh = self.compiled.init(self._keys()[0], params)
         mean = exchanged(program, fresh).average
         if average is not None and mean is not None:
             fresh = mean.put(fresh, average)

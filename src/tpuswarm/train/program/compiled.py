@@ -74,11 +74,15 @@ class Placed:
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def init(self, key: jax.Array, shared: Any = None) -> State:
-        """Make a fresh state on the devices in its shardings, with the parameters `shared` or the recipe's own."""
+        """Make a fresh state on the devices in its shardings, with the parameters `shared` or the recipe's own.
+
+        The state takes over the memory of `shared`, which may be most of a device's.
+        """
         if shared is None and (weights := self.program.weights()) is not None:
             like = self.program.exchange().get(self.state)
             shared = jax.tree.map(lambda array, leaf: place_array(array, leaf.sharding), weights, like)
-        return jax.jit(_with_mesh(self.mesh, self.program.init), out_shardings=self.shardings)(key, shared)
+        make = jax.jit(_with_mesh(self.mesh, self.program.init), out_shardings=self.shardings, donate_argnums=1)
+        return make(key, shared)
 
     @cached_property
     def evaluate(self) -> Callable[[State, Batch], Metrics]:

@@ -1,6 +1,7 @@
 """Decoders beside transformers: logits, gradients, sampled tokens and exports of every family."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,7 @@ from tpuswarm.recipes.decoder import adapter_config, architecture, export, lora,
 from tpuswarm.recipes.decoder.config import Lora
 from tpuswarm.recipes.decoder.sample import generate
 from tpuswarm.recipes.language.hub import Published
+from tpuswarm.recipes.language.sampling import keep_likely, make_sampling, penalize
 from tpuswarm.train.paths import overlay
 from tpuswarm.train.recipe import Options
 
@@ -73,10 +75,11 @@ def read(place):
     return config, weights.load(place, config, like)
 
 
-def greedy(made, prompt, count):
+def greedy(made, prompt, count, **options):
     """What transformers draws with its own cache."""
+    options |= {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():
-        drawn = made.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+        drawn = made.generate(torch.tensor([prompt]), **options)
     return drawn[0, len(prompt) :].tolist()
 
 
@@ -84,7 +87,29 @@ def test_sampled_tokens_are_those_of_transformers(theirs):
     made, place = theirs
     config, params = read(place)
     prompt = [5, 17, 3, 99, 42, 7, 8, 9, 10, 11, 12]
-    assert generate(params, prompt, 20, 0.0, 0, config, Options(precision="highest")) == greedy(made, prompt, 20)
+    for penalty, sampling in [(1.0, make_sampling(0.0)), (1.3, make_sampling(0.0, repetition_penalty=1.3))]:
+        chunks = generate(params, prompt, 20, sampling, 0, config, Options(precision="highest"))
+        assert [*itertools.chain(*chunks)] == greedy(made, prompt, 20, repetition_penalty=penalty)
+
+
+def test_tokens_are_left_out_as_in_transformers():
+    logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32) * 3
+    tokens = np.random.default_rng(1).integers(0, 50, (3, 12))
+    for temperature, top_k, top_p, penalty in itertools.product(
+        [0.7, 1.5], [None, 5, 80], [None, 0.3, 0.9], [None, 1.4]
+    ):
+        theirs = transformers.LogitsProcessorList()
+        if penalty:
+            theirs.append(transformers.RepetitionPenaltyLogitsProcessor(penalty))
+        theirs.append(transformers.TemperatureLogitsWarper(temperature))
+        if top_k:
+            theirs.append(transformers.TopKLogitsWarper(top_k))
+        if top_p:
+            theirs.append(transformers.TopPLogitsWarper(top_p))
+        wanted = theirs(torch.tensor(tokens[:, :9]), torch.tensor(logits)).numpy()
+        sampling = make_sampling(temperature, top_k, top_p, penalty)
+        found = keep_likely(penalize(jnp.asarray(logits), sampling, tokens, np.int32(9)), sampling)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_export_is_the_same_model_in_transformers(theirs, tmp_path):

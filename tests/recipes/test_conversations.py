@@ -163,8 +163,8 @@ def test_folder_of_files_and_what_is_said_about_it(place, tmp_path):
     write_chats(tmp_path / "data" / "b.jsonl", *CHATS * 4, [("user", "x" * 99), ("assistant", "y")])
     recipe = decoder(place, tmp_path / "data", context=40, held_out=0.2)
     assert recipe.describe()["data"] == (
-        "13 conversations in 13 rows to train on, 2 held out; 8 are longer than the context (40) and end there; "
-        "4 are left out, since the assistant speaks behind it"
+        "13 conversations in 13 rows to train on (8 are longer than the context of 40 and end there; 4 more are left "
+        "out, as the assistant speaks behind it), 2 held out"
     )
     with pytest.raises(NoSuchSplit):
         decoder(place, write_chats(tmp_path / "one.jsonl", *CHATS)).data("validation")

@@ -16,6 +16,7 @@ from tpuswarm.recipes.gpt2 import attention, model, sample
 from tpuswarm.recipes.gpt2.config import Config
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.language import loss
+from tpuswarm.recipes.language.sampling import draw, make_sampling
 from tpuswarm.train.program.compiled import trace
 from tpuswarm.train.program.mesh import make_mesh
 from tpuswarm.train.program.request import Choice, default_request
@@ -255,6 +256,11 @@ def test_cached_decoding_has_the_logits_of_the_whole_context(params, length):
     np.testing.assert_allclose(np.stack(found)[:, : CONFIG.vocab], wanted, rtol=1e-4, atol=1e-4)
 
 
+def drawn(params, prompt, count, temperature, seed):
+    chunks = sample.generate(params, prompt, count, make_sampling(temperature), seed, CONFIG, Options())
+    return [token for chunk in chunks for token in chunk]
+
+
 def test_greedy_sampling_goes_on_past_the_end_of_the_context(params):
     prompt = TOKENS[0, :3].tolist()
     window, expected = list(prompt), []
@@ -265,16 +271,16 @@ def test_greedy_sampling_goes_on_past_the_end_of_the_context(params):
         padded[0, : len(window)] = window
         expected.append(int(logits_of(params, padded)[0, len(window) - 1].argmax()))
         window.append(expected[-1])
-    assert sample.generate(params, prompt, 20, 0.0, 0, CONFIG, Options()) == expected
+    assert drawn(params, prompt, 20, 0.0, 0) == expected
 
 
 def test_samples_follow_temperature_and_seed(params):
-    draws = [tuple(sample.generate(params, [1], 12, 1.0, seed, CONFIG, Options())) for seed in (0, 0, 1, 2)]
+    draws = [tuple(drawn(params, [1], 12, 1.0, seed)) for seed in (0, 0, 1, 2)]
     assert draws[0] == draws[1] and len(set(draws)) == 3
     assert all(0 <= token < CONFIG.vocab for draw in draws for token in draw)
     logits, keys = jnp.log(jnp.array([[0.7, 0.2, 0.1]])), jax.random.split(jax.random.key(0), 4000)
-    drawn = jax.vmap(lambda key: loss.draw(logits, jnp.float32(1.0), key)[0])(keys)
-    np.testing.assert_allclose(np.bincount(drawn) / 4000, [0.7, 0.2, 0.1], atol=0.03)
+    tokens = jax.vmap(lambda key: draw(logits, make_sampling(1.0), TOKENS[:1], jnp.int32(1), key)[0])(keys)
+    np.testing.assert_allclose(np.bincount(tokens) / 4000, [0.7, 0.2, 0.1], atol=0.03)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import sys
 from typing import NoReturn
 
 SLOW_COMMANDS = (
-    "copy", "cost", "demo", "describe", "down", "evaluate", "exec", "export", "forward", "jobs", "keep", "list", "logs",
-    "plan", "project", "sample", "setup", "ssh", "ssh-config", "stop", "sync", "train", "up",
+    "chat", "copy", "cost", "demo", "describe", "down", "evaluate", "exec", "export", "forward", "jobs", "keep", "list",
+    "logs", "plan", "project", "sample", "setup", "ssh", "ssh-config", "stop", "sync", "train", "up",
 )  # fmt: skip
 """Commands that load JAX or call a cloud: they print a first line before they are imported."""
 

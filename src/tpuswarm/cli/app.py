@@ -37,9 +37,10 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "Train": {
         "train": "train.train:train", "status": "train.status:status", "logs": "train.logs_and_stop:logs",
-        "stop": "train.logs_and_stop:stop", "sample": "train.trained:sample", "join": "train.join:join",
+        "stop": "train.logs_and_stop:stop", "sample": "train.trained:sample",
+        "chat": "train.chat:chat", "join": "train.join:join",
         "evaluate": "train.trained:evaluate", "export": "train.trained:export", "project": "train.trained:project",
-        "profile": "train.profile:profile", "ledger": "train.ledger:app",
+        "profile": "train.profile:profile",
     },
     "Get TPUs": {
         "init": "fleet.init:init", "up": "fleet.up:up", "list": "fleet.view:list_", "down": "fleet.up:down",
@@ -55,7 +56,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
         "page": "look.page:page", "doctor": "look.doctor:doctor", "notebook": "look.notebook:notebook",
         "top": "look.top:top", "tensorboard": "look.tensorboard:tensorboard",
-        "measure": "look.measure:measure",
+        "measure": "look.measure:measure", "ledger": "train.ledger:app",
     },
 }  # fmt: skip
 """All commands by group, in the order of `--help`, each with its module in this package and its name there."""

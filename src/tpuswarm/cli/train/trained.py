@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,14 +34,22 @@ PICTURE_EXTENSIONS = (".png", ".jpg", ".webp")
 FILM_EXTENSIONS = (".gif", ".png", ".webp")
 FRAME_MS = 40
 
+Temperature = Annotated[float, typer.Option(help="0: always the most likely token; 1: the model's own distribution.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: fewer tokens that the text has already.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.", show_default=False)]
+
 
 def sample(
     run: Run,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="0: always the most likely token; 1: the model's own distribution.")
-    ] = 0.8,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: Stop = None,
     seed: Annotated[int, typer.Option(help="Another seed gives another text, or other pictures.")] = 0,
     grid: Annotated[
         str | None, typer.Option(metavar="ROWSxCOLUMNS", help="Pictures side by side, such as 8x8, of a StyleGAN2.")
@@ -58,7 +67,7 @@ def sample(
 ) -> None:
     """Generate text, or a grid of pictures, with a trained model."""
     check_number(tokens, "tokens", least=1)
-    check_number(temperature, "temperature", least=0)
+    check_sampling(temperature, top_k, top_p, repetition_penalty, stop)
     check_number(truncation, "truncation", least=0, most=1)
     check_settings({"seed": seed})
     if interpolate is not None:
@@ -72,12 +81,35 @@ def sample(
         makes_pictures = supports(loaded.recipe, "grids")
         reason = "makes pictures, not text; add --grid 8x8" if makes_pictures else "cannot generate text"
         raise InputError(f"{loaded.recipe.name} {reason}")
+    choices = {"top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty, "stop": stop or None}
+    choices = {name: value for name, value in choices.items() if value is not None}
+    for name in choices.keys() - signature(loaded.recipe.sample).parameters.keys():
+        raise InputError(f"{loaded.recipe.name} has no {name.replace('_', '-')}: leave it out")
     with waiting("generating"):
-        text = loaded.recipe.sample(loaded.state, prompt, tokens=tokens, temperature=temperature, seed=seed)
+        text = loaded.recipe.sample(loaded.state, prompt, tokens=tokens, temperature=temperature, seed=seed, **choices)
     if as_json:
         print(json.dumps({"run": str(loaded.folder), "step": loaded.step, "prompt": prompt, "text": text}))
     else:
         print(prompt + text)
+
+
+def check_sampling(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    repetition_penalty: float | None,
+    stop: list[str] | None,
+) -> None:
+    """Raise InputError for impossible choices of how to draw tokens."""
+    check_number(temperature, "temperature", least=0)
+    if top_k is not None:
+        check_number(top_k, "top_k", least=1)
+    if top_p is not None:
+        check_number(top_p, "top_p", above=0, most=1)
+    if repetition_penalty is not None:
+        check_number(repetition_penalty, "repetition_penalty", above=0)
+    if "" in (stop or ()):
+        raise InputError("--stop is empty, which every text begins with; leave it out")
 
 
 def _sample_pictures(

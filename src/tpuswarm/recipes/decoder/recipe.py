@@ -9,6 +9,7 @@ last trains adapters alone.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from tpuswarm.train.settings import differences
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
     from tpuswarm.recipes.language.loss import LossOptions
+    from tpuswarm.recipes.language.sampling import Sampling
     from tpuswarm.train.supervised_program import SupervisedProgram
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -235,18 +237,13 @@ class Decoder(LanguageModel):
         base = lora.base_paths(jax.eval_shape(init, jax.random.key(0))) if self._lora else ()
         return language_program(init, loss, self._context, options, self.optimizer(), tied, base, is_chat=self._is_chat)
 
-    def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-        """Return a continuation of `prompt`; an empty prompt starts from a line break."""
-        if self.tokenizer is None:
-            raise InputError("a model trained on fake data cannot generate text")
+    def generate(
+        self, params: Any, start: list[int], count: int, sampling: "Sampling", seed: int
+    ) -> Iterator[list[int]]:
+        """Yield `count` tokens after `start`, in chunks."""
         from tpuswarm.recipes.decoder.sample import generate
-        from tpuswarm.recipes.language.tokenizer import Bpe
-        from tpuswarm.train.supervised_program import inference_params
 
-        begin = self.tokenizer.begin_text if isinstance(self.tokenizer, Bpe) else ""
-        start = self.tokenizer.encode(begin + prompt or "\n").tolist()
-        params = inference_params(state)
-        return self.tokenizer.decode(generate(params, start, tokens, temperature, seed, self.config, Options()))
+        return generate(params, start, count, sampling, seed, self.config, Options())
 
     @classmethod
     def options_at(cls, place: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ steps, learning rate 1e-3 to 1e-4, warm-up 100 steps, beta2 0.99, no dropout; it
 tinyshakespeare). The others are OpenAI's released sizes with GPT-3's learning rates (Brown et al. 2020, table 2.1).
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from tpuswarm.recipes.language.language_model import LanguageModel
 from tpuswarm.train.recipe import Options
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
+    from tpuswarm.recipes.language.sampling import Sampling
     from tpuswarm.train.supervised_program import SupervisedProgram
 
 PEAK_LR = {"tiny": 1e-3, "124m": 6e-4, "355m": 3e-4, "774m": 2.5e-4, "1558m": 2e-4}
@@ -144,16 +146,13 @@ class GPT2(LanguageModel):
 
         return gpt2_program(self.config, options, self.optimizer())
 
-    def sample(self, state: Any, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-        """Return a continuation of `prompt`; an empty prompt starts from a line break."""
-        if self.tokenizer is None:
-            raise InputError("a model trained on fake data cannot generate text")
+    def generate(
+        self, params: Any, start: list[int], count: int, sampling: "Sampling", seed: int
+    ) -> Iterator[list[int]]:
+        """Yield `count` tokens after `start`, in chunks."""
         from tpuswarm.recipes.gpt2.sample import generate
-        from tpuswarm.train.supervised_program import inference_params
 
-        start = self.tokenizer.encode(prompt or "\n").tolist()
-        params = inference_params(state)
-        return self.tokenizer.decode(generate(params, start, tokens, temperature, seed, self.config, Options()))
+        return generate(params, start, count, sampling, seed, self.config, Options())
 
     @classmethod
     def options_at(cls, place: str) -> dict[str, Any]:

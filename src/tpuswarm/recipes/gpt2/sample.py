@@ -1,5 +1,6 @@
 """Sample text with a cache of keys and values."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from tpuswarm.recipes.gpt2 import attention, model
 from tpuswarm.recipes.gpt2.config import Config
-from tpuswarm.recipes.language.loss import draw, logits
+from tpuswarm.recipes.language.loss import logits
+from tpuswarm.recipes.language.sampling import Sampling, draw
 from tpuswarm.train.recipe import Options
 
 Cache = Any
@@ -56,12 +58,13 @@ def decode(
 @partial(jax.jit, static_argnames=("config", "options"))
 def _fill(
     params: model.Params, cache: Cache, logits_BxV: jax.Array, tokens_BxT: jax.Array, start: jax.Array, stop: jax.Array,
-    temperature: jax.Array, key: jax.Array, config: Config, options: Options,
+    sampling: Sampling, key: jax.Array, config: Config, options: Options,
 ) -> jax.Array:  # fmt: skip
 
     def body(position: jax.Array, carry: Any) -> Any:
         cache, logits_BxV, tokens_BxT = carry
-        token_B = draw(logits_BxV, temperature, jax.random.fold_in(key, position)).astype(tokens_BxT.dtype)
+        token_B = draw(logits_BxV, sampling, tokens_BxT, position, jax.random.fold_in(key, position))
+        token_B = token_B.astype(tokens_BxT.dtype)
         tokens_BxT = jax.lax.dynamic_update_slice_in_dim(tokens_BxT, token_B[:, None], position, axis=1)
         cache, logits_BxV = decode(params, cache, token_B, position, config, options)
         return cache, logits_BxV, tokens_BxT
@@ -70,9 +73,9 @@ def _fill(
 
 
 def generate(
-    params: model.Params, prompt: list[int], count: int, temperature: float, seed: int, config: Config, options: Options
-) -> list[int]:
-    """Return `count` tokens after `prompt`, which has at least one token.
+    params: model.Params, prompt: list[int], count: int, sampling: Sampling, seed: int, config: Config, options: Options
+) -> Iterator[list[int]]:
+    """Yield `count` tokens after `prompt`, which has at least one token, in chunks.
 
     When the context is full, its last half starts a new one with a new cache: learned positions end there.
     """
@@ -87,8 +90,8 @@ def generate(
         cache, logits_BxV = prefill(params, padded_1xT, np.int32(len(window)), config, options)
         filled_1xT = _fill(
             params, cache, logits_BxV, padded_1xT, np.int32(len(window)), np.int32(stop),
-            np.float32(temperature), jax.random.fold_in(key, count_drawn), config, options,
+            sampling, jax.random.fold_in(key, count_drawn), config, options,
         )  # fmt: skip
         new = np.asarray(filled_1xT)[0, len(window) : stop].tolist()
         tokens, count_drawn = tokens + new, count_drawn + len(new)
-    return tokens[len(prompt) :]
+        yield new

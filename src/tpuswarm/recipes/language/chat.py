@@ -5,7 +5,7 @@ Templates are Jinja, as in transformers, and run in Jinja's sandbox.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -44,7 +44,7 @@ Message = Mapping[str, Any]
 class Conversation(NamedTuple):
     """The messages of one JSON line, the tools that they may use, and where the line is."""
 
-    messages: list[Message]
+    messages: Sequence[Message]
     tools: Any
     where: str
 
@@ -180,6 +180,15 @@ def read_template(place: Published) -> ChatTemplate | None:
         raise InputError(f"the {TOKENIZER_CONFIG_FILE} of {place.name} cannot be read: {first_line(error)}") from error
     tokens = {name: token for name, token in found.items() if name.endswith("_token") and isinstance(token, str)}
     return ChatTemplate(text, tokens, place.name) if isinstance(text, str) else None
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Bpe) -> int | None:
+    """Return the token that ends a turn of the assistant; None if the template has none."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text, spans = template.spans(Conversation(messages, None, "a test"), tokenizer.special_tokens)
+    ((numbers, offsets_Nx2),) = tokenizer.encode_with_offsets([text])
+    last = np.flatnonzero(offsets_Nx2[:, 1] <= spans[-1][1])[-1]
+    return int(numbers[last]) if tokenizer.special_tokens.fullmatch(text, *offsets_Nx2[last]) else None
 
 
 def read_conversations(text: Text, advance: Advance | None = None) -> Iterator[Conversation]:

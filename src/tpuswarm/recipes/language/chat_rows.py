@@ -34,6 +34,17 @@ class ChatSource:
         self._rows = _pack(used, self._length, context + 1)
         self.rows_per_epoch = len(self._rows)
 
+    @property
+    def description(self) -> str:
+        """What there is to train on."""
+        notes = [
+            f"{self.cut:,} are longer than the context of {self._context:,} and end there" if self.cut else "",
+            f"{self.left_out:,} more are left out, as the assistant speaks behind it" if self.left_out else "",
+        ]
+        note = "; ".join(filter(None, notes))
+        total = f"{self.conversations:,} conversations in {self.rows_per_epoch:,} rows to train on"
+        return f"{total} ({note})" if note else total
+
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
         """Return rows start to start + count of the order."""
         packed = np.zeros((count, self._context + 1), np.uint32)

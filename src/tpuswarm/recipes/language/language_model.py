@@ -1,7 +1,7 @@
 """A language model and its text: what GPT-2 and the other decoders share."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it 
     from tpuswarm.recipes.language.chat import ChatTemplate
     from tpuswarm.recipes.language.chat_rows import ChatSource
     from tpuswarm.recipes.language.program import Optimizer
+    from tpuswarm.recipes.language.sampling import Sampling
     from tpuswarm.recipes.language.tokenizer import Tokenizer
     from tpuswarm.recipes.language.tokens import Tokens
 
@@ -183,17 +184,15 @@ class LanguageModel(Recipe):
             held_out = self._conversations("validation").conversations
         except NoSuchSplit:
             held_out = 0
-        notes = [
-            f"{train.cut:,} are longer than the context ({self._context}) and end there" if train.cut else "",
-            f"{train.left_out:,} are left out, since the assistant speaks behind it" if train.left_out else "",
-        ]
-        rows = (
-            f"{train.conversations:,} conversations in {train.rows_per_epoch:,} rows to train on, {held_out:,} held out"
-        )
-        return "; ".join(filter(None, [rows, *notes]))
+        return f"{train.description}, {held_out:,} held out"
 
     def _layers_and_width(self) -> tuple[int, int]:
         raise NotImplementedError
+
+    @property
+    def context(self) -> int:
+        """Tokens of a row."""
+        return self._context
 
     def _shape_options(self) -> dict[str, Any]:
         """Return the options of the subclass."""
@@ -345,6 +344,38 @@ class LanguageModel(Recipe):
         if self._data == "fake":
             return None
         return self._known_tokenizer or self._tokens.tokenizer
+
+    def sample(
+        self,
+        state: Any,
+        prompt: str,
+        *,
+        tokens: int,
+        temperature: float,
+        seed: int,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: Sequence[str] = (),
+    ) -> str:
+        """Return a continuation of `prompt` up to one of the texts `stop`; an empty prompt starts from a line break."""
+        from tpuswarm.recipes.language.sampling import make_sampling, text_of
+        from tpuswarm.recipes.language.tokenizer import Bpe
+        from tpuswarm.train.supervised_program import inference_params
+
+        if self.tokenizer is None:
+            raise InputError("a model trained on fake data cannot generate text")
+        begin = self.tokenizer.begin_text if isinstance(self.tokenizer, Bpe) else ""
+        start = self.tokenizer.encode(begin + prompt or "\n").tolist()
+        sampling = make_sampling(temperature, top_k, top_p, repetition_penalty)
+        chunks = self.generate(inference_params(state), start, tokens, sampling, seed)
+        return "".join(text_of(chunks, self.tokenizer.decode, (), stop))
+
+    def generate(
+        self, params: Any, start: list[int], count: int, sampling: "Sampling", seed: int
+    ) -> Iterator[list[int]]:
+        """Yield `count` tokens after `start`, in chunks."""
+        raise NotImplementedError
 
     def data(self, split: str) -> Source:
         """Return the rows of a split; the end of the text is held out."""

@@ -33,12 +33,6 @@ NOT_COUNTED = -1
 """Target whose loss does not count."""
 
 
-def draw(logits_BxV: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
-    """Draw one token for each row; temperature 0 takes the likeliest."""
-    scaled = logits_BxV / jnp.maximum(temperature, jnp.float32(1e-6))
-    return jnp.where(temperature > 0, jax.random.categorical(key, scaled), jnp.argmax(logits_BxV, axis=-1))
-
-
 class LossOptions(NamedTuple):
     """How the loss is computed."""
 

@@ -1,14 +1,18 @@
 """LoRA: adapters alone are trained, and leave a run as peft's files or as a whole model."""
 
 import json
+import shutil
+from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.recipes.test_decoder import FACTS, like, publish
+from tpuswarm import load
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import lora, model
 from tpuswarm.recipes.decoder.config import Lora
@@ -25,6 +29,18 @@ def base(tmp_path_factory):
     return publish(tmp_path_factory.mktemp("base") / "model")
 
 
+@contextmanager
+def other_norm(folder):
+    """Change a model's weights for a while."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, file, metadata={"format": "pt"})
+    try:
+        yield
+    finally:
+        save_file(weights, file, metadata={"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
     """A run of three steps with adapters on that model."""
@@ -34,7 +50,7 @@ def trained(base, tmp_path_factory):
     adapters = {"lora": 3, "lora_alpha": 6, "lora_targets": "v_proj,q_proj,down_proj"}
     recipe = Decoder(architecture=f"hf:{folder}", data=str(text), **adapters, lr=0.1)
     run = text.parent / "run"
-    Trainer(devices=1).fit(recipe, steps=3, batch=2, run=run, init_from=f"hf:{folder}")
+    Trainer(devices=1, save_every=2, keep=5).fit(recipe, steps=3, batch=2, run=run)
     return load_run(run, jax.devices()[:1])
 
 
@@ -64,6 +80,31 @@ def test_fresh_adapters_change_nothing_and_begin_as_in_peft():
     np.testing.assert_array_equal(model.hidden(params, tokens, config, Options()), expected)
     a = np.concatenate([np.ravel(leaf) for path, leaf in by_path(adapters).items() if path.endswith("q/lora_a")])
     assert np.abs(a).max() <= FACTS["hidden_size"] ** -0.5 and abs(a.mean()) < 0.05 and len({*a}) == a.size
+
+
+def test_checkpoints_hold_adapters_alone_and_a_resumed_run_ends_with_the_same_bits(base, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained.folder, run)
+    assert all(map(lora.is_adapter, by_path(load(run)["params"])))
+    shutil.rmtree(max((run / "checkpoints").iterdir()))
+    fit = partial(Trainer(devices=1, save_every=2, keep=5).fit, trained.recipe, steps=3, batch=2, run=run)
+    resumed = fit()
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, trained.state)
+    shutil.rmtree(max((run / "checkpoints").iterdir()))
+    with other_norm(base[0]), pytest.raises(InputError, match="have changed or differ on this machine: SHA-256"):
+        fit()
+
+
+def test_base_model_is_taken_from_where_the_adapters_belong_to(base, tmp_path):
+    folder, _ = base
+    recipe = Decoder(architecture=f"hf:{folder}", data="fake", lora=2)
+    fit = partial(Trainer(devices=1).fit, recipe, steps=1, batch=2)
+    other = publish(tmp_path / "other")[0]
+    with pytest.raises(InputError, match=f"these are adapters of hf:{folder}: to adapt hf:{other}, train hf:{other}"):
+        fit(run=tmp_path / "run", init_from=f"hf:{other}")
+    found = fit(run=tmp_path / "run", init_from=f"hf:{folder}", init_only="lora_a").state.params
+    read = recipe.load_shared(f"hf:{folder}", like(recipe))
+    np.testing.assert_array_equal(found["embed"], read["embed"])
 
 
 def test_base_model_is_held_once_when_training_begins(base, trained):

@@ -281,6 +281,8 @@ class Decoder(LanguageModel):
         base, adapters = lora.split(like)
         theirs = adapter_config.read_options(published)
         if theirs is None:
+            if self.base_model not in (None, absolute_place(place)):
+                raise InputError(f"these are adapters of {self.base_model}: to adapt {place}, train {place} --lora")
             adapters = lora.fresh(jax.random.key(self._seed), like, self._lora)
         else:
             ours = {name: value for name, value in self._shape_options().items() if name in theirs}

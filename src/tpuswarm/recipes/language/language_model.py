@@ -433,4 +433,4 @@ def _kind(name: str) -> Kind:
 def absolute_place(place: str) -> str:
     """Return a published model's name with an absolute path."""
     folder = Path(place.removeprefix(PREFIX)).expanduser()
-    return f"{PREFIX}{folder.absolute()}" if place.startswith(PREFIX) and folder.is_dir() else place
+    return f"{PREFIX}{folder.resolve()}" if place.startswith(PREFIX) and folder.is_dir() else place

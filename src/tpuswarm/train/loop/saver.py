@@ -14,6 +14,7 @@ from tpuswarm.train.diagnose.diagnostics import Diagnostics
 from tpuswarm.train.loop.run_config import checked_settings
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.process.waiting import waiting
+from tpuswarm.train.program.exchanged import without_base
 from tpuswarm.train.run.best import best_step
 from tpuswarm.train.run.checkpoint_writer import Checkpoints
 
@@ -35,6 +36,8 @@ class Saver:
         )  # fmt: skip
         self.checkpoints.warn = partial(progress.note_once, "old checkpoint")
         self.checkpoints.pinned = best_step(session.run.folder)
+        place = session.recipe.base_model
+        self._base = session.recipe.shared_digest(place) if place else None
         self._saved_step = session.first_step or None  # a new run has no checkpoint yet
         self._save_time = time.monotonic()
 
@@ -58,8 +61,10 @@ class Saver:
                 "wall_s": progress.wall_s,
                 "lr_scale": progress.session.lr_scale,
                 "settings": checked_settings(progress.session.config),
-            }
-            self.checkpoints.save(progress.step, progress.state, about, position)
+            } | ({"base": self._base} if self._base else {})
+            session = progress.session
+            state = without_base(session.recipe, session.compiled.program, progress.state)
+            self.checkpoints.save(progress.step, state, about, position)
             if wait:
                 with waiting(f"saving step {progress.step}"):
                     self.checkpoints.wait()

@@ -41,7 +41,7 @@ from tpuswarm.train.run import checkpoint
 from tpuswarm.train.run.checkpoint_writer import set_aside
 from tpuswarm.train.run.directory import CONFIG, EVENTS, FollowedRun, Run, read_rows
 from tpuswarm.train.run.life import last_event, last_start, updates_done
-from tpuswarm.train.run.loaded import initial_parameters
+from tpuswarm.train.run.loaded import initial_parameters, restore_state
 from tpuswarm.train.settings import check_batch, refuse_differences
 from tpuswarm.train.storage.copy import refresh
 from tpuswarm.train.storage.folders import shown
@@ -192,7 +192,7 @@ def prepare(
         with waiting(f"restoring the checkpoint of step {saved.step}"):
             shard = (config or {}).get("chosen", {}).get("sharding", "fsdp")
             placed = place_program(recipe, request(settings), devices, shard)
-            state = checkpoint.restore(saved, placed.state, (config or {}).get("numerics", {}))
+            state = restore_state(saved, recipe, placed, (config or {}).get("numerics", {}))
             metrics = last_row(run.folder)
             return Result(run.folder, state, saved.step, settings["steps"], metrics, "finished", ended, None)
 
@@ -312,7 +312,7 @@ def _updates_done(run: Run, step: int) -> int:
 def _restore(session: Session, saved: checkpoint.Saved) -> None:
     run, source, step = session.run, session.source, saved.step
     with waiting(f"restoring the checkpoint of step {step}"):
-        session.state = checkpoint.restore(saved, session.compiled.state, session.config["numerics"])
+        session.state = restore_state(saved, session.recipe, session.compiled, session.config["numerics"])
     session.first_step, session.wall_s, session.save_s = step, saved.about.get("wall_s", 0.0), saved.seconds
     restored = restored_lr_scale(list(read_rows(run.folder / EVENTS)), saved)
     session.lr_scale, note = session.agreement.broadcast("reading the events", restored)

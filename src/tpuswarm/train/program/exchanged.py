@@ -1,4 +1,4 @@
-"""What a swarm exchanges: the parameters without those of a base model, which every process reads from its files."""
+"""What a swarm exchanges and checkpoints hold: all but the parameters of a base model, which come from its files."""
 
 from typing import Any
 
@@ -35,6 +35,13 @@ def exchanged(program: Program, state: State) -> Exchange:
 def exchanged_parameters(program: Program, state: State) -> list[Parameter]:
     """Return an entry for each exchanged leaf, in order; `state` may be abstract."""
     return [parameter for parameter in program.parameters(state) if not parameter.base]
+
+
+def without_base(recipe: Recipe, program: Program, state: State) -> State:
+    """Return a state without the base model's parameters; `state` may be abstract."""
+    if recipe.base_model is None:
+        return state
+    return program.exchange().put(state, exchanged(program, state).get(state))
 
 
 def with_base(recipe: Recipe, placed: Placed, shared: Any, digest: str | None) -> Any:

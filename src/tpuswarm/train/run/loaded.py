@@ -12,7 +12,7 @@ from tpuswarm.errors import InputError
 from tpuswarm.train.data.placing import place_array
 from tpuswarm.train.paths import by_path, describe_mismatch, match_paths
 from tpuswarm.train.program.compiled import Placed, place_program
-from tpuswarm.train.program.exchanged import read_base
+from tpuswarm.train.program.exchanged import read_base, with_base, without_base
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Recipe, State, supports
 from tpuswarm.train.run import checkpoint
@@ -68,9 +68,18 @@ def load_run(
         agree(lambda: _digest_fact(folder, saved.digest))
         return saved, notes
 
-    restore = partial(checkpoint.restore, abstract=placed.state, recorded=config.get("numerics", {}))
+    restore = partial(restore_state, recipe=recipe, placed=placed, recorded=config.get("numerics", {}))
     saved, state, notes = checkpoint.read_unpruned(find, restore)
     return LoadedRun(folder, config, recipe, placed, state, saved.step, notes)
+
+
+def restore_state(saved: checkpoint.Saved, recipe: Recipe, placed: Placed, recorded: Mapping[str, str]) -> State:
+    """Return the state of a checkpoint, with a base model's parameters from its files; recorded: as in `restore`."""
+    state = checkpoint.restore(saved, without_base(recipe, placed.program, placed.state), recorded)
+    if recipe.base_model is None:
+        return state
+    exchange = placed.program.exchange()
+    return exchange.put(state, with_base(recipe, placed, exchange.get(state), saved.about.get("base")))
 
 
 def initial_parameters(
@@ -93,11 +102,13 @@ def initial_parameters(
         theirs = _read_shared(folder, recipe, onto, agree)
     shared = onto.program.exchange().get(onto.state)
     structure, leaves = jax.tree.structure(shared), by_path(shared)
-    names = [parameter.path for parameter in onto.program.parameters(onto.state)]
+    parameters = onto.program.parameters(onto.state)
+    names = [parameter.path for parameter in parameters]
     is_wanted = [True] * len(names)
     if only is not None:  # statistics are matched like the parameters of their layer
         matches = match_paths([*names, *(name.removeprefix("extra/") for name in names)], only, "init-only")
-        is_wanted = [any(pair) for pair in zip(matches[: len(names)], matches[len(names) :], strict=True)]
+        flags = zip(parameters, matches[: len(names)], matches[len(names) :], strict=True)
+        is_wanted = [parameter.base or any(matched) for parameter, *matched in flags]
     ours = {path: leaf for (path, leaf), wanted in zip(leaves.items(), is_wanted, strict=True) if wanted}
     if folder is not None:
         found = theirs if only is None else {path: theirs[path] for path in ours if path in theirs}

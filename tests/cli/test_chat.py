@@ -30,8 +30,20 @@ def test_each_line_of_a_pipe_is_answered_and_ctrl_c_ends_an_answer(place, typed,
     monkeypatch.setattr(reply, "reply", answer)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nAgain"))
     code, out, _ = typed("chat", place, "--tokens", "5")
-    assert code == 0 and out == "answer 1, more\nanswer 2, more and the rest\n"
-    assert asked == [["Hi"], ["Hi", "answer 1, more", "Again"]]
+    assert code == 0 and out == "answer 1\nanswer 2, more and the rest\n"
+    assert asked == [["Hi"], ["Hi", "answer 1", "Again"]]
+
+
+def test_termination_during_an_answer_ends_the_chat(place, typed, monkeypatch):
+    def answer(*args):
+        yield "begun"
+        signal.raise_signal(signal.SIGTERM)
+        yield " and the rest"
+
+    monkeypatch.setattr(reply, "reply", answer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAgain\n"))
+    code, out, _ = typed("chat", place)
+    assert code == 128 + signal.SIGTERM and out == "begun\n"
 
 
 def test_message_without_room_for_an_answer_is_refused_and_the_next_one_answered(place, typed, monkeypatch):

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import suppress
+from signal import SIGINT
 from typing import Annotated, Any
 
 import typer
@@ -64,15 +65,17 @@ def chat(
         try:
             with StopSignals() as signals:
                 for text in reply(recipe, params, messages, tokens, sampling, seed + len(messages), stop or ()):
-                    print(text, end="", flush=True)
-                    answer += text
                     if signals.requested:
                         break
+                    print(text, end="", flush=True)
+                    answer += text
         except InputError as error:
             echo(f"error: {error}", err=True)
             messages.pop()
             continue
         print(flush=True)
+        if signals.requested not in (None, SIGINT):
+            raise typer.Exit(128 + signals.requested)
         messages.append({"role": "assistant", "content": answer})
 
 

@@ -195,7 +195,7 @@ def read_conversations(text: Text, advance: Advance | None = None) -> Iterator[C
     """Yield the conversations of JSON lines; raise InputError for a line that is none."""
     for path in text.files:
         if not JSON_LINES.search(path):
-            raise InputError(f"{path} is no .jsonl file, and the other files hold conversations; remove one kind")
+            raise InputError(f"{path} is no .jsonl file, so it holds no conversations; remove it, or use other --data")
         with text.open(path, advance) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():

@@ -24,9 +24,8 @@ class ChatSource:
         bounds = np.append(np.flatnonzero(array & STARTS), len(array))
         self._first, lengths = bounds[:-1], np.diff(bounds)
         self._length = np.minimum(lengths, context + 1)
-        counted_before = np.append(0, np.cumsum(array & COUNTED != 0))
-        counts = counted_before[self._first + self._length] - counted_before[self._first]
-        used = np.flatnonzero(counts)
+        counted = np.flatnonzero(array & COUNTED)
+        used = np.flatnonzero(np.diff(np.searchsorted(counted, [self._first, self._first + self._length]), axis=0)[0])
         self.conversations, self.left_out = len(used), len(lengths) - len(used)
         self.cut = int((lengths[used] > context + 1).sum())
         if not self.conversations:

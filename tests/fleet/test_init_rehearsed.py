@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.conftest import NO_QUOTA
-from tpuswarm.cloud.errors import Denied, Taken
+from tpuswarm.cloud.errors import Denied, Invalid, Taken
 from tpuswarm.cloud.google.access import Access
-from tpuswarm.cloud.google.accounts import Accounts, account_address
+from tpuswarm.cloud.google.accounts import Accounts, Grantee, account_address
 from tpuswarm.cloud.google.buckets import bucket_url
 from tpuswarm.cloud.google.endpoints import Endpoints
 from tpuswarm.cloud.google.firewall import Rule
@@ -76,6 +76,37 @@ def test_bucket_is_labelled_with_its_fleet(init, typed, access):
     assert machine.state == "ready" and bucket["labels"] == {"tpuswarm": "swarm", FLEET_LABEL: machine.fleet}
     assert typed("down", "--yes")[0] == 0
     assert GoogleProvider(access("whole-1")).machines(["us-central1-b"]).machines == ()
+
+
+def test_down_all_deletes_the_network_and_account_that_init_made_and_names_the_bucket(init, typed, access):
+    init("--yes", "ended-1")
+    project, account = Project(access("ended-1")), account_address("swarm", "ended-1")
+    url = bucket_url(access("ended-1"), "ended-1-swarm")
+    of_project = access("ended-1").url("", "v1/projects/ended-1:getIamPolicy")
+
+    def policies() -> list[str]:
+        return [str(access("ended-1").get("", f"{url}/iam")), str(access("ended-1").post("", of_project, {}))]
+
+    assert typed("up", "--yes")[0] == 0 and all(account in policy for policy in policies())
+    with pytest.raises(Invalid, match=f"service account {account} stays, because 1 machine uses it: v2-usc1b-0"):
+        project.remove_account(Grantee(account, "ended-1", "ended-1-swarm"))
+    code, out, _ = typed("down", "--yes", "--all")
+    assert code == 0 and f"deleted tpuswarm-swarm-inside, tpuswarm-swarm-ssh, tpuswarm-swarm, {account}\n" in out
+    assert "`gcloud storage rm --recursive gs://ended-1-swarm` deletes it" in out and "`tpuswarm init`, then" in out
+    assert not project.accounts.exists(account) and not any(account in policy for policy in policies())
+    assert project.find_bucket("ended-1-swarm") is not None
+    code, out, _ = init("--yes")
+    assert code == 0 and done_steps(out) == ["5", "6", "7", "8", "9"] and "no: " not in out, "it can begin again"
+
+
+def test_down_all_leaves_an_account_that_it_has_not_made(init, typed, access):
+    accounts = Accounts(access("kept-1"))
+    url = access("kept-1").url("", "v1/projects/kept-1/serviceAccounts")
+    access("kept-1").post("making", url, {"accountId": "tpuswarm-swarm", "serviceAccount": {"displayName": "mine"}})
+    init("--yes", "kept-1")
+    code, out, _ = typed("down", "--yes", "--all")
+    assert code == 0 and "deleted tpuswarm-swarm-inside, tpuswarm-swarm-ssh, tpuswarm-swarm\n" in out
+    assert accounts.exists("tpuswarm-swarm@kept-1.iam.gserviceaccount.com")
 
 
 def test_pod_without_a_file_gets_a_network_that_admits_no_strangers(

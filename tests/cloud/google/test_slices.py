@@ -143,7 +143,7 @@ NETWORK = "projects/p/global/networks/tpuswarm-f"
         (
             in_scope("instances", f"zones/{ZONE}", {"name": "mine", "networkInterfaces": [{"network": NETWORK}]}),
             Invalid,
-            "mine",
+            "1 machine uses it: mine; delete it",
         ),
         ({"/nodes": {"nodes": [{"name": "nodes/mine", "networkConfig": {"network": NETWORK}}]}}, Invalid, "mine"),
         ({"aggregated/instances": {"unreachables": [f"zones/{ZONE}"]}}, Unreachable, ZONE),

@@ -18,6 +18,7 @@ from tpuswarm.cli.fleet.progress import FleetProgress, describe_machines
 from tpuswarm.cli.machine.flags import update_pods
 from tpuswarm.cli.machine.setup import set_up_machines, set_up_routers, start_head_keeper
 from tpuswarm.cloud.errors import Denied
+from tpuswarm.cloud.google.accounts import Grantee, account_address
 from tpuswarm.cloud.protocol import FLEET_LABEL, Listing, Provider
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
 from tpuswarm.fleet.apply.init import InitStep, NetworkPlan, list_network_steps, run_network_step
@@ -127,11 +128,20 @@ def _make_network(cloud: Provider, network: NetworkPlan, steps: Iterable[InitSte
             run_network_step(step, _project_of(cloud), network)
 
 
-def remove_network(cloud: Provider, network: NetworkPlan) -> None:
-    """Delete the fleet's own network and its rules, if tpuswarm has made them."""
+def remove_network_and_account(cloud: Provider, fleet: Fleet, network: NetworkPlan) -> None:
+    """Delete the fleet's own network with its rules, and its service account, if tpuswarm has made them."""
+    project, account = _project_of(cloud), account_address(fleet.name, cloud.project)
     with waiting(f"deleting network {network.network}"):
-        removed = _project_of(cloud).remove_network(network.network, network.description)
-    echo(f"deleted {', '.join(removed)}" if removed else f"there is no network {network.network} of the fleet's own")
+        removed = project.remove_network(network.network, network.description)
+    with waiting(f"deleting service account {account}"):
+        removed += project.remove_account(Grantee(account, cloud.project, fleet.bucket))
+    none = f"there is neither a network {network.network} nor a service account {account} of the fleet's own"
+    echo(f"deleted {', '.join(removed)}" if removed else none)
+    if fleet.bucket:
+        echo(
+            f"bucket gs://{fleet.bucket} stays, with all runs in it: "
+            f"`gcloud storage rm --recursive gs://{fleet.bucket}` deletes it"
+        )
 
 
 def _project_of(cloud: Provider) -> "Project":

@@ -203,7 +203,7 @@ def down(
     fleet_name: FleetOption = None,
     orphans: Annotated[str | None, typer.Option(help="Delete the machines of a lost fleet, by its id.")] = None,
     all_: Annotated[
-        bool, typer.Option("--all", help="Also delete the fleet's own network and firewall rules; its bucket stays.")
+        bool, typer.Option("--all", help="Also delete the fleet's own network and service account; its bucket stays.")
     ] = False,
     yes: Yes = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the steps, do nothing.")] = False,
@@ -226,7 +226,7 @@ def down(
         echo(f"there is no fleet {fleet.name} in project {cloud.project}")
         if all_ and not dry_run:
             confirm(yes)
-            apply.remove_network(cloud, network)
+            apply.remove_network_and_account(cloud, fleet, network)
         return
     before = document.desired
     if machine:
@@ -240,7 +240,10 @@ def down(
     else:
         apply.print_preview(steps, desired, fleet.provider_name, has_keeper=True, is_ending=True)
     if all_:
-        echo(f"then: delete network {network.network} and its firewall rules, if `init` or `up` has made them")
+        echo(
+            f"then: delete network {network.network}, its firewall rules and the fleet's service account, if `init` or "
+            "`up` has made them"
+        )
     if dry_run:
         echo("nothing was done")
         return
@@ -252,13 +255,14 @@ def down(
         echo("deleted; its pool now has one machine fewer")
         return
     if all_:
-        apply.remove_network(cloud, network)
-    bucket = f"; its bucket gs://{fleet.bucket} stays" if fleet.bucket else ""
+        apply.remove_network_and_account(cloud, fleet, network)
+    bucket = f"; its bucket gs://{fleet.bucket} stays" if fleet.bucket and not all_ else ""
     echo(f"project {cloud.project} lists nothing with the id {before.fleet} any more{bucket}")
     if orphans is None:
         fleet.forget()
         fleets.end_background_keeper(fleet)
-        echo(f"create it again: `tpuswarm up{f' {target}' if target and target.endswith('.toml') else ''}`")
+        file = f" {target}" if target and target.endswith(".toml") else ""
+        echo(f"create it again: {f'`tpuswarm init{file}`, then ' if all_ else ''}`tpuswarm up{file}`")
 
 
 def pause(name: MachineName, fleet: FleetOption = None, yes: Yes = False) -> None:

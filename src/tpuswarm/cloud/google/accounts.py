@@ -5,7 +5,9 @@ https://cloud.google.com/resource-manager/docs/secure-by-default-organizations
 """
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -17,6 +19,8 @@ from tpuswarm.cloud.google.failures import member_of
 IAM_HOST, PROJECTS_HOST = "iam.googleapis.com", "cloudresourcemanager.googleapis.com"
 MAX_ID_LETTERS = 30
 ACT_AS = "iam.serviceAccounts.actAs"
+DISPLAY_NAME = "machines of tpuswarm"
+"""Marks the accounts that tpuswarm has made: they cannot have labels."""
 SLICE_PARTS = ("instanceTemplates", "instanceGroupManagers", "resourcePolicies")
 PERMISSIONS_BY_ROLE: dict[str, dict[str, tuple[str, ...]]] = {
     "bucket": {
@@ -100,11 +104,17 @@ class Accounts:
         self._access = access
 
     def exists(self, account: str) -> bool:
+        return self._find(account) is not None
+
+    def is_own(self, account: str) -> bool:
+        """Return whether `make` has made it."""
+        return (self._find(account) or {}).get("displayName") == DISPLAY_NAME
+
+    def _find(self, account: str) -> dict[str, Any] | None:
         try:
-            self._access.get(f"looking for service account {account}", self._account_url(account))
+            return self._access.get(f"looking for service account {account}", self._account_url(account))
         except NotFound:
-            return False
-        return True
+            return None
 
     def make(self, account: str) -> None:
         """Make a service account unless it exists. Raises NotFound for an address of another project."""
@@ -114,12 +124,26 @@ class Accounts:
                 f"project {project} has no service account {account}; name one of its own, or none for a new one"
             )
         url = self._access.url(IAM_HOST, f"v1/projects/{self._access.project}/serviceAccounts")
-        body = {"accountId": account.partition("@")[0], "serviceAccount": {"displayName": "machines of tpuswarm"}}
+        body = {"accountId": account.partition("@")[0], "serviceAccount": {"displayName": DISPLAY_NAME}}
         try:
             self._access.post(f"making service account {account}", url, body)
         except Taken:
             if not self.exists(account):
                 raise
+
+    def remove(self, grantee: Grantee) -> None:
+        """Delete an account, and its roles first, which would stay in the policies for up to 60 days.
+
+        https://cloud.google.com/iam/docs/service-accounts-delete-undelete
+        """
+        member = member_of(grantee.account)
+        for resource in ("bucket", "project") if grantee.bucket else ("project",):
+            with suppress(NotFound):  # somebody has deleted the bucket
+                self._change_policy(grantee, resource, lambda policy: _remove_member(policy, member))
+        url = self._account_url(grantee.account)
+        self._access.call_once(
+            f"deleting service account {grantee.account}", lambda: self._access.rest("DELETE", url, {})
+        )
 
     def grant(self, grantee: Grantee, bindings: Iterable[Binding]) -> None:
         """Add bindings; others stay. Waits until policies may name a new account."""
@@ -128,7 +152,7 @@ class Accounts:
 
             def is_granted(resource: str = resource, new: list[Binding] = new) -> bool:
                 try:
-                    self._add(grantee, resource, new)
+                    self._change_policy(grantee, resource, lambda policy: _add_members(policy, new))
                 except (Invalid, NotFound) as error:
                     if isinstance(error, Invalid) and "does not exist" not in str(error):
                         raise
@@ -137,20 +161,24 @@ class Accounts:
 
             wait_until(f"granting roles to {grantee.account}", is_granted)
 
-    def _add(self, grantee: Grantee, resource: str, new: list[Binding]) -> None:
-        doing, access = f"granting roles on the {resource}", self._access
+    def _change_policy(self, grantee: Grantee, resource: str, change: Callable[[dict[str, Any]], None]) -> None:
+        doing, access = f"changing roles on the {resource}", self._access
         url = self._resource_url(grantee, resource)
         if resource == "bucket":
             policy = access.get(doing, f"{url}/iam", optionsRequestedPolicyVersion="3")
-            _add_members(policy, new)
-            access.call_once(doing, lambda: access.rest("PUT", f"{url}/iam", {}, json=policy))
+        else:
+            body = {"options": {"requestedPolicyVersion": 3}}
+            policy = access.call_with_retries(
+                doing, lambda: access.rest("POST", f"{url}:getIamPolicy", {}, json=body).json()
+            )
+        before = deepcopy(policy)
+        change(policy)
+        if policy == before:
             return
-        body = {"options": {"requestedPolicyVersion": 3}}
-        policy = access.call_with_retries(
-            doing, lambda: access.rest("POST", f"{url}:getIamPolicy", {}, json=body).json()
-        )
-        _add_members(policy, new)
-        access.post(doing, f"{url}:setIamPolicy", {"policy": policy})
+        if resource == "bucket":
+            access.call_once(doing, lambda: access.rest("PUT", f"{url}/iam", {}, json=policy))
+        else:
+            access.post(doing, f"{url}:setIamPolicy", {"policy": policy})
 
     def missing(self, grantee: Grantee, resources: Iterable[str]) -> list[Lack]:
         """Return what the account lacks on `resources`, by testing every permission as this account.
@@ -214,3 +242,10 @@ def _add_members(policy: dict[str, Any], new: Iterable[Binding]) -> None:
             bindings.append({"role": role, "members": [member]})
         elif member not in binding["members"]:
             binding["members"].append(member)
+
+
+def _remove_member(policy: dict[str, Any], member: str) -> None:
+    bindings = policy.get("bindings", [])
+    for binding in bindings:
+        binding["members"] = [other for other in binding["members"] if other != member]
+    policy["bindings"] = [binding for binding in bindings if binding["members"]]

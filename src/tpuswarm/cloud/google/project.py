@@ -1,12 +1,12 @@
 """Inspect and set up a project: APIs, billing, quota, bucket, network, firewall. Existing resources stay unchanged."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tpuswarm.cloud.errors import Denied, Invalid, NotFound, Taken, Unreachable
 from tpuswarm.cloud.google import firewall, quotas
 from tpuswarm.cloud.google.access import Access, wait_until
-from tpuswarm.cloud.google.accounts import Accounts
+from tpuswarm.cloud.google.accounts import Accounts, Grantee
 from tpuswarm.cloud.google.answers import answer_from_json, answer_from_operation
 from tpuswarm.cloud.google.buckets import STORAGE_HOST, bucket_url
 from tpuswarm.cloud.google.failures import cloud_error_for
@@ -166,7 +166,7 @@ class Project:
 
         Raises Invalid if machines are in it: they would lose the rules, and keep the network.
         """
-        self._check_unused(name)
+        self._check_unused(f"network {name}", lambda machine: _is_in(machine, name))
         rules = [rule.name for rule in self.rules() if (rule.network, rule.description) == (name, description)]
         for rule in rules:
             self._remove(f"deleting firewall rule {rule}", f"global/firewalls/{rule}")
@@ -179,24 +179,35 @@ class Project:
         self._remove(f"deleting network {name}", f"global/networks/{name}")
         return [*rules, name]
 
-    def _check_unused(self, network: str) -> None:
-        doing = f"listing the TPUs of network {network}"
+    def remove_account(self, grantee: Grantee) -> list[str]:
+        """Delete a service account that tpuswarm has made, with its roles; return its name.
+
+        Raises Invalid if machines use it.
+        """
+        account = grantee.account
+        if not self.accounts.is_own(account):
+            return []
+        self._check_unused(f"service account {account}", lambda machine: _has_account(machine, account))
+        self.accounts.remove(grantee)
+        return [account]
+
+    def _check_unused(self, what: str, uses: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Raise Invalid if machines use a resource, and Unreachable if some may. `uses`: asked about each machine."""
+        doing = f"listing the machines with {what}"
         url = self._access.url(TPU_API, f"v2/projects/{self.id}/locations/-/nodes")
         pages = self._access.get_pages(doing, url)
         instances, unreachable = list_aggregated(self._access, "instances")
         silent = {*unreachable, *(zone.rsplit("/", 1)[-1] for page in pages for zone in page.get("unreachable", ()))}
-        interfaces = [(node["name"], node.get("networkConfig", {})) for page in pages for node in page.get("nodes", ())]
-        interfaces += [(one["name"], part) for one in instances for part in one.get("networkInterfaces", ())]
-        names = {name.rsplit("/", 1)[-1] for name, part in interfaces if _is_in(part, network)}
-        if names:
+        machines = [*instances, *(node for page in pages for node in page.get("nodes", ()))]
+        if names := {machine["name"].rsplit("/", 1)[-1] for machine in machines if uses(machine)}:
             raise Invalid(
-                f"network {network} has {len(names)} machines, so it and its firewall rules stay: "
-                f"{', '.join(sorted(names))}; delete them, then run the command again"
+                f"{what} stays, because {len(names)} machine{'s use' if len(names) > 1 else ' uses'} it: "
+                f"{', '.join(sorted(names))}; delete {'them' if len(names) > 1 else 'it'}, then run the command again"
             )
         if silent:
             raise Unreachable(
-                f"{', '.join(sorted(silent))} did not answer and may have machines in network {network}, so it and its "
-                "firewall rules stay; run the command again later"
+                f"{what} stays, because {', '.join(sorted(silent))} did not answer and may have machines with it; "
+                "run the command again later"
             )
 
     def subnetwork(self, network: str, region: str, subnetwork: str | None = None) -> Subnetwork | None:
@@ -302,5 +313,13 @@ class Project:
         return [resource for page in pages for resource in page.get(key, ())]
 
 
-def _is_in(interface: Mapping[str, Any], network: str) -> bool:
-    return str(interface.get("network", "")).rsplit("/", 1)[-1] == network
+def _is_in(machine: Mapping[str, Any], network: str) -> bool:
+    """Whether a node or instance is in a network."""
+    interfaces = (machine.get("networkConfig", {}), *machine.get("networkInterfaces", ()))
+    return any(str(interface.get("network", "")).rsplit("/", 1)[-1] == network for interface in interfaces)
+
+
+def _has_account(machine: Mapping[str, Any], account: str) -> bool:
+    """Whether a node or instance acts as a service account."""
+    accounts = (machine.get("serviceAccount", {}), *machine.get("serviceAccounts", ()))
+    return any(one.get("email") == account for one in accounts)

@@ -33,6 +33,7 @@ class Accounts:
             ("POST", ACCOUNTS, self._create),
             ("POST", ACCOUNTS + "/{account}:generateAccessToken", self._make_token),
             ("GET", ACCOUNTS + "/{account}", self._get),
+            ("DELETE", ACCOUNTS + "/{account}", self._delete),
             ("GET", BUCKET_POLICY, self._get_policy),
             ("PUT", BUCKET_POLICY, self._set_policy),
         ]
@@ -69,6 +70,12 @@ class Accounts:
         if account is None or project not in ("-", account["projectId"]):
             raise Refused(NOT_FOUND, f"Unknown service account {email}")
         return {key: value for key, value in account.items() if key != "exists"}
+
+    def _delete(self, call: Call) -> Json:
+        email = self._get(call)["email"]
+        self._policies.check(call.caller, "iam.serviceAccounts.delete", f"projects/{call.path['project']}")
+        self._policies.remove_account(email)
+        return {}
 
     def _make_token(self, call: Call) -> Json:
         email = call.path["account"]

@@ -1,6 +1,7 @@
 """Who may do what: the roles of service accounts on projects, buckets and service accounts."""
 
 import base64
+import json
 import secrets
 import zlib
 from collections.abc import Callable
@@ -90,7 +91,18 @@ class Policies:
         self._timetable.schedule(NEW_ACCOUNT_S, "account exists", email)
 
     def _finish_account(self, email: str) -> None:
-        self.accounts.put(email, {**self.accounts[email], "exists": True})
+        if email in self.accounts:
+            self.accounts.put(email, {**self.accounts[email], "exists": True})
+
+    def remove_account(self, email: str) -> None:
+        """Delete an account; policies go on naming it, in Google's form for a deleted one."""
+        deleted = f"deleted:serviceAccount:{email}?uid=1"
+        for table in (self._policies, self._applied):
+            table.pop(f"accounts/{email}")
+            for resource, policy in table.items():
+                text = json.dumps(policy).replace(f'"serviceAccount:{email}"', f'"{deleted}"')
+                table.put(resource, json.loads(text))
+        self.accounts.pop(email)
 
     def member(self, caller: str) -> str:
         """Return who calls, by the end of the token: nothing, ~ID of a host, or ~EMAIL of an account."""

@@ -79,6 +79,23 @@ def test_missing_tensorflow_image_of_pods_is_replaced_by_another_of_its_kind():
     assert failed(text, runtimes={ZONE: offered}).mend == 'runtime = "tpu-vm-tf-2.14.1-pod"'
 
 
+@pytest.mark.parametrize(
+    ("how", "limit", "found"),
+    [
+        ("spot", 16, "wants 4 spot v6e-8, each takes 8 of the quota; the project may have us-central1-b: 16"),
+        ("spot", 32, "wants 4 v6e-8: us-central1-b has quota for 4 of them"),
+        ("on-demand", 16, "wants 4 v6e-8: Google does not tell the quota"),
+    ],
+)
+def test_pool_of_compute_engine_takes_the_quotas_there(how, limit, found):
+    text = TEXT.replace('type = "v2-8"\nzones', f'type = "v6e-8"\napi = "compute"\nhow = "{how}"\nzones')
+    image = read(text).pool[0].image
+    quotas = (Quota("PREEMPTIBLE-TPU-V6E-per-project-region", {"us-central1": limit}), *FACTS.quotas)
+    checks = run(text, paid=True, quotas=quotas, machine_types={ZONE: ("ct6e-standard-8t",)}, images={image: True})
+    (quota,) = [check for check in checks if check.id == "quota"]
+    assert found in quota.sentence and quota.ok == (" 4 of " in found or "not tell" in found)
+
+
 def test_all_checks_pass_where_all_is_right():
     found = run()
     assert all(check.ok and check.sentence and not check.mend for check in found)

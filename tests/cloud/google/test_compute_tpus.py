@@ -14,6 +14,7 @@ from tpuswarm.cloud.google.access import Access
 from tpuswarm.cloud.google.instances import instance_from_spec, list_aggregated, machine_from_instance
 from tpuswarm.cloud.google.project import Project
 from tpuswarm.cloud.google.provider import GoogleProvider
+from tpuswarm.cloud.google.quotas import allowance
 from tpuswarm.cloud.google.slices import PARTS, Slices, group_from_spec, policy_from_spec, template_from_spec
 from tpuswarm.cloud.protocol import Disk, TpuSpec
 from tpuswarm.cloud.rehearsal.connect import send_command
@@ -151,7 +152,9 @@ def test_refusals_say_whether_capacity_or_quota_lacks_and_leave_nothing(cloud, p
     cloud.create(v6e("first", zone=zone))
     ready(cloud, "first")
     error = error_of(cloud, cloud.create(v6e("second", zone=zone)))
-    assert isinstance(error, NoQuota) and error.limit == "PREEMPTIBLE-TPU-V6E-per-project-zone"
+    assert isinstance(error, NoQuota) and error.limit == "PREEMPTIBLE_TPU_V6E"
+    quotas = Project(cloud.access).quotas(["compute"])
+    assert [allowance(quotas, "v6e-8", how, zone, "compute").limit for how in ("spot", "on-demand")] == [8, 8]
     cloud.create(replace(v6e("other", zone=zone), how="on-demand"))  # a quota of its own
     cloud.create(replace(v6e("old", zone=zone), api="tpu", runtime="v2-alpha-tpuv6e"))  # so has the TPU API
     for name in ("other", "old"):

@@ -1,8 +1,9 @@
 """Inspect and set up a project: APIs, billing, quota, bucket, network, firewall. Existing resources stay unchanged."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from tpuswarm.catalog import Api
 from tpuswarm.cloud.errors import Denied, Invalid, NotFound, Taken, Unreachable
 from tpuswarm.cloud.google import firewall, quotas
 from tpuswarm.cloud.google.access import Access, wait_until
@@ -101,10 +102,15 @@ class Project:
         info = self._access.get("asking who pays for the project", url)
         return info["billingAccountName"].rsplit("/", 1)[-1] if info.get("billingEnabled") else None
 
-    def quotas(self) -> tuple[quotas.Quota, ...]:
-        place = f"projects/{self.id}/locations/global/services/tpu.googleapis.com"
-        url = self._access.url("cloudquotas.googleapis.com", f"v1/{place}/quotaInfos")
-        return quotas.quotas_from_infos(self._list_all("asking for quotas", url, "quotaInfos", {"pageSize": "500"}))
+    def quotas(self, apis: Iterable[Api]) -> tuple[quotas.Quota, ...]:
+        """Return the quotas of TPUs in these of Google's APIs."""
+        place = f"v1/projects/{self.id}/locations/global/services"
+        urls = [
+            self._access.url("cloudquotas.googleapis.com", f"{place}/{quotas.SERVICES[api]}/quotaInfos") for api in apis
+        ]
+        query = {"pageSize": "500"}
+        infos = [info for url in urls for info in self._list_all("asking for quotas", url, "quotaInfos", query)]
+        return quotas.quotas_from_infos(infos)
 
     def find_bucket(self, name: str, owner: str | None = None) -> BucketSettings | None:
         """Return the settings of a bucket; None if there is none. `owner`: its project, by default this one.

@@ -12,6 +12,7 @@ from tpuswarm.cloud.rehearsal.common.policies import project_number
 from tpuswarm.cloud.rehearsal.common.records import Records, Table
 from tpuswarm.cloud.rehearsal.common.timetable import Timetable
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults, billing_disabled, service_disabled
+from tpuswarm.cloud.rehearsal.compute.tpus import list_quotas
 from tpuswarm.cloud.rehearsal.tpu.offers import list_offers
 from tpuswarm.cloud.rehearsal.wire.rest import Answer, parse_call, routes
 
@@ -189,7 +190,8 @@ class Projects:
     def _list_quotas(self, call: Call) -> Json:
         project, service = call.path["project"], call.path["service"]
         self.check(project, "cloudquotas.googleapis.com")
-        limits = self._zone_faults.quota_infos(list_offers()) if service == "tpu.googleapis.com" else {}
+        is_compute = service == "compute.googleapis.com"
+        limits = list_quotas(self._zone_faults) if is_compute else self._zone_faults.quota_infos(list_offers())
         parent = f"projects/{project}/locations/global/services/{service}/quotaInfos"
         return {
             "quotaInfos": [
@@ -198,12 +200,11 @@ class Projects:
                     "quotaId": name,
                     "service": service,
                     "containerType": "PROJECT",
-                    "dimensions": ["zone"],
                     "dimensionsInfos": [
-                        {"dimensions": {"zone": zone}, "details": {"value": str(limit)}, "applicableLocations": [zone]}
-                        for zone, limit in limit_by_zone.items()
+                        {"dimensions": dict(dimensions), "details": {"value": str(limit)}}
+                        for dimensions, limit in sorted(limit_by_place.items())
                     ],
                 }
-                for name, limit_by_zone in sorted(limits.items())
+                for name, limit_by_place in sorted(limits.items())
             ]
         }

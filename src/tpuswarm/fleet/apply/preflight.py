@@ -158,21 +158,19 @@ def _apis(facts: ProjectFacts) -> Verdict:
 def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
     if pool.how == "reserved":
         return "a reservation includes its quota"
-    if pool.chosen_api == "compute":
-        return f"pool {pool.name} takes quota of Compute Engine: the first creation tells how much there is"
-    spot = pool.how == "spot"
-    quotas = _answer(facts.quotas)
-    allowances = {zone: allowance(quotas, pool.type, spot, zone) for zone in pool.zones}
+    api, how = pool.chosen_api, "" if pool.how in ("on-demand", "queued") else f"{pool.how} "
+    quotas, units = _answer(facts.quotas), quota_units(pool.type, api)
+    allowances = {zone: allowance(quotas, pool.type, pool.how, zone, api) for zone in pool.zones}
     known = {zone: found for zone, found in allowances.items() if found}
-    fits = sum(found.limit // quota_units(pool.type) for found in known.values())
+    fits = sum(found.limit // units for found in known.values())
     if len(known) < len(allowances) or fits >= pool.count:
         count = f"for {fits:,} of them" if fits < UNLIMITED_COUNT else "without limit"
         quota = f"{', '.join(known)} has quota {count}" if known else "Google does not tell the quota"
         return f"pool {pool.name} wants {pool.count} {pool.type}: {quota}"
     limits = "; ".join(f"{zone}: {found.limit} ({found.quota})" for zone, found in known.items())
     return (
-        f"pool {pool.name} wants {pool.count} {'spot ' if spot else ''}{pool.type}, each takes "
-        f"{quota_units(pool.type)} of the quota; the project may have {limits}",
+        f"pool {pool.name} wants {pool.count} {how}{pool.type}, each takes {units} of the quota; the project may have "
+        f"{limits}",
         f"ask for more at {quota_page(facts.project)}, take another zone{f', or set count = {fits}' if fits else ''}",
     )
 

@@ -88,7 +88,7 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
         def ask(question: Callable[..., T], *about: object) -> Callable[[], T | CloudError]:
             return threads.submit(_answer_or_error, question, *about).result
 
-        billing, quotas = ask(project.billing), ask(project.quotas)
+        billing, quotas = ask(project.billing), ask(project.quotas, [api for api in APIS if by_api[api]])
         types = {zone: ask(lambda zone: tuple(google.types(zone)), zone) for zone in by_api["tpu"]}
         runtimes = {zone: ask(lambda zone: tuple(google.runtimes(zone)), zone) for zone in by_api["tpu"]}
         vm_zones = {zone for _, table, zones in file.machine_tables if isinstance(table, HeadTable) for zone in zones}

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from tpuswarm.catalog import Api, find
-from tpuswarm.cloud.protocol import Machine, Spec, TpuSpec
+from tpuswarm.cloud.protocol import How, Machine, Spec, TpuSpec
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide.desired import Desired
 from tpuswarm.fleet.decide.fleet_state import Observed
@@ -122,18 +122,19 @@ def is_billable(machine: Machine) -> bool:
 
 
 def spec_quota(spec: Spec) -> QuotaKey:
-    return _quota("tpu" if isinstance(spec, TpuSpec) else "vm", spec.api, spec.type, spec.zone, spec.how == "spot")
+    return _quota("tpu" if isinstance(spec, TpuSpec) else "vm", spec.api, spec.type, spec.zone, spec.how)
 
 
 def machine_quota(machine: Machine) -> QuotaKey:
-    return _quota(machine.kind, machine.api, machine.type, machine.zone, machine.spot)
+    return _quota(machine.kind, machine.api, machine.type, machine.zone, machine.how)
 
 
 @cache
-def _quota(kind: str, api: Api, type_: str, zone: str, spot: bool) -> QuotaKey:
+def _quota(kind: str, api: Api, type_: str, zone: str, how: How) -> QuotaKey:
     """Return the key of the quota that a machine takes; each API has quotas of its own."""
     if kind == "vm":
         return QuotaKey("vm", False, zone, False)
+    spot = how in ("spot", "flex-start")
     try:
         key, is_for_serving = quota_key(type_, zone, spot), find(type_).is_for_serving
     except InputError:  # the catalogue does not know the type

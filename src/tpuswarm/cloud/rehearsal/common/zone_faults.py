@@ -61,14 +61,17 @@ class ZoneFaults:
     def quotas(self) -> dict[str, int]:
         return dict(self._quotas.items())
 
-    def quota_infos(self, offers: Mapping[str, Iterable[Accelerator]]) -> dict[str, dict[str, int]]:
-        """Return the limit of each zone by name of the quota; -1: no limit."""
-        limits: dict[str, dict[str, int]] = {}
+    def quota_infos(
+        self, offers: Mapping[str, Iterable[Accelerator]]
+    ) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
+        """Return the TPU API's limit of each zone by name of the quota; -1: no limit."""
+        limits: dict[str, dict[tuple[tuple[str, str], ...], int]] = {}
         for zone, accelerators in offers.items():
             for accelerator in accelerators:
                 limit = self._quota(zone, accelerator)
                 for is_spot in (False, True):
-                    limits.setdefault(_quota_name(accelerator, is_spot), {})[zone] = -1 if limit is None else limit
+                    of_zone = limits.setdefault(_quota_name(accelerator, is_spot), {})
+                    of_zone[("zone", zone),] = -1 if limit is None else limit
         return limits
 
     def _quota(self, zone: str, accelerator: Accelerator) -> int | None:

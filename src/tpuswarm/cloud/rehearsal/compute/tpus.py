@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from functools import cache
 
 from tpuswarm.catalog import Accelerator, accelerator_of_machine, accelerators
+from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.rehearsal.common.hosts import RehearsedHost
 from tpuswarm.cloud.rehearsal.common.zone_faults import ZoneFaults
 from tpuswarm.cloud.rehearsal.compute.resources import BASE, Resource
 
-FAMILIES = {"v5p": "CT5P", "v6e": "CT6E", "tpu7x": "TPU7X"}
-"""The dimension tpu_family of Compute Engine's quota, as a public project of August 2026 shows CT6E; the others by
-analogy."""
+GENERATIONS_WITH_QUOTA = ("v5p", "v6e")
+"""Those of TPU7x are not known."""
+Dimensions = tuple[tuple[str, str], ...]
 
 
 @cache
@@ -34,23 +35,48 @@ def find_exhausted_quota(
 ) -> tuple[str, int] | None:
     """Return name and limit of the quota that `count` more instances would exceed; None if they fit.
 
-    On demand and flex-start share one quota, spot has another; neither is the TPU API's.
+    Flex-start takes quota of spot machines (and at Google that of those on demand where there is none); neither is the
+    TPU API's.
     """
     tpu = tpu_of(wanted)
     limit = zone_faults.limit(zone, tpu.generation.name) if tpu else None
     if tpu is None or limit is None:
         return None
-    same = (instance for instance in existing if is_spot(instance) == is_spot(wanted))
+    same = (instance for instance in existing if _takes_spot_quota(instance) == _takes_spot_quota(wanted))
     used = sum(other.chips for instance in same if (other := tpu_of(instance)) and other.generation == tpu.generation)
     if used + count * tpu.chips <= limit:
         return None
-    if is_spot(wanted):
-        return f"PREEMPTIBLE-TPU-{tpu.generation.name.upper()}-per-project-zone", limit
-    return "TPUS-PER-TPU-FAMILY-per-project-region", limit
+    name, _ = _quota(tpu.generation.name, _takes_spot_quota(wanted), zone)
+    return name.removesuffix("-per-project-region").replace("-", "_"), limit
+
+
+def list_quotas(zone_faults: ZoneFaults) -> dict[str, dict[Dimensions, int]]:
+    """Return the limits that were set, by id of the quota and place; at Google all zones of a region share one."""
+    limits: dict[str, dict[Dimensions, int]] = {}
+    for zone in list_offers():
+        for generation in GENERATIONS_WITH_QUOTA:
+            if (limit := zone_faults.limit(zone, generation)) is not None:
+                for is_spot in (False, True):
+                    id_, dimensions = _quota(generation, is_spot, zone)
+                    limits.setdefault(id_, {})[dimensions] = limit
+    return limits
+
+
+def _quota(generation: str, is_spot: bool, zone: str) -> tuple[str, Dimensions]:
+    """Return id and dimensions of a quota, as a public project of August 2026 has them for v5p and v6e."""
+    region = ("region", region_of(zone))
+    if generation != "v5p" and not is_spot:
+        return "TPUS-PER-TPU-FAMILY-per-project-region", (region, ("tpu_family", f"CT{generation[1:].upper()}"))
+    return f"{'PREEMPTIBLE-' * is_spot}TPU-{generation.upper()}-per-project-region", (region,)
+
+
+def _takes_spot_quota(instance: Resource) -> bool:
+    return is_spot(instance) or is_flex_start(instance)
 
 
 def quota_message(name: str, limit: int, zone: str) -> str:
-    return f"Quota '{name}' exceeded.  Limit: {limit:.1f} in zone {zone}."
+    """Return Compute Engine's sentence, as public logs of 2026 have it for v6e on demand."""
+    return f"Quota '{name}' exceeded.  Limit: {limit:.1f} in region {region_of(zone)}."
 
 
 def stockout_message(project: str, zone: str) -> str:

@@ -30,6 +30,7 @@ NAMES = (
     "head",
     "router",
     "rehearsal",
+    "keeper",
     "journey",
     "notebook",
     "page",

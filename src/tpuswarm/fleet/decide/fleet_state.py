@@ -76,7 +76,7 @@ class ZoneBackoff:
     replaced: tuple[float, ...] = ()
     """When unhealthy machines were replaced."""
     lost: tuple[float, ...] = ()
-    """When the cloud took machines away, recently."""
+    """When the cloud took the last few machines away, recently."""
     refused_after_s: float = 0.0
     """How long the last creation ran that ended without capacity."""
 

@@ -314,10 +314,10 @@ class _Observer:
 
     def _add_loss(self, key: str) -> None:
         backoff = self.backoffs.get(key, ZoneBackoff())
-        lost = (*(at for at in backoff.lost if self.now - at < LOSS_WINDOW_S), self.now)
+        lost = tuple(at for at in (*backoff.lost, self.now) if self.now - at < LOSS_WINDOW_S)[-MAX_LOSSES:]
         self.backoffs[key] = replace(backoff, lost=lost)
-        if len(lost) >= MAX_LOSSES:
-            self._back_off(key, f"{len(lost)} machines were taken away within {LOSS_WINDOW_S / 60:.0f} min")
+        if len(lost) == MAX_LOSSES:
+            self._back_off(key, f"{MAX_LOSSES} machines or more were taken away within {LOSS_WINDOW_S / 60:.0f} min")
 
     def _miss(self, seen: SeenMachine, key: str) -> None:
         machine = seen.machine

@@ -16,7 +16,7 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.user_code import option_types
 
-OTHER_OPTIONS = {"--clear-soft-delete", "--logdir", "--peers", "--quick"}
+OTHER_OPTIONS = {"--clear-soft-delete", "--init", "--logdir", "--net", "--peers", "--privileged", "--quick", "--rm"}
 """Options of other programs and of our benchmarks."""
 
 

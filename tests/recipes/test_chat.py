@@ -8,7 +8,7 @@ from tests.recipes.chats import QWEN, TEMPLATES, without_marks, write_model
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import model, sample
 from tpuswarm.recipes.decoder.recipe import Decoder
-from tpuswarm.recipes.language.chat import end_of_turn
+from tpuswarm.recipes.language.chat import turn_ends
 from tpuswarm.recipes.language.reply import reply
 from tpuswarm.recipes.language.sampling import make_sampling, text_of
 from tpuswarm.train.recipe import Options
@@ -48,17 +48,19 @@ def message(content, role="user"):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("marked", [True, False])
-def test_answer_ends_with_the_turn_or_the_text(tmp_path, name, marked):
+@pytest.mark.parametrize("marks", ["around", "and a line break", "none"])
+def test_answer_ends_with_the_turn_or_the_text(tmp_path, name, marks):
     text, special = TEMPLATES[name]
-    recipe = recorded(write_model(tmp_path / "published", name, text if marked else without_marks(text)))
-    turn = end_of_turn(recipe.chat_template, recipe.tokenizer)
-    assert recipe.tokenizer.decode([turn]) == special[-1]
+    if marks == "and a line break":
+        text = text.replace(f"{special[-1]}' }}}}", f"{special[-1]}\\n' }}}}")
+    if marks == "none":
+        text = without_marks(text)
+    recipe = recorded(write_model(tmp_path / "published", name, text))
+    assert recipe.tokenizer.decode([*turn_ends(recipe.chat_template, recipe.tokenizer)]) == special[-1]
     for end in (special[-1], recipe.tokenizer.end_text):
         recipe.answer = [recipe.tokenizer.encode(f"Hello {end} more").tolist()]
         assert "".join(reply(recipe, None, [message("Hi")], 50, GREEDY, 0)) == "Hello "
     assert recipe.start.startswith(special[0] * (name != "qwen")) and "Hi" in recipe.start and recipe.count == 50
-    recipe.answer = [[ord("a")] * 3, [ord("b")]]
     recipe.answer = [recipe.tokenizer.encode("one two").tolist()]
     assert "".join(reply(recipe, None, [message("Hi")], 50, GREEDY, 0, [" two"])) == "one"
 

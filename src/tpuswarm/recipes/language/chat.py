@@ -182,13 +182,12 @@ def read_template(place: Published) -> ChatTemplate | None:
     return ChatTemplate(text, tokens, place.name) if isinstance(text, str) else None
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: Bpe) -> int | None:
-    """Return the token that ends a turn of the assistant; None if the template has none."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+def turn_ends(template: ChatTemplate, tokenizer: Bpe) -> set[int]:
+    """Return the special tokens that the template puts behind what the assistant says."""
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     text, spans = template.spans(Conversation(messages, None, "a test"), tokenizer.special_tokens)
-    ((numbers, offsets_Nx2),) = tokenizer.encode_with_offsets([text])
-    last = np.flatnonzero(offsets_Nx2[:, 1] <= spans[-1][1])[-1]
-    return int(numbers[last]) if tokenizer.special_tokens.fullmatch(text, *offsets_Nx2[last]) else None
+    ends = tokenizer.special_tokens.findall(text, text.rfind("answer"), spans[-1][1])
+    return {int(number) for end in ends for number in tokenizer.encode(end)}
 
 
 def read_conversations(text: Text, advance: Advance | None = None) -> Iterator[Conversation]:

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.language.chat import Conversation, end_of_turn
+from tpuswarm.recipes.language.chat import Conversation, turn_ends
 from tpuswarm.recipes.language.language_model import LanguageModel
 from tpuswarm.recipes.language.sampling import Sampling, text_of
 from tpuswarm.recipes.language.tokenizer import Bpe
@@ -36,6 +36,6 @@ def reply(
                 "write less"
             )
         messages = messages[2:]
-    ends = {recipe.tokenizer.end, end_of_turn(template, recipe.tokenizer)}
+    ends = {recipe.tokenizer.end, *turn_ends(template, recipe.tokenizer)}
     chunks = recipe.generate(params, start, min(tokens, context - len(start)), sampling, seed)
     yield from text_of(chunks, recipe.tokenizer.decode, ends, stop)

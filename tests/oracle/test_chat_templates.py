@@ -1,18 +1,27 @@
-"""Rendered conversations beside transformers: token numbers, and the assistant's tokens."""
+"""Conversations beside transformers: token numbers, the assistant's tokens, loss and gradient."""
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from tests.recipes.chats import CHATS, TEMPLATES, messages, without_marks, write_chats, write_tokenizer
 
+from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.recipes.language.chat import COUNTED, STARTS, TOKEN_BITS, encode_conversations, read_template
 from tpuswarm.recipes.language.hub import Published
 from tpuswarm.recipes.language.text import open_text
 from tpuswarm.recipes.language.tokenizer import read_bpe
+from tpuswarm.train.program.compiled import place_program
+from tpuswarm.train.program.request import Request
 
+torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+MODEL = {
+    "vocab_size": 266, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "sliding_window": 20,
+}  # fmt: skip
 THINKING = [
     ("user", "1+1"),
     ("assistant", "<think>\nhm\n</think>\n\n2"),
@@ -69,3 +78,36 @@ def test_tools_and_their_calls_are_rendered_as_in_transformers(tmp_path, marked)
     wanted = theirs.apply_chat_template(chat, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
     assert (tokens & TOKEN_BITS).tolist() == wanted["input_ids"]
     assert (tokens & COUNTED != 0).astype(int).tolist() == wanted["assistant_masks"]
+
+
+def test_loss_and_gradient_of_packed_conversations_are_those_of_labels_in_transformers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("mistral", **MODEL, attn_implementation="eager")
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made.save_pretrained(tmp_path / "theirs")
+    write_tokenizer(tmp_path / "theirs", "llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    place = f"hf:{tmp_path / 'theirs'}"
+    data = write_chats(tmp_path / "chat.jsonl", *CHATS)
+    recipe = Decoder(**Decoder.options_at(place) | {"data": data, "context": 256})
+    placed = place_program(recipe, Request(2, precision="highest"), jax.devices()[:1])
+    state = placed.init(jax.random.key(0), recipe.load_shared(place, placed.program.exchange().get(placed.state)))
+    rows = recipe.data("all").rows(0, 2)
+    assert recipe.data("all").rows_per_epoch == 2 and rows["segments"].max() > 1
+    total, weight = placed.evaluate(state, rows)["loss"]
+    expected, count = torch.zeros(()), 0
+    for chat in CHATS:
+        found = tokenizer.apply_chat_template(
+            messages(chat), return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt"
+        )
+        ids, mask = found["input_ids"], torch.as_tensor(found["assistant_masks"]).reshape(1, -1)
+        labels = torch.where(mask > 0, ids, -100)
+        count += int(mask.sum())
+        logits = made(ids).logits[:, :-1]
+        expected = expected + torch.nn.functional.cross_entropy(logits[0], labels[0, 1:], reduction="sum")
+    expected.backward()
+    assert float(weight) == count and float(total) == pytest.approx(float(expected.detach()), rel=1e-5)
+    gradient = np.asarray(placed.program.batch_gradient(state, rows, jax.random.key(0))["embed"])
+    wanted = made.get_input_embeddings().weight.grad.numpy()
+    np.testing.assert_allclose(gradient[: len(wanted)], wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())

@@ -14,6 +14,7 @@ from tests.fleet.fake_cloud import START
 from tests.fleet.loop import FLEET, ManagedFleet, desired, pool
 
 from benchmarks.report import Median, Settings, Table, median, verdict
+from tpuswarm.catalog.accelerators import Api
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Worker
 from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Desired
@@ -21,7 +22,7 @@ from tpuswarm.fleet.decide.fleet_state import FleetState, Observed
 from tpuswarm.fleet.decide.observe import observe
 
 MACHINE_COUNT, TICK_COUNT, LIMIT_S = 10_000, 21, 0.2
-ZONES = {"tpu": "us-central1-f", "compute": "us-east5-a"}
+ZONES: dict[Api, str] = {"tpu": "us-central1-f", "compute": "us-east5-a"}
 TYPES = {"tpu": "v2-8", "compute": "v6e-8"}
 POOLS_PER_API, LOST_EVERY = 5, 3
 

@@ -45,7 +45,10 @@ def replacements() -> dict[Any, Callable[..., Any]]:
         functional.embedding_bag: _embedding_bag,
         functional.gaussian_nll_loss: _gaussian_nll_loss,
         functional.ctc_loss: functools.partial(_ctc_loss, losses),
+        functional.rrelu: _rrelu,
+        torch._weight_norm: _weight_norm,
         torch.cdist: _cdist,
+        torch.pdist: _pdist,
         torch.linalg.lstsq: _lstsq,
     }
     methods = {"bincount": _bincount, "corrcoef": _corrcoef, "cov": _cov, "repeat_interleave": _repeat_interleave}
@@ -71,7 +74,32 @@ def _dense_embedding(*args: Any, **kwargs: Any) -> Any:
 
 
 def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) -> Any:
-    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")  # the other form depends on the number of rows
+    return _lengths(x1[..., :, None, :] - x2[..., None, :, :], p)
+
+
+def _pdist(input: Any, p: float = 2.0) -> Any:
+    first, second = torch.triu_indices(len(input), len(input), 1)
+    return _lengths(input[first] - input[second], p)
+
+
+def _lengths(differences: Any, p: float) -> Any:
+    if p != math.inf:
+        return torch.linalg.vector_norm(differences, p, -1)
+    sizes = differences.abs()
+    largest = sizes.detach().amax(-1, keepdim=True)  # each of several has the whole gradient
+    return largest[..., 0] + ((sizes - sizes.detach()) * (sizes == largest)).sum(-1)
+
+
+def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _rrelu(
+    input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Any:  # fmt: skip
+    slopes = torch.empty_like(input).uniform_(lower, upper) if training else (lower + upper) / 2
+    y = torch.where(input > 0, input, input * slopes)
+    return input.copy_(y) if inplace else y
 
 
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
@@ -118,32 +146,24 @@ def _embedding_bag(
     if max_norm is not None:
         raise InputError("EmbeddingBag writes into its weight if it has a max_norm; leave max_norm out")
     padding_idx = None if padding_idx is None else padding_idx % len(weight)
-    rows = functional.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
-    rows = rows if per_sample_weights is None else rows * per_sample_weights[..., None]
-    is_used = torch.ones_like(input) if padding_idx is None else (input != padding_idx).to(input.dtype)
-    bags, positions = 0, torch.arange(len(input))
-    bag_of = positions
-    if input.dim() == 1:
-        bags = len(offsets) - include_last_offset
-        bag_of = torch.searchsorted(offsets[:bags].contiguous(), positions, right=True) - 1
-
-    def sum_bags(values: Any) -> Any:
-        if input.dim() == 2:
-            return values.sum(1)
-        return values.new_zeros(bags, *values.shape[1:]).index_add(0, bag_of, values)
-
-    bag_size = sum_bags(is_used)[:, None]
-    if mode != "max":
-        total = sum_bags(rows * is_used[..., None])
-        return total if mode == "sum" else total / bag_size.clamp(min=1)
-    rows = rows.masked_fill(is_used[..., None] == 0, -math.inf)
     if input.dim() == 2:
-        return rows.max(1)[0].masked_fill(bag_size == 0, 0)
+        offsets, include_last_offset = torch.arange(len(input)) * input.shape[1], False
+    ids = input.flatten()
+    rows = functional.embedding(ids, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+    rows = rows if per_sample_weights is None else rows * per_sample_weights.flatten()[:, None]
+    is_used = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).to(ids.dtype)
+    bags, positions = len(offsets) - include_last_offset, torch.arange(len(ids))
+    bag_of = torch.searchsorted(offsets[:bags].contiguous(), positions, right=True) - 1
+    bag_size = is_used.new_zeros(bags).index_add(0, bag_of, is_used)[:, None]
+    if mode != "max":
+        total = rows.new_zeros(bags, rows.shape[1]).index_add(0, bag_of, rows * is_used[:, None])
+        return total if mode == "sum" else total / bag_size.clamp(min=1)
+    rows = rows.masked_fill(is_used[:, None] == 0, -math.inf)
     with torch.no_grad():  # the first of equal elements gets the gradient
         index = bag_of[:, None].expand_as(rows)
         largest = rows.new_full((bags, rows.shape[1]), -math.inf).scatter_reduce(0, index, rows, "amax")
-        place = torch.where(rows == largest[bag_of], positions[:, None], len(input) - 1)
-        first = place.new_full(largest.shape, len(input) - 1).scatter_reduce(0, index, place, "amin")
+        place = torch.where(rows == largest[bag_of], positions[:, None], len(ids) - 1)
+        first = place.new_full(largest.shape, len(ids) - 1).scatter_reduce(0, index, place, "amin")
     return rows.gather(0, first).masked_fill(bag_size == 0, 0)
 
 
@@ -231,7 +251,8 @@ def _custom_op(name: str, arguments: str, results: str, fake: Callable[..., Any]
         output, inputs = tree_unflatten(leaves, ctx.structure)
         result = output if isinstance(output, torch.Tensor) else output[0]
         flat = iter(backward(result, list(gradients), *inputs))
-        differentiated = [_gradients_like(argument, flat) for argument in inputs[:num_differentiable]]
+        leaves, structure = tree_flatten(list(inputs[:num_differentiable]))
+        differentiated = tree_unflatten([next(flat) if _is_float(leaf) else None for leaf in leaves], structure)
         return (*differentiated, *[None] * (len(inputs) - num_differentiable))
 
     forward.register_autograd(differentiate, setup_context=save)
@@ -240,9 +261,3 @@ def _custom_op(name: str, arguments: str, results: str, fake: Callable[..., Any]
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _gradients_like(argument: Any, flat: Any) -> Any:
-    if isinstance(argument, (list, tuple)):
-        return [_gradients_like(item, flat) for item in argument]
-    return next(flat) if _is_float(argument) else None

@@ -22,7 +22,7 @@ from tpuswarm.torch.interpreter import check_operators, draws_random_numbers
 from tpuswarm.torch.lightning import LightningSteps
 from tpuswarm.torch.masks import simplify_attention_masks
 from tpuswarm.torch.merge_traces import TRACED_ROWS, merge_traces
-from tpuswarm.torch.trace import Location, TracedStep, copy_module, trace, traceback_line
+from tpuswarm.torch.trace import Location, TracedStep, copy_module, location_of, trace, traceback_line
 from tpuswarm.train.process.terminal import echo
 
 MIN_TORCH = (2, 13)
@@ -224,7 +224,7 @@ def _tied_names(module: Any) -> dict[str, str]:
 
 def to_graph(step: TracedStep, train: bool, constants: dict[str, np.ndarray], masks: list[bool | None]) -> Graph:
     """Convert a traced step; add its constants to `constants`. masks: see `simplify_attention_masks`."""
-    module, locations, prefix = step.graph, step.locations, "train." if train else "evaluate."
+    module, prefix = step.graph, "train." if train else "evaluate."
     simplify_attention_masks(module, masks)
     placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     inputs = dict(zip(placeholders, step.inputs, strict=True))
@@ -234,9 +234,9 @@ def to_graph(step: TracedStep, train: bool, constants: dict[str, np.ndarray], ma
         if fx_node.op == "get_attr":
             name = f"{prefix}{fx_node.target}"
             inputs[fx_node.name] = ("constants", name)
-            _add_constant(constants, name, getattr(module, fx_node.target), locations[fx_node])
+            _add_constant(constants, name, getattr(module, fx_node.target), location_of(fx_node))
         elif fx_node.op == "call_function":
-            node = _to_node(fx_node, locations[fx_node], aliases)
+            node = _to_node(fx_node, aliases)
             if node.op == "copy_":
                 group, written = inputs[node.args[0].name]
                 _check_write(group, written, train)
@@ -251,11 +251,11 @@ def to_graph(step: TracedStep, train: bool, constants: dict[str, np.ndarray], ma
     )
     buffers = {name: value for name, value in buffers.items() if inputs.get(value.name) != ("buffers", name)}
     nodes = _used_nodes(nodes, [loss, *metrics.values(), *buffers.values(), *gradients.values()])
-    backward = {fx_node.name for fx_node in module.graph.nodes if locations[fx_node].is_backward}
+    backward = {fx_node.name for fx_node in module.graph.nodes if location_of(fx_node).is_backward}
     forward = next((number for number, node in enumerate(nodes) if node.name in backward), len(nodes))
     arrays = {name: source for name, source in inputs.items() if source[0] != "batch"}
     batch = {name: source for name, (group, source) in inputs.items() if group == "batch"}
-    limits = find_index_limits(module.graph, batch, step.rows, locations)
+    limits = find_index_limits(module.graph, batch, step.rows)
     return Graph(arrays, batch, tuple(nodes), loss, metrics, buffers, gradients, forward, limits)
 
 
@@ -300,8 +300,8 @@ def to_array(name: str, tensor: Any) -> np.ndarray:
     return array.astype(ARRAY_DTYPES.get(str(array.dtype), array.dtype))
 
 
-def _to_node(fx_node: Any, location: Location, aliases: Mapping[str, Ref]) -> Node:
-    target = fx_node.target
+def _to_node(fx_node: Any, aliases: Mapping[str, Ref]) -> Node:
+    target, location = fx_node.target, location_of(fx_node)
     if isinstance(target, torch._ops.OpOverload):
         namespace, _, name = target._schema.name.partition("::")
         op = name if namespace == "aten" else f"{namespace}.{name}"

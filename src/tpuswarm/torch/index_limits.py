@@ -1,12 +1,12 @@
 """Find which arrays of the data index a table, such as token ids and targets. Needs torch."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tpuswarm.torch.graph import IndexLimit
-from tpuswarm.torch.trace import Location
+from tpuswarm.torch.trace import location_of
 
 SAME_VALUES = {
     "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "clone", "alias", "detach",
@@ -17,25 +17,15 @@ SLICE_DEFAULTS: tuple[Any, ...] = 0, None, None, 1
 """Axis, start, end and step."""
 
 
-class _Lookup(NamedTuple):
-    """Positions among an operator's arguments."""
-
-    table: int
-    indices: int
-    axis: int | None = None
-    """None for a fixed axis of the table: the classes of a loss, else the first."""
-    ignored: int | None = None
-    """The index that is not looked up."""
-
-
 LOOKUPS = {
-    "embedding": _Lookup(0, 1), "gather": _Lookup(0, 2, axis=1), "index_select": _Lookup(0, 2, axis=1),
-    "nll_loss_backward": _Lookup(1, 2, ignored=5), "nll_loss2d_backward": _Lookup(1, 2, ignored=5),
+    "embedding": (0, 1), "gather": (0, 2), "index_select": (0, 2), "nll_loss_backward": (1, 2),
+    "nll_loss2d_backward": (1, 2),
 }  # fmt: skip
+"""Positions of the table and of the indices among an operator's arguments."""
 
 
 def find_index_limits(
-    graph: Any, arrays: Mapping[str, str], rows: int, locations: Mapping[Any, Location]
+    graph: Any, arrays: Mapping[str, str], rows: int
 ) -> tuple[IndexLimit, ...]:  # fmt: skip
     """Return the limits of arrays that reach a look-up unchanged.
 
@@ -44,21 +34,23 @@ def find_index_limits(
     """
     limits = dict[IndexLimit, None]()  # ordered
     for node in graph.nodes:
-        lookup = LOOKUPS.get(_operator(node))
-        if lookup is None:
+        name, slices = _operator(node), list[Any]()
+        if name not in LOOKUPS:
             continue
-        source, slices = node.args[lookup.indices], list[Any]()
+        table, source = (node.args[position] for position in LOOKUPS[name])
         while _operator(source) in SAME_VALUES:
             source = source.args[0]
         while _operator(source) == "slice":
             slices.insert(0, tuple(source.args[1:]) + SLICE_DEFAULTS[len(source.args) - 1 :])
             source = source.args[0]
-        table = node.args[lookup.table].meta["val"]
-        axis = node.args[lookup.axis] if lookup.axis is not None else min(1, table.dim() - 1) * bool(lookup.ignored)
-        size = table.shape[axis] if table.dim() else 1
+        shape, axis, ignored = table.meta["val"].shape, 0, None
+        if name.startswith("nll_loss"):
+            axis, ignored = min(1, len(shape) - 1), node.args[5]
+        elif name != "embedding":
+            axis = node.args[1]
+        size = shape[axis] if shape else 1
         if source.name in arrays and size != rows and all(dim > 0 for dim, *_ in slices):
-            ignored = None if lookup.ignored is None else node.args[lookup.ignored]
-            limits[IndexLimit(arrays[source.name], tuple(slices), size, ignored, locations[node].source_line)] = None
+            limits[IndexLimit(arrays[source.name], tuple(slices), size, ignored, location_of(node).source_line)] = None
     return tuple(limits)
 
 

@@ -51,8 +51,6 @@ def draws_random_numbers(node: Node) -> bool:
             return node.args[1] > 0 and node.args[2] is not False
         case "tpuswarm.attention":
             return node.args[4] > 0
-        case "rrelu_with_noise_functional":
-            return bool(node.args[4:5] == (True,))
     return node.op in RANDOM
 
 
@@ -88,11 +86,8 @@ class _Interpreter:
                     if layer in pending:
                         outputs |= self._recompute(pending.pop(layer), outputs, inputs)
             outputs[node.name] = self._compute(node, outputs)
-        loss = self._resolve(graph.loss, outputs)
-        if jnp.shape(loss) != ():
-            raise InputError(f"the loss has shape {list(jnp.shape(loss))}; return a scalar, the mean over the batch")
         return StepOutputs(
-            jnp.asarray(loss),
+            jnp.asarray(self._resolve(graph.loss, outputs)),
             {name: jnp.asarray(self._resolve(value, outputs), jnp.float32) for name, value in graph.metrics.items()},
             {name: self._resolve(value, outputs) for name, value in graph.buffers.items()},
             {name: self._resolve(value, outputs) for name, value in graph.gradients.items()},

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import ItemsView, KeysView, Mapping, ValuesView
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -43,37 +43,18 @@ class LightningSteps:
         return loss, {key: value for key, value in logged.items() if key != "loss"}
 
 
-class _Batch(tuple[Any, ...]):
-    """The arrays of a batch as `training_step` takes them: `x, y = batch`, `batch["x"]` or `**batch`."""
+class _Batch(dict[str, Any]):
+    """The arrays of a batch as `training_step` takes them: `x, y = batch`, `batch[0]`, `batch["x"]` or `**batch`."""
 
-    _arrays: Mapping[str, Any]
-
-    def __new__(cls, arrays: Mapping[str, Any]) -> "_Batch":
-        batch = super().__new__(cls, arrays.values())
-        batch._arrays = arrays
-        return batch
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
-            return super().__getitem__(key)
-        if key not in self._arrays:
-            raise InputError(f"the module reads batch[{key!r}], but the data has {', '.join(self._arrays)}")
-        return self._arrays[key]
-
-    def __contains__(self, value: Any) -> bool:
-        return value in self._arrays if isinstance(value, str) else super().__contains__(value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._arrays.get(key, default)
-
-    def keys(self) -> KeysView[str]:
-        return self._arrays.keys()
-
-    def values(self) -> ValuesView[Any]:
-        return self._arrays.values()
-
-    def items(self) -> ItemsView[str, Any]:
-        return self._arrays.items()
+            return list(self.values())[key]
+        if key not in self:
+            raise InputError(f"the module reads batch[{key!r}], but the data has {', '.join(self.keys())}")
+        return super().__getitem__(key)
 
 
 class _NoTrainer:

@@ -15,25 +15,22 @@ def simplify_attention_masks(module: Any, known: list[bool | None]) -> None:
     known: whether each mask is causal, in the graph of another number of rows; of use for masks that are too large to
     compute here. Empty before the first graph, which fills it.
     """
-    values = dict[Any, Any]()
-    kinds: dict[Any, bool | None] = {}
     first_argument = {torch.ops.tpuswarm.attention.default: 0, torch.ops.tpuswarm.attention_backward.default: 2}
-    for node in module.graph.nodes:
-        if node.target not in first_argument:
-            continue
-        first = first_argument[node.target]
-        mask = node.args[first + 3]
-        if not isinstance(mask, torch.fx.Node):
-            continue
-        if mask not in kinds:
-            is_large = mask.meta["val"].numel() > MAX_MASK_SIZE and len(kinds) < len(known)
-            kinds[mask] = known[len(kinds)] if is_large else _is_causal(_evaluate(module, mask, values))
-        if kinds[mask] is not None:
-            args = list(node.args)
-            args[first + 3], args[first + 5] = None, kinds[mask]
-            node.args = tuple(args)
+    attentions = [(node, first_argument[node.target]) for node in module.graph.nodes if node.target in first_argument]
+    masks = [mask for node, first in attentions if isinstance(mask := node.args[first + 3], torch.fx.Node)]
+    kinds = {
+        mask: kind
+        for mask, kind in zip(dict.fromkeys(masks), known, strict=False)
+        if mask.meta["val"].numel() > MAX_MASK_SIZE
+    }
+    values = _evaluate(module, set(masks) - kinds.keys())
+    kinds |= {mask: _is_causal(values[mask]) for mask in masks if mask not in kinds}
+    for node, first in attentions:
+        kind = kinds.get(node.args[first + 3])
+        if kind is not None:
+            node.args = (*node.args[: first + 3], None, node.args[first + 4], kind, *node.args[first + 6 :])
     if not known:
-        known += kinds.values()
+        known += (kinds[mask] for mask in dict.fromkeys(masks))
 
 
 def _is_causal(mask: Any) -> bool | None:
@@ -51,25 +48,21 @@ def _is_causal(mask: Any) -> bool | None:
     return True if is_square and bool((mask == torch.ones(mask.shape[-2:], dtype=torch.bool).tril()).all()) else None
 
 
-def _evaluate(module: Any, node: Any, values: dict[Any, Any]) -> Any:
-    """Return the value of a node, or None if it depends on parameters or data."""
-    stack = [node]
-    while stack:
-        missing = [argument for argument in stack[-1].all_input_nodes if argument not in values]
-        if missing:
-            stack += missing
-        else:
-            ready = stack.pop()
-            values[ready] = _evaluate_with(module, ready, values)
-    return values[node]
-
-
-def _evaluate_with(module: Any, node: Any, values: dict[Any, Any]) -> Any:
-    if node.op == "get_attr":
-        return getattr(module, node.target)
-    if node.op != "call_function" or any(values[argument] is None for argument in node.all_input_nodes):
-        return None
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return None
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.get)
-    return node.target(*args, **(kwargs | ({"device": "cpu"} if "device" in kwargs else {})))
+def _evaluate(module: Any, nodes: set[Any]) -> dict[Any, Any]:
+    """Return the values of nodes and of those that they need; None if they depend on parameters or data."""
+    needed, values = set(nodes), dict[Any, Any]()
+    for node in reversed(module.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    for node in module.graph.nodes:
+        if node not in needed:
+            continue
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        has_values = all(values[argument] is not None for argument in node.all_input_nodes)
+        values[node] = None
+        if node.op == "get_attr":
+            values[node] = getattr(module, node.target)
+        elif node.op == "call_function" and has_values and not is_random:
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.get)
+            values[node] = node.target(*args, **(kwargs | ({"device": "cpu"} if "device" in kwargs else {})))
+    return values

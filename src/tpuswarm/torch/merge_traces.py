@@ -1,6 +1,5 @@
 """Merge traces of several batch sizes into one graph for any number of rows."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,9 @@ from tpuswarm.torch.graph import Dtype, Graph, Node, Ref, RowFormula
 
 TRACED_ROWS = (2, 10, 1004)
 """Two sizes give a formula and the third confirms it. They are even so that a batch can be split in half."""
-EXPONENTS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
+EXPONENTS = tuple((exponent, 0.0) for exponent in (1.0, -1.0, 0.5, -0.5, 2.0, -2.0))
+INTEGER_EXPONENTS = (1.0, 0.0), (2.0, 0.0), (2.0, 1.0)
+"""Pairs of exponents, simple ones first."""
 DIFFERENT_OPERATIONS = "the operations depend on the number of rows, for example in a loop over the batch"
 
 
@@ -65,18 +66,14 @@ def _merge(values: list[Any]) -> Any:
 def _fit_formula(values: list[float]) -> RowFormula:
     """Return the simplest formula that gives the values for `TRACED_ROWS`."""
     is_integer = all(isinstance(value, int) for value in values)
-    for exponent in (1.0, 2.0) if is_integer else EXPONENTS:
-        low, high, last = (rows**exponent for rows in TRACED_ROWS)
-        factor = (values[1] - values[0]) / (high - low)
-        constant = values[0] - factor * low
-        if math.isclose(factor * last + constant, values[2], rel_tol=1e-9):
-            is_zero = abs(constant) < 1e-9 * abs(values[0])
-            return RowFormula(((factor, exponent),) if is_zero else ((factor, exponent), (constant, 0.0)), is_integer)
-    square, linear = np.linalg.solve([[rows**2, rows] for rows in TRACED_ROWS[:2]], values[:2])
-    are_halves = all(abs(2 * factor - round(2 * factor)) < 1e-6 for factor in (square, linear))  # n (n - 1) / 2
-    predicted = square * TRACED_ROWS[2] ** 2 + linear * TRACED_ROWS[2]
-    if is_integer and are_halves and math.isclose(predicted, values[2], rel_tol=1e-9):
-        return RowFormula(((round(2 * square) / 2, 2.0), (round(2 * linear) / 2, 1.0)))
+    for exponents in INTEGER_EXPONENTS if is_integer else EXPONENTS:
+        powers = [[rows**exponent for exponent in exponents] for rows in TRACED_ROWS]
+        factors = np.linalg.solve(powers[:2], values[:2])
+        if is_integer:  # half of an even number, or n (n - 1) / 2
+            factors = np.round(2 * factors) / 2
+        if np.allclose(powers @ factors, values, rtol=1e-9, atol=0):
+            terms = zip(factors.tolist(), exponents, strict=True)
+            return RowFormula(tuple(term for term in terms if abs(term[0]) > 1e-9 * abs(values[0])), is_integer)
     numbers = ", ".join(f"{value:g}" for value in values)
     sizes = ", ".join(map(str, TRACED_ROWS))
     raise _Mismatch(f"a number depends on the rows by no known formula: {numbers} for {sizes} rows")

@@ -61,9 +61,8 @@ def convert_optimizer(module: Any, optimizer: Any, scheduler: Any, unit: str, fr
         if settings[0].get(option):
             refuse(f"{kind.__name__} with {option}")
     make = _make_optimizer(settings[0], decays.pop() if decays else 0.0)
-    schedule = _constant(float(groups[0]["lr"]))
-    if scheduler is not None:
-        schedule = _tabulate(optimizer, scheduler, unit, frequency)
+    rate = float(groups[0]["lr"])
+    schedule = (lambda step: rate) if scheduler is None else _tabulate(optimizer, scheduler, unit, frequency)
     decay_by_id = {id(param): bool(group["weight_decay"]) for group in groups for param in group["params"]}
     params = dict(module.named_parameters())
     is_decayed = {name: decay_by_id[id(param)] for name, param in params.items() if id(param) in decay_by_id}
@@ -101,13 +100,6 @@ def _decay_pattern(params: Mapping[str, Any], is_decayed: Mapping[str, bool]) ->
     if all(is_decayed.values()):
         return "."
     return f"^({'|'.join(re.escape(name) for name, decays in is_decayed.items() if decays)})$"
-
-
-def _constant(rate: float) -> Callable[[jax.Array], Any]:
-    def schedule(step: jax.Array) -> float:
-        return rate
-
-    return schedule
 
 
 def _tabulate(optimizer: Any, scheduler: Any, unit: str, frequency: int) -> Callable[[jax.Array], Any]:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def save(
         loss = _needs_torch("lightning").steps_of(module)
     exported = _needs_torch("export").export(module, loss, row)
     check_indices(exported, row)
-    _check(module, loss, row, exported, check)
+    _needs_torch("check").check_module(module, loss, row, exported, check)
     write(Path(path), exported)
 
 
@@ -95,7 +96,8 @@ def recipe(
     rows = rows_of(any_recipe.data("train"), 0, CHECKED_ROWS)
     exported, graph_of_rows = _needs_torch("export").export_by_rows(module, loss, rows, CHECKED_ROWS)
     check_indices(exported, rows)
-    found = ModuleRecipe(exported, *options, graph_of_rows, lambda: _check(module, loss, rows, exported, check))
+    check_module = partial(_needs_torch("check").check_module, module, loss, rows, exported, check)
+    found = ModuleRecipe(exported, *options, graph_of_rows, check_module)
     found.frozen = (*exported.frozen, *frozen)
     return found
 
@@ -115,12 +117,6 @@ def _needs_torch(name: str) -> Any:
         raise InputError(
             "exporting a module needs torch (pip install 'tpuswarm[torch]'); training the exported file does not"
         ) from error
-
-
-def _check(*args: Any) -> None:
-    from tpuswarm.torch.check import check_module  # needs torch
-
-    check_module(*args)
 
 
 class ModuleRecipe(Supervised):
@@ -177,32 +173,24 @@ class ModuleRecipe(Supervised):
             arrays = {"params": params, "buffers": {**self._constant_buffers, **extra}, "constants": constants}
             outputs = run_graph(graph, arrays, batch, key, options)
             new = {name: jnp.asarray(outputs.buffers.get(name, old)).astype(old.dtype) for name, old in extra.items()}
-            return (outputs.loss, (outputs.metrics, new)), outputs.gradients
-
-        @jax.custom_vjp
-        def training_loss(params: Any, extra: Any, batch: Any, key: jax.Array) -> Any:
-            return step(params, extra, batch, key)[0]
-
-        def forward(params: Any, extra: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
-            outputs, gradients = step(params, extra, batch, key)
-            return outputs, {
-                name: gradients.get(name, jnp.zeros_like(param)).astype(param.dtype) for name, param in params.items()
+            gradients = {
+                name: outputs.gradients.get(name, jnp.zeros_like(param)).astype(param.dtype)
+                for name, param in params.items()
             }
+            return (outputs.loss, (outputs.metrics, new)), gradients
 
         def backward(gradients: Any, cotangents: Any) -> Any:
             return {name: gradient * cotangents[0] for name, gradient in gradients.items()}, None, None, None
 
-        training_loss.defvjp(forward, backward)
-
+        @jax.custom_vjp
         def loss_with_state(params: Any, extra: Any, batch: Any, key: jax.Array | None) -> Any:
-            if key is None:
-                return step(params, extra, batch, None)[0]
-            return training_loss(params, extra, batch, key)
+            return step(params, extra, batch, key)[0]
 
         def stateless_loss(params: Any, batch: Any, key: jax.Array | None) -> Any:
             loss, (metrics, _) = loss_with_state(params, {}, batch, key)
             return loss, metrics
 
+        loss_with_state.defvjp(step, backward)
         return loss_with_state if self._state else stateless_loss
 
     def _graph_of_file(self, train: bool, rows: int) -> tuple[Graph, Mapping[str, np.ndarray]]:

@@ -13,18 +13,25 @@ from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.nn.utils import stateless
 
 from tpuswarm.errors import InputError
 from tpuswarm.torch.custom_ops import replacements
 from tpuswarm.torch.lightning import LightningSteps
 from tpuswarm.torch.ops import OPS, RANDOM
 
+REFERENCES = {
+    "linalg_vector_norm", "elu", "hardtanh", "leaky_relu", "log_normal", "cauchy", "geometric",
+}  # fmt: skip
+"""Operators with a decomposition into ATen's in torch._refs, where most lead to other operators."""
 LIBRARY_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<")
 
 
@@ -38,6 +45,9 @@ class Location(NamedTuple):
     is_backward: bool = False
 
 
+NOWHERE = Location()
+
+
 class TracedStep(NamedTuple):
     """A recorded step."""
 
@@ -49,8 +59,6 @@ class TracedStep(NamedTuple):
     buffers: list[str]
     gradients: list[str]
     """Parameters that have a gradient."""
-    locations: Mapping[Any, Location]
-    """By node."""
     rows: int
     """Of the batch."""
 
@@ -68,54 +76,40 @@ def trace(
     buffers = {name: _off_meta(buffer, fake_mode) for name, buffer in module.named_buffers()}
     batch = {name: _off_meta(array, fake_mode) for name, array in batch.items()}
     step = _Step(module, loss, inputs, train)
-    with _export_flags():
+    with _export_flags(), traceback.preserve_node_meta():
         recorded = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers, batch)
-        locations = step.locations.by_node(recorded.graph)
-        _check_as_strided(recorded.graph, locations)
-        replayed_locations = SourceLocations()
+        _check_as_strided(recorded.graph)
 
-        class Replay(torch.fx.Interpreter):  # type: ignore[misc]
-            def run_node(self, node: Any) -> Any:
-                replayed_locations.mark(locations[node])
-                return super().run_node(node)
-
-        def replay(*args: Any) -> Any:
-            return Replay(recorded).run(*args, enable_io_processing=False)
+        def replay(*args: Any) -> Any:  # copies the locations
+            return torch.fx.Interpreter(recorded).run(*args, enable_io_processing=False)
 
         functional_step = torch.func.functionalize(replay, remove="mutations_and_views")
         tracer = make_fx(functional_step, _decompositions(), "fake", _allow_non_fake_inputs=True)
         graph = tracer(*params.values(), *buffers.values(), *batch.values())
     groups = {"params": params, "buffers": buffers, "batch": batch}
     graph_inputs = [(group, name) for group, arrays in groups.items() for name in arrays]
-    return TracedStep(
-        graph,
-        graph_inputs,
-        step.metrics,
-        list(buffers),
-        step.gradients,
-        replayed_locations.by_node(graph.graph),
-        len(next(iter(batch.values()))),
-    )
+    rows = len(next(iter(batch.values())))
+    return TracedStep(graph, graph_inputs, step.metrics, list(buffers), step.gradients, rows)
 
 
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     """Return torch's decompositions of the operators that OPS lacks. Collecting them takes a third of a second."""
-    implemented = {*OPS, *RANDOM}
-    # further ones lead to ATen operators too, except torch._refs
-    further = {op: f for op, f in decomposition_table.items() if f.__module__ == "torch._decomp.decompositions"}
-    return {
-        op: decomposition
-        for op, decomposition in {**further, **core_aten_decompositions()}.items()
-        if op.name().partition("::")[2].partition(".")[0] not in implemented
-    }
+    core, found = core_aten_decompositions(), {}
+    for op, decomposition in {**decomposition_table, **core}.items():
+        name = op.name().partition("::")[2].partition(".")[0]
+        leads_to_aten = op in core or name in REFERENCES or decomposition.__module__ == "torch._decomp.decompositions"
+        if leads_to_aten and name not in OPS and name not in RANDOM:
+            found[op] = decomposition
+    return found
 
 
-def _check_as_strided(graph: Any, locations: Mapping[Any, Location]) -> None:
+def _check_as_strided(graph: Any) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.aten.as_strided.default and not node.args[0].meta["val"].is_contiguous():
-            line = locations[node].source_line
-            raise InputError(f"{line}: as_strided needs memory without gaps; call contiguous() first")
+            raise InputError(
+                f"{location_of(node).source_line}: as_strided needs memory without gaps; call contiguous() first"
+            )
 
 
 def copy_module(module: Any) -> Any:
@@ -136,87 +130,84 @@ def _off_meta(tensor: Any, fake_mode: Any) -> Any:
 
 @contextlib.contextmanager
 def _export_flags() -> Iterator[None]:
-    """Set the flags of torch.export that modules ask for; turn off fused attention layers and checks of values."""
-    flags = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(enable_python_dispatcher())
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
-        distribution = torch.distributions.Distribution
-        stack.callback(distribution.set_default_validate_args, distribution._validate_args)
-        distribution.set_default_validate_args(False)
-        for name in flags:
-            stack.callback(setattr, torch.compiler, name, getattr(torch.compiler, name))
-            setattr(torch.compiler, name, True)
+    """Set the flags of torch.export that modules ask for; turn off what a trace cannot follow."""
+    attention = functional.scaled_dot_product_attention
+    with (
+        enable_python_dispatcher(),
+        patch.multiple(torch.compiler, create=True, _is_compiling_flag=True, _is_exporting_flag=True),
+        patch.object(torch.backends.mha, "_is_fastpath_enabled", False),  # fused layers
+        patch.object(torch.distributions.Distribution, "_validate_args", False),
+        patch.object(functional, attention.__name__, replacements()[attention]),  # torch's own functions call it
+        # torch looks into a mask for a faster kernel; without the hint it applies the mask
+        patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_hinted),
+    ):
         yield
 
 
-class SourceLocations:
-    """Locations of the nodes of a graph, noted while the graph is recorded."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._locations: list[Location] = []
-
-    def mark(self, location: Location) -> None:
-        """Assign the nodes that are recorded from now on to a location."""
-        mode = get_proxy_mode()
-        if mode is not None and (not self._locations or self._locations[-1] != location):
-            self._starts.append(len(mode.tracer.graph.nodes))
-            self._locations.append(location)
-
-    def by_node(self, graph: Any) -> dict[Any, Location]:
-        """Return the location of each node."""
-        return {
-            node: _last_before(self._starts, self._locations, position) for position, node in enumerate(graph.nodes)
-        }
+def _is_hinted(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
 
 
-def _last_before(starts: list[int], locations: list[Location], position: int) -> Location:
-    at = bisect.bisect_right(starts, position) - 1
-    return locations[at] if at >= 0 else Location()
+def location_of(node: Any) -> Location:
+    """Return the location of a node of a traced graph."""
+    location: Location = node.meta.get("custom", {}).get("location", NOWHERE)
+    return location
 
 
-class _Step:
-    """(params, buffers, batch) → loss, metrics, new buffers and gradients, as one flat list."""
+def _set_location(location: Location) -> None:
+    """Assign the nodes that are recorded from now on to a location."""
+    traceback.get_current_meta()["custom"] = {"location": location}
+
+
+class _Step(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    """(params, buffers, batch) → loss, metrics, new buffers and gradients, as one flat list.
+
+    As a mode it notes module and line of each call of torch, and replaces functions by custom operators.
+    """
 
     def __init__(self, module: Any, loss: Callable[..., Any], inputs: list[str], train: bool):
+        """module: a copy of its own."""
+        super().__init__()
         self._module, self._loss, self._inputs, self._train = module, loss, inputs, train
-        self._params = dict(module.named_parameters(remove_duplicate=False))
-        self._buffers = dict(module.named_buffers(remove_duplicate=False))
-        self._param_names = {id(param): name for name, param in module.named_parameters()}
-        self._buffer_names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._trained = {name for name, param in module.named_parameters() if train and param.requires_grad}
-        self.locations = SourceLocations()
         self.metrics: list[str] = []
         self.gradients: list[str] = []
         self._module_path = [""]
         self._sequence_numbers: list[int] = []
-        """Autograd's sequence numbers at each call of torch, in the order of `_forward_locations`."""
-        self._forward_locations: list[Location] = []
+        """Autograd's sequence numbers at each call of torch, in the order of `_locations`."""
+        self._locations: list[Location] = []
+        for name, submodule in module.named_modules():
+            submodule.register_forward_pre_hook(lambda *_, name=name: self._module_path.append(name))
+            submodule.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
+            if train and _averages_all_steps(submodule):
+                submodule.register_forward_pre_hook(_use_batch_statistics)
+                submodule.register_forward_hook(_average_statistics)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        location = Location(self._module_path[-1], find_user_line(sys._getframe(1)))
+        _set_location(location)
+        self._sequence_numbers.append(torch.autograd._get_sequence_nr())
+        self._locations.append(location)
+        return replacements().get(function, function)(*args, **(kwargs or {}))
+
+    def _leave_module(self) -> None:
+        self._module_path.pop()
 
     def __call__(self, params: dict[str, Any], buffers: dict[str, Any], batch: dict[str, Any]) -> list[Any]:
-        self.locations.mark(Location())
+        _set_location(NOWHERE)
         params = {name: param.detach().requires_grad_(name in self._trained) for name, param in params.items()}
-        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        for name, param in self._params.items():
-            self._owner(name)._parameters[name.rpartition(".")[2]] = params[self._param_names[id(param)]]
-        for name, buffer in self._buffers.items():
-            self._owner(name)._buffers[name.rpartition(".")[2]] = buffers[self._buffer_names[id(buffer)]]
-        with self._watch_calls(), torch.set_grad_enabled(self._train):
-            loss, metrics = call_loss(self._module, self._loss, self._inputs, batch)
-        rows = len(next(iter(batch.values())))
-        _check_scalar(loss, "the loss", rows)
-        for name, metric in metrics.items():
-            _check_scalar(metric, f"the metric {name}", rows)
-        self.metrics = list(metrics)
-        new_buffers = [self._owner(name)._buffers[name.rpartition(".")[2]] for name in buffers]
-        gradients = self._differentiate(loss, {name: params[name] for name in params if name in self._trained})
-        self.gradients = list(gradients)
+        arrays = params | {name: buffer.clone() for name, buffer in buffers.items()}
+        trained = {name: param for name, param in params.items() if name in self._trained}
+        with stateless._reparametrize_module(self._module, arrays, tie_weights=True):  # leaves new buffers in `arrays`
+            with self, torch.set_grad_enabled(self._train):
+                loss, metrics = call_loss(self._module, self._loss, self._inputs, batch)
+            rows = len(next(iter(batch.values())))
+            for name, value in {"the loss": loss, **{f"the metric {name}": x for name, x in metrics.items()}}.items():
+                _check_scalar(value, name, rows)
+            gradients = self._differentiate(loss, trained)  # may run parts of the module again (checkpoint)
+        self.metrics, self.gradients = list(metrics), list(gradients)
+        new_buffers = [arrays[name] for name in buffers]
         return [loss, *(metric.detach() for metric in metrics.values()), *new_buffers, *gradients.values()]
-
-    def _owner(self, name: str) -> Any:
-        return self._module.get_submodule(name.rpartition(".")[0])
 
     def _differentiate(self, loss: Any, params: dict[str, Any]) -> dict[str, Any]:
         """Return torch's gradients; mark their operators with the location of the forward pass."""
@@ -229,51 +220,12 @@ class _Step:
                 continue
             seen.add(node)
             queue += [other for other, _ in node.next_functions]
-            location = _last_before(self._sequence_numbers, self._forward_locations, node._sequence_nr())
-            location = location._replace(is_backward=True)
-            node.register_prehook(lambda _, location=location: self.locations.mark(location))
-        self.locations.mark(Location(is_backward=True))
+            call = bisect.bisect_right(self._sequence_numbers, node._sequence_nr()) - 1
+            location = (self._locations[call] if call >= 0 else NOWHERE)._replace(is_backward=True)
+            node.register_prehook(lambda _, location=location: _set_location(location))
+        _set_location(NOWHERE._replace(is_backward=True))
         gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         return {name: gradient for name, gradient in zip(params, gradients, strict=True) if gradient is not None}
-
-    @contextlib.contextmanager
-    def _watch_calls(self) -> Iterator[None]:
-        """Note module and line of each call of torch, and replace functions by custom operators."""
-        step, replaced = self, replacements()
-
-        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-            def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                step._note_location()
-                return replaced.get(function, function)(*args, **(kwargs or {}))
-
-        with contextlib.ExitStack() as stack:
-            for name, submodule in self._module.named_modules():
-                enter = submodule.register_forward_pre_hook(lambda *_, name=name: self._module_path.append(name))
-                leave = submodule.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
-                if self._train and _averages_all_steps(submodule):
-                    stack.callback(submodule.register_forward_pre_hook(_use_batch_statistics).remove)
-                    stack.callback(submodule.register_forward_hook(_average_statistics).remove)
-            # torch's own functions call attention below the mode
-            original = functional.scaled_dot_product_attention
-            stack.callback(setattr, functional, "scaled_dot_product_attention", original)
-            functional.scaled_dot_product_attention = replaced[original]
-            # torch looks into a mask for a faster kernel, which a trace cannot; without the hint it applies the mask
-            transformer, name = torch.nn.modules.transformer, "_detect_is_causal_mask"
-            stack.callback(setattr, transformer, name, getattr(transformer, name))
-            setattr(transformer, name, lambda mask, is_causal=None, size=None: is_causal is True)
-            stack.enter_context(Mode())
-            yield
-
-    def _leave_module(self) -> None:
-        self._module_path.pop()
-
-    def _note_location(self) -> None:
-        location = Location(self._module_path[-1], find_user_line(sys._getframe(2)))
-        self.locations.mark(location)
-        self._sequence_numbers.append(torch.autograd._get_sequence_nr())
-        self._forward_locations.append(location)
 
 
 def call_loss(

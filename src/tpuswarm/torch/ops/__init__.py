@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tpuswarm.torch.ops import (
-    backward,
     linear_algebra,
     normalization,
     pointwise,
@@ -22,10 +21,9 @@ OPS: dict[str, Callable[..., Any]] = {
     name: function
     for module in (
         pointwise, shapes, reductions, products, normalization, pooling, resampling, scattering, linear_algebra,
-        backward,
     )
     for name, function in module.OPS.items()
-}  # fmt: skip
+} | {"native_dropout_backward": random_numbers.dropout_backward}  # fmt: skip
 """By operator name without overload."""
 
 RANDOM: dict[str, Callable[..., Any]] = random_numbers.OPS

@@ -1,5 +1,7 @@
-"""Map torch's dtypes to JAX and promote operands as torch does."""
+"""Map torch's dtypes and axes to JAX and promote operands as torch does."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -77,9 +79,20 @@ def axes(dim: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(axis % ndim for axis in (dim if isinstance(dim, (list, tuple)) else [dim])))
 
 
-def last_axes(x: Any, count: int) -> tuple[int, ...]:
-    """Return the last `count` axes."""
-    return tuple(range(x.ndim - count, x.ndim))
+def with_axes(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Let operators along an axis take an array without axes, as in torch."""
+
+    def widen(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def apply(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if x.ndim:
+                return function(x, *args, **kwargs)
+            args = tuple(jnp.atleast_1d(value) if isinstance(value, jax.Array) else value for value in args)
+            return jax.tree.map(lambda y: y.reshape(()) if y.shape == (1,) else y, function(x[None], *args, **kwargs))
+
+        return apply
+
+    return {name: widen(function) for name, function in functions.items()}
 
 
 def cast_floats(value: Any, dtype: Any) -> Any:

@@ -65,17 +65,10 @@ def _round(x: Any, *, decimals: int = 0) -> Any:
     return x if not is_inexact(x) and decimals >= 0 else jnp.round(x, decimals)
 
 
-def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
-    low, high = jnp.asarray(min_val, x.dtype), jnp.asarray(max_val, x.dtype)
-    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
-
-
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     dtype = result_dtype(*(value for value in (x, min, max) if value is not None))
-    x = jnp.asarray(x).astype(dtype)
-    if min is not None:
-        x = jnp.where((x < min) | (min != min), jnp.asarray(min, dtype), x)  # a NaN bound gives NaN
-    return x if max is None else jnp.where((x > max) | (max != max), jnp.asarray(max, dtype), x)
+    low, high = (None if bound is None else jnp.asarray(bound, dtype) for bound in (min, max))
+    return jnp.clip(jnp.asarray(x).astype(dtype), low, high)
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
@@ -95,11 +88,6 @@ def _to_copy(x: Any, *, dtype: Dtype | None = None) -> Any:
 
 def _gelu(x: Any, *, approximate: str = "none") -> Any:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
-
-
-def _elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
-    negative = jnp.where(x > 0, 0.0, x * input_scale).astype(x.dtype)
-    return jnp.where(x > 0, x * scale, jnp.expm1(negative) * (alpha * scale)).astype(x.dtype)
 
 
 def _digamma(x: Any) -> Any:
@@ -169,9 +157,8 @@ OPS: dict[str, Callable[..., Any]] = {
     **{name: _float(jax.scipy.special.i1) for name in ("special_i1", "special_modified_bessel_i1")},
     **{f"special_{name}": _float(getattr(jax.scipy.special, name)) for name in ("i0e", "i1e", "ndtri", "log_ndtr")},
     "special_spherical_bessel_j0": lambda x: jnp.sinc(as_float(x) / math.pi),
-    "relu": jax.nn.relu, "sigmoid": _float(jax.nn.sigmoid), "gelu": _gelu, "elu": _elu,
-    "silu": jax.nn.silu, "hardtanh": _hardtanh,
-    "leaky_relu": lambda x, slope=0.01: jnp.where(x > 0, x, x * jnp.asarray(slope, x.dtype)), "_to_copy": _to_copy,
+    "relu": jax.nn.relu, "sigmoid": _float(jax.nn.sigmoid), "gelu": _gelu,
+    "silu": jax.nn.silu, "_to_copy": _to_copy,
     "copy": lambda x, source, non_blocking=False: jnp.broadcast_to(jnp.asarray(source, x.dtype), x.shape),
     "fill": lambda x, value: jnp.full(x.shape, value, x.dtype),
 }  # fmt: skip

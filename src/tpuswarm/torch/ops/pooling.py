@@ -23,13 +23,12 @@ class _Windows(NamedTuple):
     pads: list[tuple[int, int]]
 
     def reduce(self, x: Any, initial: Any, function: Callable[..., Any]) -> Any:
-        """Reduce each window."""
-        lead = x.ndim - len(self.size)
+        """Reduce each window of an array, or of a tuple of arrays."""
+        lead = jax.tree.leaves(x)[0].ndim - len(self.size)
         size, stride, dilation = ((1,) * lead + tuple(values) for values in self[:3])
         pads = ((0, 0),) * lead + tuple(self.pads)
-        return lax.reduce_window(
-            x, np.asarray(initial, x.dtype), function, size, stride, pads, window_dilation=dilation
-        )
+        initial = jax.tree.map(lambda array, value: np.asarray(value, array.dtype), x, initial)
+        return lax.reduce_window(x, initial, function, size, stride, pads, window_dilation=dilation)
 
 
 def _per_axis(value: Any, rank: int) -> list[int]:
@@ -50,36 +49,20 @@ def _windows(x: Any, size: Any, stride: Any, padding: Any, dilation: Any, ceil_m
     return _Windows(size, stride, dilation, pads)
 
 
-def _argmax(x: Any, windows: _Windows, counts: Sequence[int]) -> Any:
-    """Return the flat index of the first maximum of each window."""
-    size, stride, dilation, pads = windows
-    lead = x.ndim - len(size)
-    pad_config = [(0, 0, 0)] * lead + [(max(low, 0), max(high, 0), 0) for low, high in pads]
-    padded = lax.pad(x, jnp.asarray(lowest(x.dtype), x.dtype), pad_config)
-    best: Any = None
-    indices: Any = None
-    for offset in np.ndindex(*size):
-        starts = [o * d for o, d in zip(offset, dilation, strict=True)]
-        ends = [start + (count - 1) * s + 1 for start, count, s in zip(starts, counts, stride, strict=True)]
-        value = lax.slice(padded, [0] * lead + starts, [*x.shape[:lead], *ends], [1] * lead + list(map(int, stride)))
-        at = [
-            start + np.arange(count) * s - low
-            for start, count, s, (low, _) in zip(starts, counts, stride, pads, strict=True)
-        ]
-        flat = np.ravel_multi_index(np.meshgrid(*at, indexing="ij"), x.shape[lead:], mode="clip")
-        index = jnp.broadcast_to(jnp.asarray(flat, jnp.int32), value.shape)
-        is_better = True if best is None else value > best
-        best = value if best is None else jnp.where(is_better, value, best)
-        indices = index if indices is None else jnp.where(is_better, index, indices)
-    return indices
+def _first_of_largest(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Reduce (value, index); NaN is the largest."""
+    takes_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1])) | ((b[0] != b[0]) & (a[0] == a[0]))
+    return jnp.where(takes_b, b[0], a[0]), jnp.where(takes_b, b[1], a[1])
 
 
 def _max_pool(
     rank: int, x: Any, size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:  # fmt: skip
-    windows = _windows(x, size, stride, padding, dilation, ceil_mode, rank)
-    y = windows.reduce(x, lowest(x.dtype), lax.max)
-    return y, _argmax(x, windows, y.shape[x.ndim - rank :])
+    """Return the maxima and their flat indices, the first of equal elements."""
+    windows, count = _windows(x, size, stride, padding, dilation, ceil_mode, rank), math.prod(x.shape[-rank:])
+    indices = jnp.broadcast_to(jnp.arange(count).reshape(x.shape[-rank:]), x.shape)
+    _, indices = windows.reduce((x, indices), (lowest(x.dtype), count), _first_of_largest)
+    return windows.reduce(x, lowest(x.dtype), lax.max), indices
 
 
 def _max_pool_backward(
@@ -88,7 +71,7 @@ def _max_pool_backward(
     if set(dilation) != {1}:
         return _scatter_to_indices(rank, gradient, x, indices)
     windows = _windows(x, size, stride, padding, 1, ceil_mode, rank)  # XLA has an operator for this gradient
-    return jax.vjp(lambda x: windows.reduce(x, lowest(x.dtype), lax.max), x)[1](gradient.astype(x.dtype))[0]
+    return _vjp(lambda x: windows.reduce(x, lowest(x.dtype), lax.max), x, gradient)
 
 
 def _scatter_to_indices(rank: int, gradient: Any, x: Any, indices: Any) -> Any:
@@ -117,10 +100,6 @@ def _avg_pool(
     return divide(total, windows.reduce(ones, 0, lax.add))
 
 
-def _avg_pool_backward(rank: int, gradient: Any, x: Any, *args: Any) -> Any:
-    return jax.vjp(lambda x: _avg_pool(rank, x, *args), x)[1](gradient.astype(x.dtype))[0]
-
-
 def _parts(size: int, count: int) -> list[tuple[int, int]]:
     return [(at * size // count, -(-(at + 1) * size // count)) for at in range(count)]
 
@@ -138,8 +117,8 @@ def _adaptive_avg_pool(x: Any, size: Sequence[int]) -> Any:
     return x
 
 
-def _adaptive_avg_pool_backward(rank: int, gradient: Any, x: Any) -> Any:
-    return jax.vjp(lambda x: _adaptive_avg_pool(x, gradient.shape[-rank:]), x)[1](gradient.astype(x.dtype))[0]
+def _vjp(function: Callable[..., Any], x: Any, gradient: Any) -> Any:
+    return jax.vjp(function, x)[1](gradient.astype(x.dtype))[0]
 
 
 def _adaptive_max_pool(x: Any, size: Sequence[int]) -> Any:
@@ -165,9 +144,11 @@ def _ops(rank: int) -> dict[str, Callable[..., Any]]:
         f"max_pool{rank}d_with_indices": partial(_max_pool, rank),
         f"max_pool{rank}d_with_indices_backward": partial(_max_pool_backward, rank),
         f"avg_pool{rank}d": partial(_avg_pool, rank),
-        f"avg_pool{rank}d_backward": partial(_avg_pool_backward, rank),
+        f"avg_pool{rank}d_backward": lambda gradient, x, *args: _vjp(lambda x: _avg_pool(rank, x, *args), x, gradient),
         f"_adaptive_avg_pool{rank}d": _adaptive_avg_pool,
-        f"_adaptive_avg_pool{rank}d_backward": partial(_adaptive_avg_pool_backward, rank),
+        f"_adaptive_avg_pool{rank}d_backward": lambda gradient, x: _vjp(
+            lambda x: _adaptive_avg_pool(x, gradient.shape[-rank:]), x, gradient
+        ),
         f"adaptive_max_pool{rank}d": _adaptive_max_pool,
         f"adaptive_max_pool{rank}d_backward": partial(_scatter_to_indices, rank),
     }

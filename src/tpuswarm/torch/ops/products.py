@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from tpuswarm.torch.ops.dtypes import promote, saturating_cast
@@ -73,12 +72,6 @@ def _convolution_backward(
     return dx, dw, db
 
 
-def _embedding(
-    w: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Any:  # fmt: skip
-    return take(w, (indices,))
-
-
 def _attention(
     key: jax.Array | None, options: Options, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
@@ -88,13 +81,13 @@ def _attention(
     A boolean mask is true where a position may attend; a float mask is added to the scores. A position that may attend
     to nothing gets zeros. Without a mask the kernel of `options.attention` is used if it supports the shape.
     """
-    has_batch = q.ndim > 3
+    shape = *q.shape[:-1], v.shape[-1]
+    if q.ndim < 4:  # without heads
+        q, k, v, mask = (None if x is None else jnp.expand_dims(x, -3) for x in (q, k, v, mask))
     dtype = jnp.bfloat16 if options.precision == "bf16" else v.dtype
 
     def heads_last(x: Any) -> Any:
-        x = x.astype(dtype)
-        x = x.reshape(-1, *x.shape[-3:]) if has_batch else x.reshape(-1, 1, *x.shape[-2:])
-        return jnp.swapaxes(x, 1, 2)
+        return jnp.swapaxes(x.astype(dtype).reshape(-1, *x.shape[-3:]), 1, 2)
 
     q_BxTxHxK, k_BxSxGxK, v_BxSxGxK = heads_last(q), heads_last(k), heads_last(v)
     width, queries, keys = q.shape[-1], q.shape[-2], k.shape[-2]
@@ -103,10 +96,7 @@ def _attention(
     key = key if dropout_p else None
     bias = can_attend = None
     if mask is not None:
-        if not has_batch and mask.ndim > 2:
-            mask = mask.reshape(*mask.shape[:-2], 1, *mask.shape[-2:])
-        lead = q.shape[:-2] if has_batch else (*q.shape[:-2], 1)
-        mask = jnp.broadcast_to(mask, (*lead, queries, keys))
+        mask = jnp.broadcast_to(mask, (*q.shape[:-2], queries, keys))
         mask = mask.reshape(-1, *mask.shape[-3:])
         can_attend = (mask if mask.dtype == jnp.bool_ else mask > -jnp.inf).any(-1, keepdims=True)
         mask = jnp.where(can_attend, mask, jnp.ones((), mask.dtype))
@@ -120,7 +110,7 @@ def _attention(
         y = jax.nn.dot_product_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, bias, mask, scale=scale, is_causal=is_causal)
     if can_attend is not None:
         y = jnp.where(jnp.swapaxes(can_attend, 1, 2), y, 0)
-    return jnp.swapaxes(y, 1, 2).reshape(*q.shape[:-1], v.shape[-1])
+    return jnp.swapaxes(y, 1, 2).reshape(shape)
 
 
 def _plain_attention(
@@ -148,12 +138,7 @@ def _trilinear(
     sum_dims: Sequence[int], unroll: int = 1,
 ) -> Any:  # fmt: skip
     a, b, c = (jnp.expand_dims(x, tuple(dims)) for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)))
-    letters = "abcdefgh"[: a.ndim]
-    terms = ["".join(x for x, size in zip(letters, array.shape, strict=True) if size > 1) for array in (a, b, c)]
-    output = "".join(x for at, x in enumerate(letters) if at not in sum_dims and any(x in term for term in terms))
-    shape = np.broadcast_shapes(a.shape, b.shape, c.shape)
-    y = jnp.einsum(f"{','.join(terms)}->{output}", *(array.squeeze() for array in (a, b, c)))
-    return y.reshape([size for at, size in enumerate(shape) if at not in sum_dims])
+    return (a * b * c).sum(tuple(sum_dims))
 
 
 def _grouped_matmul(x: Any, w: Any, ends: Any) -> Any:
@@ -168,7 +153,8 @@ def _grouped_matmul_backward(x: Any, w: Any, ends: Any, gradient: Any) -> Any:
 OPS: dict[str, Callable[..., Any]] = {
     "_trilinear": _trilinear, "mm": _matmul, "bmm": _matmul, "mv": _matmul, "dot": _matmul, "addmm": _addmm,
     "baddbmm": _addmm, "addmv": _addmm, "addbmm": _addbmm, "convolution": _convolution,
-    "convolution_backward": _convolution_backward, "embedding": _embedding,
+    "convolution_backward": _convolution_backward,
+    "embedding": lambda w, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False: take(w, (indices,)),
     "transformers.grouped_mm_fallback": _grouped_matmul,  # a mixture of experts
     "transformers.grouped_mm_fallback_backward": _grouped_matmul_backward,
 }  # fmt: skip

@@ -1,16 +1,14 @@
-"""Operations along axes: sums, extremes, norms, softmax, cumulative operations and sorting."""
+"""Operations along axes: sums, extremes, softmax, cumulative operations and sorting."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from tpuswarm.torch.graph import Dtype
-from tpuswarm.torch.ops.dtypes import as_float, axes, is_inexact, jax_dtype
+from tpuswarm.torch.ops.dtypes import as_float, axes, is_inexact, jax_dtype, with_axes
 
 
 def _reduction(function: Callable[..., Any], to_float: bool = False) -> Callable[..., Any]:
@@ -26,10 +24,6 @@ def _reduction(function: Callable[..., Any], to_float: bool = False) -> Callable
     return apply
 
 
-def _with_zero_index(x: Any) -> Any:
-    return x, jnp.zeros((), jnp.int32)
-
-
 def _take_along(x: Any, indices: Any, dim: int, keepdim: bool) -> Any:
     values = jnp.take_along_axis(x, indices, axis=dim)
     return (values, indices) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(indices, dim))
@@ -39,15 +33,13 @@ def _extreme(function: Callable[..., Any], arg_function: Callable[..., Any]) -> 
     def apply(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         if dim is None:
             return function(x)
-        if not x.ndim:
-            return _with_zero_index(x)
         return function(x, axis=dim, keepdims=keepdim), arg_function(x, axis=dim, keepdims=keepdim)
 
     return apply
 
 
 def _arg_extreme(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, dim=None, keepdim=False: function(x, axis=dim if x.ndim else None, keepdims=keepdim)
+    return lambda x, dim=None, keepdim=False: function(x, axis=dim, keepdims=keepdim)
 
 
 def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
@@ -59,44 +51,30 @@ def _var_mean(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = F
     return _var(x, dim, correction=correction, keepdim=keepdim), mean
 
 
-def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Dtype | None = None) -> Any:
-    x, axis = x.astype(jax_dtype(dtype, x.dtype)), axes(dim, x.ndim)
-    x = jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    if ord == 2:
-        return jnp.sqrt(jnp.sum(jnp.square(x), axis=axis, keepdims=keepdim))
-    if math.isinf(ord):
-        return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), axis=axis, keepdims=keepdim)
-    if ord == 0:
-        return jnp.sum(x != 0, axis=axis, keepdims=keepdim).astype(x.dtype)
-    return jnp.sum(jnp.abs(x) ** ord, axis=axis, keepdims=keepdim) ** (1 / ord)
-
-
-def _pairwise_distances(a: Any, b: Any, p: float, mode: int | None = None) -> Any:
-    return _vector_norm(a[..., :, None, :] - b[..., None, :, :], p, [-1])
-
-
-def _distances_of_pairs(x: Any, p: float = 2.0) -> Any:
-    one, other = np.triu_indices(len(x), 1)
-    return _vector_norm(x[one] - x[other], p, [-1])
+def _nll_backward(
+    gradient: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+) -> Any:  # fmt: skip
+    """Return the gradient of log probabilities by comparing classes, as a scatter takes memory."""
+    axis = min(1, x.ndim - 1)
+    counts = target != ignore_index
+    gradient = gradient / total_weight if reduction == 1 else gradient  # a mean
+    scaled = jnp.where(counts, -gradient * (1 if weight is None else weight[jnp.where(counts, target, 0)]), 0)
+    classes = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where(classes == jnp.expand_dims(target, axis), jnp.expand_dims(scaled, axis), 0).astype(x.dtype)
 
 
 def _softmax(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(x: Any, dim: int, half_to_float: bool = False) -> Any:
-        x = x.astype(jnp.float32) if half_to_float else x
-        return function(x, dim) if x.ndim else function(x[None], 0)[0]
+        return function(x.astype(jnp.float32) if half_to_float else x, dim)
 
     return apply
 
 
 def _sort(x: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
-    if not x.ndim:
-        return _with_zero_index(x)
     return _take_along(x, jnp.argsort(x, axis=dim, stable=True, descending=descending), dim, True)
 
 
 def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if not x.ndim:
-        return tuple(y[0] for y in _topk(x[None], k)) if k else (jnp.zeros(0, x.dtype), jnp.zeros(0, jnp.int32))
     moved = jnp.moveaxis(x, dim, -1)
     reversed_ = -moved if is_inexact(x) else ~moved  # negating the smallest integer overflows
     _, indices = lax.top_k(moved if largest else reversed_, k)
@@ -105,9 +83,7 @@ def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
 
 def _running_extreme(largest: bool) -> Callable[..., Any]:
     def apply(x: Any, dim: int) -> Any:
-        if not x.ndim:
-            return _with_zero_index(x)
-        indices = jnp.broadcast_to(lax.broadcasted_iota(jnp.int32, x.shape, dim % x.ndim), x.shape)
+        indices = lax.broadcasted_iota(jnp.int32, x.shape, dim % x.ndim)
 
         def later(a: Any, b: Any) -> Any:  # the last of equal elements wins, and NaN always does
             takes_b = ((b[0] >= a[0]) if largest else (b[0] <= a[0])) | (b[0] != b[0])
@@ -121,12 +97,8 @@ def _running_extreme(largest: bool) -> Callable[..., Any]:
 def _median(ignores_nan: bool) -> Callable[..., Any]:
     def apply(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
         """Return the lower median of all elements, or along an axis with its index."""
-        if dim is None and not x.size and is_inexact(x):
-            return jnp.full((), jnp.nan, x.dtype)
         if dim is None:
-            return apply(x.ravel(), 0)[0]
-        if not x.ndim:
-            return _with_zero_index(x)
+            return apply(x.ravel(), 0)[0] if x.size else jnp.full((), jnp.nan, x.dtype)
         is_nan = x != x
         middle = jnp.maximum((~is_nan).sum(dim, keepdims=True) - 1, 0) // 2  # NaN are last in the order
         index = jnp.take_along_axis(jnp.argsort(x, axis=dim, stable=True), middle, axis=dim)
@@ -139,8 +111,6 @@ def _median(ignores_nan: bool) -> Callable[..., Any]:
 
 def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
     """Return the smallest of the most frequent elements, and the index of the last one equal to it."""
-    if not x.ndim:
-        return _with_zero_index(x)
     axis = dim % x.ndim
     order = jnp.argsort(x, axis=axis, stable=True)
     values, places = jnp.take_along_axis(x, order, axis=axis), lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -150,8 +120,6 @@ def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
 
 
 def _kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    if not x.ndim:
-        return _with_zero_index(x)
     order = jnp.argsort(x, axis=dim, stable=True)
     return _take_along(x, lax.index_in_dim(order, k - 1, dim % x.ndim), dim, keepdim)
 
@@ -159,7 +127,7 @@ def _kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
 def _cumulative(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(x: Any, dim: int, *, dtype: Dtype | None = None) -> Any:
         x = x.astype(jax_dtype(dtype, x.dtype if is_inexact(x) else jnp.int32))
-        return function(x, axis=dim) if x.ndim else x
+        return function(x, axis=dim)
 
     return apply
 
@@ -167,16 +135,16 @@ def _cumulative(function: Callable[..., Any]) -> Callable[..., Any]:
 OPS: dict[str, Callable[..., Any]] = {
     "sum": _reduction(jnp.sum), "mean": _reduction(jnp.mean, to_float=True), "prod": _reduction(jnp.prod),
     "any": _reduction(jnp.any), "all": _reduction(jnp.all), "amax": _reduction(jnp.max), "amin": _reduction(jnp.min),
-    "max": _extreme(jnp.max, jnp.argmax), "min": _extreme(jnp.min, jnp.argmin),
-    "argmax": _arg_extreme(jnp.argmax), "argmin": _arg_extreme(jnp.argmin),
-    "var": _var, "var_mean": _var_mean, "linalg_vector_norm": _vector_norm,
-    "dist": lambda a, b, p=2: _vector_norm(a - b, p), "_cdist_forward": _pairwise_distances,
-    "_pdist_forward": _distances_of_pairs,
-    "_softmax": _softmax(jax.nn.softmax), "_log_softmax": _softmax(jax.nn.log_softmax),
+    "var": _var, "var_mean": _var_mean, "nll_loss_backward": _nll_backward, "nll_loss2d_backward": _nll_backward,
     "logsumexp": lambda x, dim, keepdim=False: jax.nn.logsumexp(x, axis=axes(dim, x.ndim), keepdims=keepdim),
-    "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim) if x.ndim else x,
-    "cumsum": _cumulative(jnp.cumsum), "cumprod": _cumulative(jnp.cumprod),
-    "cummax": _running_extreme(True), "cummin": _running_extreme(False),
-    "sort": _sort, "topk": _topk, "kthvalue": _kthvalue, "median": _median(False), "nanmedian": _median(True),
-    "mode": _mode,
+    **with_axes({
+        "max": _extreme(jnp.max, jnp.argmax), "min": _extreme(jnp.min, jnp.argmin),
+        "argmax": _arg_extreme(jnp.argmax), "argmin": _arg_extreme(jnp.argmin),
+        "_softmax": _softmax(jax.nn.softmax), "_log_softmax": _softmax(jax.nn.log_softmax),
+        "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim),
+        "cumsum": _cumulative(jnp.cumsum), "cumprod": _cumulative(jnp.cumprod),
+        "cummax": _running_extreme(True), "cummin": _running_extreme(False),
+        "sort": _sort, "topk": _topk, "kthvalue": _kthvalue, "median": _median(False), "nanmedian": _median(True),
+        "mode": _mode,
+    }),
 }  # fmt: skip

@@ -3,11 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.ndimage import map_coordinates
 
 NEAREST_MODE, BICUBIC_MODE = 1, 2
 REFLECTION_PADDING = 2
@@ -72,20 +74,19 @@ def _grid_sample(x: Any, grid: Any, mode: int, padding: int, align_corners: bool
     def pad(positions: list[Any]) -> list[Any]:
         return [_padded(at, size, padding, align_corners) for at, size in zip(positions, sizes, strict=True)]
 
-    if mode != BICUBIC_MODE:  # bicubic pads each neighbour instead
-        positions = pad(positions)
-    if mode == NEAREST_MODE:
-        return _read(x, [jnp.round(at) for at in positions])
+    def read(positions: list[Any], order: int) -> Any:  # zeros outside
+        read_channel = partial(map_coordinates, order=order, mode="constant")
+        return jax.vmap(lambda image, at: jax.vmap(lambda channel: read_channel(channel, at))(image))(x, positions)
+
+    if mode != BICUBIC_MODE:
+        return read(pad(positions), 0 if mode == NEAREST_MODE else 1)
     low = [jnp.floor(at) for at in positions]
-    weights = [
-        (_cubic_taps if mode == BICUBIC_MODE else _linear_taps)(at - i) for at, i in zip(positions, low, strict=True)
-    ]
+    weights = [_cubic_taps(at - index) for at, index in zip(positions, low, strict=True)]
     total: Any = 0
-    for steps in itertools.product(range(len(weights[0])), repeat=len(sizes)):
-        neighbour = [index + step - (mode == BICUBIC_MODE) for index, step in zip(low, steps, strict=True)]
-        neighbour = pad(neighbour) if mode == BICUBIC_MODE else neighbour
+    for steps in itertools.product(range(4), repeat=2):
         weight = math.prod(of_axis[step] for of_axis, step in zip(weights, steps, strict=True))
-        total = total + _read(x, neighbour) * weight[:, None].astype(x.dtype)
+        neighbour = read(pad([index + step - 1 for index, step in zip(low, steps, strict=True)]), 0)
+        total = total + neighbour * weight[:, None].astype(x.dtype)
     return total
 
 
@@ -114,23 +115,8 @@ def _padded(at: Any, size: int, padding: int, align_corners: bool) -> Any:
     return jnp.where(at <= 0, 0.0, jnp.where(at >= size - 1, size - 1.0, at)) if padding else at
 
 
-def _linear_taps(t: Any) -> list[Any]:
-    return [1 - t, t]
-
-
 def _cubic_taps(t: Any) -> list[Any]:
     return [_far_weight(t + 1, CUBIC), _near_weight(t, CUBIC), _near_weight(1 - t, CUBIC), _far_weight(2 - t, CUBIC)]
-
-
-def _read(x: Any, positions: Sequence[Any]) -> Any:
-    """Return the elements at integer positions, and zeros outside."""
-    n, channels, *sizes = x.shape
-    is_inside, flat = jnp.ones(positions[0].shape, bool), jnp.zeros(positions[0].shape, jnp.int32)
-    for at, size in zip(positions, sizes, strict=True):
-        is_inside &= (at >= 0) & (at < size)
-        flat = flat * size + jnp.clip(at, 0, size - 1).astype(jnp.int32)
-    values = jnp.take_along_axis(x.reshape(n, channels, -1), flat.reshape(n, 1, -1), axis=2)
-    return jnp.where(is_inside[:, None], values.reshape(n, channels, *flat.shape[1:]), 0)
 
 
 RESIZES = {

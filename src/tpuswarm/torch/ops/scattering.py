@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tpuswarm.torch.ops.dtypes import is_inexact, lowest
+from tpuswarm.torch.ops.dtypes import is_inexact, lowest, with_axes
 
 
 def _as_index(indices: Sequence[Any]) -> tuple[Any, ...]:
@@ -35,38 +35,25 @@ def _along(x: Any, dim: int, positions: Any) -> tuple[Any, ...]:
     return tuple(index)
 
 
-def _cropped(src: Any, positions: Any) -> Any:
-    return src[tuple(map(slice, positions.shape))]
-
-
 def _gather(x: Any, dim: int, positions: Any, *, sparse_grad: bool = False) -> Any:
     return take(x, _along(x, dim, positions)) if x.ndim else jnp.broadcast_to(x, positions.shape)
 
 
 def _index_select(x: Any, dim: int, positions: Any) -> Any:
-    return take(x, (slice(None),) * (dim % x.ndim) + (jnp.atleast_1d(positions),)) if x.ndim else x
+    return take(x, (slice(None),) * (dim % x.ndim) + (jnp.atleast_1d(positions),))
 
 
-def _scatter(x: Any, dim: int, positions: Any, src: Any, *, reduce: str | None = None) -> Any:
-    if not x.ndim:
-        return _scatter(x[None], 0, jnp.reshape(positions, (1,)), jnp.reshape(src, (1,)), reduce=reduce)[0]
-    src = jnp.asarray(src, x.dtype)
-    src = _cropped(src, positions) if src.ndim else src
-    at = x.at[_along(x, dim, positions)]
-    return at.set(src) if reduce is None else at.add(src) if reduce == "add" else at.multiply(src)
-
-
-def _scatter_reduce(x: Any, dim: int, positions: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
-    if not x.ndim:
-        x, positions, src = (jnp.reshape(array, -1) for array in (x, positions, src))
-        return _scatter_reduce(x, 0, positions, src, reduce, include_self=include_self)[0]
-    return _reduce_at(x, _along(x, dim, positions), _cropped(src, positions), reduce, include_self)
+def _scatter(
+    x: Any, dim: int, positions: Any, src: Any, reduce: str | None = None, *, include_self: bool = True
+) -> Any:  # fmt: skip
+    src, at = jnp.asarray(src, x.dtype), _along(x, dim, positions)
+    src = src[tuple(map(slice, positions.shape))] if src.ndim else src
+    return x.at[at].set(src) if reduce is None else _reduce_at(x, at, src, reduce, include_self)
 
 
 def _index_reduce(x: Any, dim: int, positions: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
     moved, src = (jnp.moveaxis(jnp.atleast_1d(array), dim, 0) for array in (x, src))
-    y = _reduce_at(moved, (jnp.atleast_1d(positions),), src, reduce, include_self)
-    return jnp.moveaxis(y, 0, dim).reshape(x.shape)
+    return jnp.moveaxis(_reduce_at(moved, (jnp.atleast_1d(positions),), src, reduce, include_self), 0, dim)
 
 
 def _reduce_at(x: Any, at: Any, src: Any, reduce: str, include_self: bool) -> Any:
@@ -83,11 +70,7 @@ def _reduce_at(x: Any, at: Any, src: Any, reduce: str, include_self: bool) -> An
         counts = jnp.full(x.shape, int(include_self), jnp.int32).at[at].add(1)
         total, counts = x.at[at].add(src), jnp.maximum(counts, 1).astype(x.dtype)
         return total / counts if is_inexact(x) else total // counts
-    return getattr(x.at[at], {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}[reduce])(src)
-
-
-def _index_add(x: Any, dim: int, positions: Any, src: Any, *, alpha: Any = 1) -> Any:
-    return _index_reduce(x, dim, positions, src * alpha, "sum")
+    return getattr(x.at[at], {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}.get(reduce, reduce))(src)
 
 
 def _masked_scatter(x: Any, mask: Any, src: Any) -> Any:
@@ -154,14 +137,18 @@ def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
 OPS: dict[str, Callable[..., Any]] = {
     "index": lambda x, indices: take(x, _as_index(indices), is_negative_valid=True),
     "_unsafe_index": lambda x, indices: x[_as_index(indices)], "index_put": _index_put, "_unsafe_index_put": _index_put,
-    "index_select": _index_select,
-    "index_add": _index_add, "index_reduce": _index_reduce, "gather": _gather, "scatter": _scatter,
-    "scatter_add": lambda x, dim, positions, src: _scatter(x, dim, positions, src, reduce="add"),
+    **with_axes({
+        "index_select": _index_select, "index_reduce": _index_reduce, "scatter": _scatter,
+        "index_add": lambda x, dim, positions, src, *, alpha=1: _index_reduce(x, dim, positions, src * alpha, "sum"),
+        "scatter_add": lambda x, dim, positions, src: _scatter(x, dim, positions, src, reduce="add"),
+        "scatter_reduce": _scatter,
+    }),
+    "gather": _gather,
     "put": lambda x, positions, src, accumulate=False: (
         _index_put(x.ravel(), [positions.ravel()], src.ravel(), accumulate).reshape(x.shape)
     ),
-    "scatter_reduce": _scatter_reduce, "masked_scatter": _masked_scatter,
-    "masked_scatter_backward": _masked_scatter_backward, "diagonal_scatter": _diagonal_scatter,
+    "masked_scatter": _masked_scatter, "masked_scatter_backward": _masked_scatter_backward,
+    "diagonal_scatter": _diagonal_scatter,
     "as_strided": _as_strided, "as_strided_scatter": _as_strided_scatter, "searchsorted": _searchsorted,
     "bucketize": _bucketize, "histc": _histc,
 }  # fmt: skip

@@ -4,12 +4,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from tpuswarm.torch.graph import Dtype
-from tpuswarm.torch.ops.dtypes import axes, jax_dtype
+from tpuswarm.torch.ops.dtypes import axes, jax_dtype, with_axes
 
 
 def _expand(x: Any, size: Sequence[int], *, implicit: bool = False) -> Any:
@@ -64,19 +65,21 @@ def _constant_pad(x: Any, padding: Sequence[int], value: Any = 0) -> Any:
     return lax.pad(x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in _pad_widths(x, padding)])
 
 
-def _reflection_pad(x: Any, padding: Sequence[int]) -> Any:
-    widths = _pad_widths(x, padding)
-    inside = [slice(max(-low, 0), size - max(-high, 0)) for size, (low, high) in zip(x.shape, widths, strict=True)]
-    return jnp.pad(x[tuple(inside)], [(max(low, 0), max(high, 0)) for low, high in widths], mode="reflect")
+def _pad_by(position_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a padding that reads positions outside at `position_of(position, size)`; negative padding crops."""
+
+    def pad(x: Any, padding: Sequence[int]) -> Any:
+        for axis, (low, high) in enumerate(_pad_widths(x, padding)):
+            if low or high:
+                positions = position_of(np.arange(-low, x.shape[axis] + high), x.shape[axis])
+                x = jnp.take(x, positions, axis=axis)
+        return x
+
+    return pad
 
 
-def replication_pad(x: Any, padding: Sequence[int]) -> Any:
-    """Repeat the border; negative padding crops."""
-    for axis, (low, high) in enumerate(_pad_widths(x, padding)):
-        if low or high:
-            positions = np.clip(np.arange(-low, x.shape[axis] + high), 0, x.shape[axis] - 1)
-            x = jnp.take(x, positions, axis=axis)
-    return x
+_replication_pad = _pad_by(lambda position, size: np.clip(position, 0, size - 1))
+_reflection_pad = _pad_by(lambda position, size: size - 1 - np.abs(size - 1 - np.abs(position)))
 
 
 def _full(size: Sequence[int], value: Any, *, dtype: Dtype | None = None) -> Any:
@@ -102,26 +105,21 @@ def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
     return jnp.moveaxis(jnp.take(x, starts[:, None] + np.arange(size), axis=dim), dim + 1, -1)
 
 
-def _assert_async(x: Any, message: str = "") -> None:
-    return None
-
-
-def _assert_tensor_metadata(x: Any, size: Any = None, stride: Any = None, dtype: Any = None) -> None:
-    return None
-
-
 OPS: dict[str, Callable[..., Any]] = {
     "view": jnp.reshape, "_unsafe_view": jnp.reshape, "permute": jnp.transpose, "t": jnp.transpose,
-    "transpose": lambda x, dim0, dim1: jnp.swapaxes(x, dim0, dim1) if x.ndim else x,
+    **with_axes({"transpose": lambda x, dim0, dim1: jnp.swapaxes(x, dim0, dim1)}),
     "unsqueeze": jnp.expand_dims, "squeeze": _squeeze, "expand": _expand, "cat": _cat,
     "stack": lambda xs, dim=0: jnp.stack(xs, dim), "slice": _slice, "slice_scatter": _slice_scatter,
     "narrow": lambda x, dim, start, length: _slice(x, dim, start, start + length), "select": _select,
     "select_scatter": lambda x, src, dim, index: x.at[_at(x, dim, index)].set(src.astype(x.dtype)),
     "split": _split, "split_with_sizes": _split, "unbind": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
-    "flip": lambda x, dims: jnp.flip(x, tuple(dims)) if x.ndim else x, "repeat": jnp.tile, "roll": _roll,
+    **with_axes({"flip": lambda x, dims: jnp.flip(x, tuple(dims))}), "repeat": jnp.tile, "roll": _roll,
     "constant_pad_nd": _constant_pad,
     **{f"reflection_pad{n}d": _reflection_pad for n in (1, 2, 3)},
-    **{f"replication_pad{n}d": replication_pad for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": _replication_pad for n in (1, 2, 3)},
+    **{f"replication_pad{n}d_backward": lambda gradient, x, padding: (
+        jax.vjp(lambda x: _replication_pad(x, padding), x)[1](gradient)[0]
+    ) for n in (1, 2, 3)},
     "diagonal": jnp.diagonal, "tril": jnp.tril, "triu": jnp.triu, "unfold": _unfold,
     "full": _full, "full_like": _full_like,
     **{name: lambda size, *, dtype=None: _full(size, 0.0, dtype=dtype) for name in ("empty", "_efficientzerotensor")},
@@ -130,6 +128,7 @@ OPS: dict[str, Callable[..., Any]] = {
     )},
     "new_empty_strided": lambda x, size, stride, *, dtype=None: jnp.zeros(size, jax_dtype(dtype, x.dtype)),
     "scalar_tensor": lambda value, *, dtype=None: _full((), value, dtype=dtype or Dtype("float32")),
+    "triu_indices": lambda rows, columns, offset=0, *, dtype=None: jnp.stack(np.triu_indices(rows, offset, columns)),
     "arange": _arange, "eye": lambda n, m=None, *, dtype=None: jnp.eye(n, m, dtype=jax_dtype(dtype, jnp.float32)),
-    "_assert_tensor_metadata": _assert_tensor_metadata, "_assert_async": _assert_async, "getitem": operator.getitem,
+    "getitem": operator.getitem,
 }  # fmt: skip

@@ -53,6 +53,7 @@ NOT_COMPARED = {
         ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), UNINITIALIZED
     ),
     "linalg.eigh": "the signs of eigenvectors are not defined",
+    **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce"), "torch has sparse samples only"),
 }
 """Operators that are not compared, and the reason."""
 ROUGH = {

@@ -381,3 +381,13 @@ def test_others_see_why_machines_are_missing_and_when_they_are_requested_again(t
     fleet.cloud.capacity.clear()
     fleet.run(fleet.keeper(), 600)
     assert not fleet_object(fleet.document, fleet.cloud.machines((A,)), (), fleet.cloud.now)["missing"]
+
+
+def test_keeper_that_ends_a_second_after_a_refusal_has_stored_it(tmp_path):
+    fleet = ManagedFleet(tmp_path, desired(pool(count=3, zones=(A,))))
+    fleet.cloud.quota[spec_quota(replace(fleet.document.desired.pools[0].spec, zone=A))] = 2
+    keeper = fleet.keeper()
+    fleet.run(keeper, 2, every=1)
+    keeper.release()
+    (wait,) = fleet.document.waits
+    assert wait.missing == 1 and "quota of v2-8 in us-central1-f is used up" in wait.why

@@ -230,7 +230,8 @@ class Keeper:
             if document is None:
                 raise DocumentGone(f"{self._store.where} is gone")
             is_ours = document.lease is not None and document.lease.holder == self._id
-            waits = tuple(wait._replace(until=None) for wait in document.waits)  # nobody tries again by itself
+            newest = self.current.plan.waits if self.current else document.waits
+            waits = tuple(wait._replace(until=None) for wait in newest)  # nobody tries again by itself
             released = replace(document, lease=None, waits=waits)
             return with_events(released, self._unsaved_events) if is_ours else document
 

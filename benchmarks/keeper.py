@@ -1,7 +1,8 @@
 """Measure a keeper's tick over 10,000 machines, half of them in Compute Engine. Half a minute.
 
-Seconds of CPU of listing, deciding and storing; the listing is in memory, and the document a local file. Plans of a
-fleet that has just lost a third of its machines, or has none yet, are measured alone: their ticks wait for the cloud.
+Seconds of CPU, without a cloud: the listing and the fleet's document are in memory, the history is a local file. Plans
+of a fleet that has just lost a third of its machines, or has none yet, are measured alone: their ticks wait for the
+cloud.
 """
 
 import tempfile
@@ -14,7 +15,7 @@ from tests.fleet.fake_cloud import START
 from tests.fleet.loop import FLEET, ManagedFleet, desired, pool
 
 from benchmarks.report import Median, Settings, Table, median, verdict
-from tpuswarm.catalog.accelerators import Api
+from tpuswarm.catalog import Api
 from tpuswarm.cloud.protocol import FLEET_LABEL, POOL_LABEL, Listing, Machine, Worker
 from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Desired
@@ -23,7 +24,7 @@ from tpuswarm.fleet.decide.observe import observe
 
 MACHINE_COUNT, TICK_COUNT, LIMIT_S = 10_000, 21, 0.2
 ZONES: dict[Api, str] = {"tpu": "us-central1-f", "compute": "us-east5-a"}
-TYPES = {"tpu": "v2-8", "compute": "v6e-8"}
+TYPES: dict[Api, str] = {"tpu": "v2-8", "compute": "v6e-8"}
 POOLS_PER_API, LOST_EVERY = 5, 3
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from tests.recipes.test_decoder import FACTS, like, publish
@@ -183,13 +184,46 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
         ({"lora": 4, "lora_targets": ""}, "lora_targets names ''"),
         ({"lora_targets": "q_proj"}, "--lora-targets needs --lora"),
         ({"base": "f32"}, "--base needs --lora"),
-        ({"lora": 4, "base": "int8"}, "unknown base 'int8'"),
+        ({"lora": 4, "base": "int4"}, "unknown base 'int4'; did you mean int8"),
         ({"lora": 4, "architecture": None}, "--lora adapts a published model"),
     ],
 )
 def test_impossible_adapters_are_refused(options, words):
     with pytest.raises(InputError, match=words):
         Decoder(**{"architecture": json.dumps(FACTS), "data": "fake"} | options)
+
+
+def test_base_in_int8_is_the_published_model_rounded_by_column(base, tmp_path):
+    folder, published = base
+    recipe = Decoder(architecture=f"hf:{folder}", data="fake", lora=2, base="int8")
+    state = Trainer(devices=1).fit(recipe, steps=2, batch=2, run=tmp_path / "run").state
+    flat, whole = by_path(state.params), {}
+    for path, w in by_path(published).items():
+        found = flat[path]
+        if path.endswith("/w"):
+            assert found.dtype == jnp.int8 and np.abs(found).max() == 127
+            scale = np.asarray(flat[f"{path}_scale"])[:, None]
+            whole[path] = np.float32(found) * scale
+            assert np.all(np.abs(whole[path] - w) <= 0.5001 * scale)
+        else:
+            whole[path] = np.asarray(found, np.float32)
+            np.testing.assert_array_equal(whole[path], np.float32(w.astype(jnp.bfloat16)))
+    again = by_path(recipe.load_shared(f"hf:{folder}", like(recipe, PartitionSpec("data"), devices=2)))
+    np.testing.assert_array_equal(again["blocks/mlp/up/w"], flat["blocks/mlp/up/w"])
+
+    loaded = load_run(tmp_path / "run", jax.devices()[:1])
+    plain = lora.init(jax.random.key(0), published, recipe.config.lora)
+    plain = jax.tree.unflatten(jax.tree.structure(plain), [(flat | whole)[path] for path in by_path(plain)])
+    tokens = np.arange(12, dtype=np.int32)[None]
+    ours, theirs = (
+        model.hidden(params, tokens, recipe.config, Options(precision="highest")) for params in (state.params, plain)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    recipe.export_merged(loaded.state, tmp_path)
+    q, tensors = loaded.state.params["blocks"]["attention"]["q"], load_file(tmp_path / "model.safetensors")
+    merged = whole["blocks/attention/q/w"][1] + np.matmul(q["lora_a"][1], q["lora_b"][1])
+    found = tensors["model.layers.1.self_attn.q_proj.weight"].T
+    np.testing.assert_allclose(found, merged, rtol=1e-6, atol=1e-6)
 
 
 def test_learning_rate_of_adapters_is_that_of_the_papers():

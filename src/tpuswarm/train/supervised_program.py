@@ -130,7 +130,8 @@ class SupervisedProgram(Program):
             extra = paths.overlay(extra, statistics) if statistics is not None else extra
         for path, leaf in zip(paths.leaf_paths(params), jax.tree.leaves(params), strict=True):
             found = paths.array_type(leaf)
-            if found is None or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            is_float = found is not None and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+            if not is_float and path not in self._base:  # a base may be quantized
                 raise InputError(
                     f"parameter {path} is {found or f'a {type(leaf).__name__}'}: parameters are floating-point arrays"
                     f"{line_of(self._init)}"

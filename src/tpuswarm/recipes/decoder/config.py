@@ -1,7 +1,7 @@
 """The shape of a decoder-only language model, for every family that is supported."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tpuswarm.recipes.language.config import TILE_SIZE
 
@@ -13,7 +13,10 @@ TARGETS = {
 """Linear layers of a block by transformers' names → their places in our parameters."""
 LORA_LEAVES = ("lora_a", "lora_b")
 """Parameters of an adapter, beside w of its layer: float32[layers, inputs, rank] and [layers, rank, outputs]."""
-BASES = ("bf16", "f32")
+SCALE = "w_scale"
+"""Beside an int8 w: float32[layers, outputs], by which its columns are multiplied."""
+Base = Literal["bf16", "int8", "f32"]
+BASES: tuple[Base, ...] = get_args(Base)
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...] = tuple(TARGETS)
-    base: Literal["bf16", "f32"] = "bf16"
-    """Dtype of the base's parameters."""
+    base: Base = "bf16"
+    """Dtype of the base's parameters; int8: of its linear layers, the others are bf16."""
 
     @property
     def factor(self) -> float:

@@ -7,9 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.recipes.decoder import adapter_config, weights
-from tpuswarm.recipes.decoder.config import LORA_LEAVES, TARGETS, Config, Lora
+from tpuswarm.recipes.decoder.config import LORA_LEAVES, SCALE, TARGETS, Base, Config, Lora
 from tpuswarm.recipes.language.weight_files import save_one
 from tpuswarm.train.paths import leaf_paths, select
+
+
+def as_base(params: Any, base: Base) -> Any:
+    """Return a model's float32 parameters as those of a base."""
+    if base == "f32":
+        return params
+    found = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    if base == "int8":
+        for part, layer in TARGETS.values():
+            w, scale = weights.quantize(params["blocks"][part][layer]["w"], jnp)
+            found["blocks"][part][layer] |= {"w": w, SCALE: scale}
+    return found
 
 
 def init(key: jax.Array, params: Any, lora: Lora) -> Any:

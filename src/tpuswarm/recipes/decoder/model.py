@@ -13,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpuswarm.recipes.decoder import lora
-from tpuswarm.recipes.decoder.config import LORA_LEAVES, Config
+from tpuswarm.recipes.decoder.config import LORA_LEAVES, SCALE, Config
 from tpuswarm.recipes.language import loss
 from tpuswarm.train.program.attention import ATTENTION, Form, kernel, recomputed, usable_form
 from tpuswarm.train.program.mesh import gathered, gathered_as
@@ -64,9 +64,7 @@ def init(key: jax.Array, config: Config) -> Params:
     params = {"embed": weights(config.padded_vocab, D), "blocks": blocks, "norm": norm(D), **head}
     if config.lora is None:
         return params
-    if config.lora.base == "bf16":
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    return lora.init(jax.random.fold_in(key, 9), params, config.lora)
+    return lora.init(jax.random.fold_in(key, 9), lora.as_base(params, config.lora.base), config.lora)
 
 
 def compute_dtype(options: Options) -> Any:
@@ -223,12 +221,22 @@ def linear(x: jax.Array, p: Params, config: Config, options: Options) -> jax.Arr
     """x @ w + b over the last axis, and the adapter's share, in the dtype of x."""
     # On a CPU, XLA transposes a batch of matrices for w's gradient.
     inputs = x.reshape(-1, x.shape[-1]) if options.platform == "cpu" else x
-    outputs = inputs @ gathered(p["w"].astype(x.dtype))
+    # A base's w is read again for the gradient; saved, it would take its memory twice.
+    multiply = jax.checkpoint(product, prevent_cse=False) if config.lora else product
+    outputs = multiply(inputs, p["w"], p.get(SCALE))
     if config.lora and "lora_a" in p:
         a, b = (gathered(p[name].astype(x.dtype)) for name in LORA_LEAVES)
         outputs += (inputs @ a * jnp.asarray(config.lora.factor, x.dtype)) @ b
     outputs = outputs.reshape(*x.shape[:-1], -1)
     return outputs + broadcast_then_round(p["b"], outputs) if "b" in p else outputs
+
+
+def product(inputs: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """inputs @ w over the last axis, in the dtype of the inputs; scale: float32, of the columns of an int8 w."""
+    if scale is None:
+        return inputs @ gathered(w.astype(inputs.dtype))
+    outputs = inputs @ gathered(w).astype(inputs.dtype)
+    return (outputs.astype(jnp.float32) * jnp.broadcast_to(scale, outputs.shape)).astype(inputs.dtype)
 
 
 def rms_norm(x: jax.Array, p: Params, config: Config) -> jax.Array:

@@ -60,7 +60,7 @@ class Decoder(LanguageModel):
     - lora_alpha: alpha / rank is the factor of the adapters' outputs; by default the rank, for a factor of 1.
     - lora_targets: layers with adapters, such as q_proj,v_proj; by default all linear layers of the blocks.
     - lora_base: the published model that the adapters belong to; by default that of the architecture.
-    - base: dtype of the parameters that are not trained, with --lora: bf16, or f32.
+    - base: dtype of the parameters that are not trained, with --lora: bf16, f32, or int8 for the linear layers.
     """
 
     identity = (*LanguageModel.identity, "architecture", "lora", "lora_alpha", "lora_targets", "lora_base", "base")
@@ -371,7 +371,7 @@ def _adapters(
         rank,
         float(rank if alpha is None else alpha),
         tuple(name for name in TARGETS if name in names),
-        "f32" if base == "f32" else "bf16",
+        next(known for known in BASES if known == (base or "bf16")),
     )
 
 

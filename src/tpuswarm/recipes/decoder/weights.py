@@ -1,16 +1,16 @@
 """Read and write a decoder's parameters in the form of Hugging Face's transformers."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from tpuswarm.recipes.decoder.config import LORA_LEAVES, TARGETS, Config, Lora
+from tpuswarm.recipes.decoder.config import LORA_LEAVES, SCALE, TARGETS, Config, Lora
 from tpuswarm.recipes.language.hub import Published
 from tpuswarm.recipes.language.weight_files import Tensors, open_tensors, save_tensors
 from tpuswarm.train.paths import leaf_paths
@@ -107,11 +107,30 @@ def _load(found: Tensors, expected: list[Tensor], like: Any) -> Any:
     parts: dict[str, list[Tensor]] = {}
     for tensor in expected:
         parts.setdefault(tensor.path, []).append(tensor)
+
+    @lru_cache(maxsize=1)  # w and its scale follow one another
+    def quantized(path: str) -> list[np.ndarray]:
+        layers = [quantize(np.asarray(found[tensor.name][:], np.float32).T, np) for tensor in parts[path]]
+        return [np.stack(arrays) for arrays in zip(*layers, strict=True)]
+
     leaves = []
     for path, leaf in zip(leaf_paths(like), jax.tree.leaves(like), strict=True):
-        made = jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(_read, found, parts[path], leaf))
+        read: Callable[..., np.ndarray]
+        if path.endswith(SCALE):
+            read = quantized(path.removesuffix(SCALE) + "w")[1].__getitem__
+        elif leaf.dtype == np.int8:
+            read = quantized(path)[0].__getitem__
+        else:
+            read = partial(_read, found, parts[path], leaf)
+        made = jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
         leaves.append(jax.block_until_ready(made))  # otherwise the host holds copies of several leaves
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def quantize(w: Any, numpy: Any) -> tuple[Any, Any]:
+    """Return float32 matrices as int8 and the scale of each column; numpy: the module, NumPy or jax.numpy."""
+    scale = numpy.maximum(numpy.abs(w).max(-2), np.finfo(np.float32).tiny * 127) / np.float32(127)
+    return numpy.round(w / scale[..., None, :]).astype(numpy.int8), scale
 
 
 def _read(found: Any, parts: list[Tensor], leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
@@ -141,6 +160,8 @@ def _merged(flat: Mapping[str, Any], tensor: Tensor, lora: Lora | None) -> np.nd
     """Return one of their tensors in float32, with its adapter added if it has one."""
     found = on_host(flat, tensor).astype(np.float32, copy=False)
     prefix = tensor.path.removesuffix("/w")
+    if (scale := flat.get(f"{prefix}/{SCALE}")) is not None:
+        found = found * np.asarray(scale[tensor.layer])[:, None]
     if lora is None or f"{prefix}/lora_a" not in flat:
         return found
     a, b = (np.asarray(flat[f"{prefix}/{name}"][tensor.layer], np.float32) for name in LORA_LEAVES)

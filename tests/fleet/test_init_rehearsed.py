@@ -90,6 +90,7 @@ def test_down_all_deletes_the_network_and_account_that_init_made_and_names_the_b
     assert typed("up", "--yes")[0] == 0 and all(account in policy for policy in policies())
     with pytest.raises(Invalid, match=f"service account {account} stays, because 1 machine uses it: v2-usc1b-0"):
         project.remove_account(Grantee(account, "ended-1", "ended-1-swarm"))
+    assert "bucket gs://ended-1-swarm stays" in typed("down", "--all", "--dry-run")[1]
     code, out, _ = typed("down", "--yes", "--all")
     assert code == 0 and f"deleted tpuswarm-swarm-inside, tpuswarm-swarm-ssh, tpuswarm-swarm, {account}\n" in out
     assert "`gcloud storage rm --recursive gs://ended-1-swarm` deletes it" in out and "`tpuswarm init`, then" in out

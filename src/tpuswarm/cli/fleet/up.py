@@ -240,9 +240,10 @@ def down(
     else:
         apply.print_preview(steps, desired, fleet.provider_name, has_keeper=True, is_ending=True)
     if all_:
+        stays = f"; bucket gs://{fleet.bucket} stays" if fleet.bucket else ""
         echo(
-            f"then: delete network {network.network}, its firewall rules and the fleet's service account, if `init` or "
-            "`up` has made them"
+            f"then: delete network {network.network}, its firewall rules and the fleet's service account, if tpuswarm "
+            f"has made them{stays}"
         )
     if dry_run:
         echo("nothing was done")

@@ -208,7 +208,7 @@ def _print_slices(grant: preparation.GrantText, pools: list[preparation.PoolText
             slices = f"{grant.count // tpu.chips:,} × {tpu.name}"
             echo(
                 f"{describe_grant(grant.type, grant.count)} ({grant.how}) in {grant.zone}: {slices}; "
-                "--type chooses others"
+                "--type chooses others, which `tpuswarm plan` compares"
             )
 
 

@@ -21,8 +21,8 @@ from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import adapter_config
 from tpuswarm.recipes.decoder import architecture as shapes
 from tpuswarm.recipes.decoder.config import BASES, TARGETS, Config, Lora
-from tpuswarm.recipes.language.hub import PREFIX, open_published
-from tpuswarm.recipes.language.language_model import LanguageModel, absolute_place
+from tpuswarm.recipes.language.hub import PREFIX, absolute_place, open_published
+from tpuswarm.recipes.language.language_model import LanguageModel
 from tpuswarm.train.recipe import Batch, Options
 from tpuswarm.train.settings import differences
 

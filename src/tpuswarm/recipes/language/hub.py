@@ -195,3 +195,9 @@ def _not_fetched(file: str, where: str, error: BaseException) -> str:
         f"{file} of {where} could not be downloaded ({reason[0][:200]}); try again, set HF_ENDPOINT to another hub, or "
         "put the files into a folder and use hf:DIR"
     )
+
+
+def absolute_place(place: str) -> str:
+    """Return a published model's name with an absolute path."""
+    folder = Path(place.removeprefix(PREFIX)).expanduser()
+    return f"{PREFIX}{folder.resolve()}" if place.startswith(PREFIX) and folder.is_dir() else place

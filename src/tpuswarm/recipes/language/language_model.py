@@ -1,34 +1,24 @@
 """A language model and its text: what GPT-2 and the other decoders share."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from tpuswarm.config.limits import NUMBER_LIMITS
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.config.units import check_number
-from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
-from tpuswarm.recipes.language.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, SCHEDULES, Kind
-from tpuswarm.recipes.language.hub import PREFIX, RELEASED, Published, is_place, open_published
-from tpuswarm.train.recipe import Recipe, Source
+from tpuswarm.errors import InputError
+from tpuswarm.recipes.language.config import DEFAULT_HELD_OUT_SHARE, MOMENTS, OPTIMIZERS, SCHEDULES
+from tpuswarm.recipes.language.text_recipe import TextRecipe
 
 if TYPE_CHECKING:  # methods import JAX, so that a wrong option fails before it loads
     import jax
 
-    from tpuswarm.recipes.language.chat import ChatTemplate
-    from tpuswarm.recipes.language.chat_rows import ChatSource
     from tpuswarm.recipes.language.program import Optimizer
     from tpuswarm.recipes.language.sampling import Sampling
-    from tpuswarm.recipes.language.tokenizer import Tokenizer
-    from tpuswarm.recipes.language.tokens import Tokens
 
 FAKE_VOCAB_SIZE = 65
-SEPARATORS = ("endoftext", "none")
 LIMITS: dict[str, Mapping[str, float]] = {
     "vocab": {"least": 1},
-    "context": {"least": 2},
     "lr": {"above": 0},
     "lr_end": {"least": 0},
     "warmup": {"least": 0, "below": 1},  # a share of the run
@@ -36,12 +26,10 @@ LIMITS: dict[str, Mapping[str, float]] = {
     "weight_decay": {"least": 0},
     "z_loss": {"least": 0},
     "label_smoothing": {"least": 0, "below": 1},
-    "held_out": {"least": 0, "below": 1},  # a share of the text
-    "seed": NUMBER_LIMITS["seed"],
 }
 
 
-class LanguageModel(Recipe):
+class LanguageModel(TextRecipe):
     """A model of text; a subclass gives the model, and the defaults.
 
     - data: path or URL of text, or `fake` for random tokens; without it, the Python standard library's source.
@@ -67,12 +55,9 @@ class LanguageModel(Recipe):
     - seed: of the order of the rows.
     """
 
-    takes_conversations = False
-    """Whether it trains on conversations, too."""
     forms = ("remat", "accumulate")
     identity: tuple[str, ...] = ("tokenizer", "alphabet", "tokenizer_digest")
     option_defaults: dict[str, Any]
-    home: Path | None = None
 
     def __init__(
         self,
@@ -100,17 +85,23 @@ class LanguageModel(Recipe):
         label_smoothing: float,
         seed: int,
     ):
-        self._is_local = data is not None and data != "fake" and "://" not in data
-        self._data = str(Path(str(data)).expanduser().absolute()) if self._is_local else data
-        self._json_field, self._separator, self._held_out = json_field, separator, held_out
-        self._has_default_tokenizer = has_default_tokenizer
-        self._published = absolute_place(tokenizer) if is_place(tokenizer) else None
-        self._kind: Kind = "bpe" if self._published else _kind(tokenizer)
-        self._alphabet, self._tokenizer_digest = alphabet, tokenizer_digest
-        self._vocab, self._bpe_vocab, self._context = vocab, bpe_vocab, context
+        super().__init__(
+            data=data,
+            json_field=json_field,
+            separator=separator,
+            held_out=held_out,
+            tokenizer=tokenizer,
+            has_default_tokenizer=has_default_tokenizer,
+            alphabet=alphabet,
+            tokenizer_digest=tokenizer_digest,
+            bpe_vocab=bpe_vocab,
+            context=context,
+            seed=seed,
+        )
+        self._vocab = vocab
         self._optimizer, self._moments = optimizer, moments
         self._lr, self._lr_end = lr, lr / 10 if lr_end is None else lr_end
-        self._warmup, self._beta2, self._weight_decay, self._seed = warmup, beta2, weight_decay, seed
+        self._warmup, self._beta2, self._weight_decay = warmup, beta2, weight_decay
         self._schedule, self._z_loss, self._label_smoothing = schedule, z_loss, label_smoothing
         for name, limits in LIMITS.items():
             if (value := getattr(self, f"_{name}")) is not None:
@@ -123,10 +114,6 @@ class LanguageModel(Recipe):
             raise InputError("adafactor has no first moment: leave --moments out")
         if schedule not in SCHEDULES:
             raise InputError(f"unknown schedule {schedule!r}; {did_you_mean(schedule, SCHEDULES)}")
-        if separator not in (None, *SEPARATORS):
-            raise InputError(f"unknown separator {separator!r}; {did_you_mean(separator, SEPARATORS)}")
-        if separator == "endoftext" and self._kind != "bpe":
-            raise InputError(f"{self._kind} have no <|endoftext|>; use --tokenizer bpe or gpt2, or --separator none")
         self.option_defaults = {
             "context": context, "tokenizer": tokenizer, "lr": self._lr, "lr_end": self._lr_end, "warmup": warmup,
             "beta2": beta2, "held_out": DEFAULT_HELD_OUT_SHARE,
@@ -134,17 +121,9 @@ class LanguageModel(Recipe):
 
     def options(self) -> dict[str, Any]:
         """Return every option that rebuilds this recipe, including the alphabet of its data."""
-        tokenizer_key = {self.tokenizer.kind: self.tokenizer.key} if self.tokenizer else {}
         options = {
             **self._shape_options(),
-            "data": self._data,
-            "json_field": "messages" if self._is_chat else self._json_field,
-            "separator": self._separator,
-            "held_out": self._held_out,
-            "tokenizer": self._kind,
-            "alphabet": tokenizer_key.get("characters"),
-            "tokenizer_digest": tokenizer_key.get("bpe"),
-            "context": self._context,
+            **self._text_options(),
             "vocab": self.vocab,
             "optimizer": None if self._optimizer == "adamw" else self._optimizer,  # older runs do not have it
             "moments": None if self._moments == "f32" else self._moments,
@@ -156,43 +135,21 @@ class LanguageModel(Recipe):
             "weight_decay": self._weight_decay,
             "z_loss": self._z_loss or None,
             "label_smoothing": self._label_smoothing or None,
-            "seed": self._seed,
         }
         return {name: value for name, value in options.items() if value is not None}
 
     def describe(self) -> dict[str, str]:
         """Describe the shape, the text and the schedule."""
         layers, width = self._layers_and_width()
-        words = {
+        return {
             "model": f"{layers} layer{'s' * (layers > 1)}, width {width}, context {self._context}",
-            "data": "random tokens",
+            "data": self._describe_data(),
             "learning rate": f"{self._lr:g} after a warm-up of {self._warmup:.0%}, {SCHEDULES[self._schedule]} "
             f"{self._lr_end:g}",
         }
-        if self._is_chat:
-            words["data"] = self._describe_conversations()
-        elif self._data != "fake":
-            unit = self._kind if self._kind in ("characters", "bytes") else "tokens"
-            held_out, _ = self._held_out_part()
-            trained = len(self._tokens.array) - held_out
-            words["data"] = f"{trained:,} {unit} to train on, {held_out:,} held out"
-        return words
-
-    def _describe_conversations(self) -> str:
-        train = self._conversations("train")
-        try:
-            held_out = self._conversations("validation").conversations
-        except NoSuchSplit:
-            held_out = 0
-        return f"{train.description}, {held_out:,} held out"
 
     def _layers_and_width(self) -> tuple[int, int]:
         raise NotImplementedError
-
-    @property
-    def context(self) -> int:
-        """Tokens of a row."""
-        return self._context
 
     def _shape_options(self) -> dict[str, Any]:
         """Return the options of the subclass."""
@@ -227,124 +184,6 @@ class LanguageModel(Recipe):
 
         return learning_rate(progress, self._schedule, self._lr, self._lr_end, self._warmup)
 
-    def require_data(self) -> None:
-        """Raise InputError if a local path has no text; a server is contacted later, when its files are read."""
-        from tpuswarm.recipes.language.text import open_text
-
-        if self._is_local:
-            open_text(self._data)
-
-    def share(self, folder: Path) -> dict[str, Any]:
-        """Copy the tokens; fake ones need no files."""
-        if self._data == "fake":
-            return {}
-        from tpuswarm.recipes.language.tokens import share_tokens
-
-        share_tokens(self._tokens, folder)
-        return {"data": str(folder)}
-
-    def keep(self, folder: Path) -> None:
-        """Write a BPE's tokenizer.json, and its chat template."""
-        from tpuswarm.recipes.language.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Bpe
-        from tpuswarm.train.process.atomic import write_atomically
-        from tpuswarm.train.run.directory import writing
-
-        if isinstance(self.tokenizer, Bpe):
-            with writing(folder / TOKENIZER_FILE):
-                write_atomically(folder / TOKENIZER_FILE, self.tokenizer.text)
-                if self.chat_template:
-                    write_atomically(folder / TOKENIZER_CONFIG_FILE, json.dumps(self.chat_template.facts, indent=2))
-
-    @cached_property
-    def _tokens(self) -> "Tokens":
-        from tpuswarm.recipes.language.text import NO_FIELD
-        from tpuswarm.recipes.language.tokens import Reading, prepare_tokens
-
-        field = self._json_field or "text"
-        has_ends = None if self._separator is None else self._separator == "endoftext"
-        return prepare_tokens(
-            self._data,
-            self._kind,
-            given=self._known_tokenizer,
-            key=None if self._published else self._tokenizer_digest,
-            vocab=self._bpe_vocab,
-            reading=Reading(
-                None if field == NO_FIELD else field, has_ends, self._read_template if self._is_chat else None
-            ),
-        )
-
-    @cached_property
-    def _is_chat(self) -> bool:
-        """Whether the data holds conversations."""
-        from tpuswarm.recipes.language.text import JSON_LINES, MESSAGES, holds_conversations
-
-        if not self.takes_conversations or self._data is None or self._json_field is not None:
-            return self.takes_conversations and self._json_field == MESSAGES
-        return (self._is_local or JSON_LINES.search(self._data) is not None) and holds_conversations(self._data)
-
-    @cached_property
-    def chat_template(self) -> "ChatTemplate | None":
-        """The chat template that came with the tokenizer; None if it has none."""
-        if not self.takes_conversations or not (self._published or self.home):
-            return None
-        from tpuswarm.recipes.language.chat import read_template
-
-        return read_template(open_published(self._published) if self._published else Published("the run", self.home))
-
-    def _read_template(self) -> "ChatTemplate":
-        if self.chat_template is None:
-            raise InputError(
-                f"{self._data} holds conversations, and {self._published or 'the tokenizer'} has no chat template: put "
-                "its chat_template.jinja beside its tokenizer.json and use hf:DIR"
-            )
-        return self.chat_template
-
-    @cached_property
-    def _known_tokenizer(self) -> "Tokenizer | None":
-        """The tokenizer, unless it must be made from the text."""
-        from tpuswarm.recipes.language.tokenizer import TOKENIZER_FILE, Bpe, Bytes, Characters, read_bpe
-
-        if self._kind == "bytes":
-            return Bytes()
-        if self._kind == "characters":
-            return Characters(self._alphabet) if self._alphabet is not None else None
-        if self._published:
-            from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
-
-            try:
-                published = read_tokenizer(open_published(self._published))
-            except TpuswarmError as error:
-                if not self._has_default_tokenizer:
-                    raise
-                raise type(error)(
-                    f"{self.name} reads text with GPT-2's tokenizer: {error}; or use --tokenizer bpe, which trains "
-                    "one on the text, or --tokenizer bytes"
-                ) from error
-            if not isinstance(published, Bpe):
-                found = (
-                    "characters as its tokens" if published else "no tokenizer.json, and no vocab.json with merges.txt"
-                )
-                raise InputError(
-                    f"{self._published} has {found}; use --tokenizer hf:… of a model that has the same tokens"
-                )
-            return published
-        if self._tokenizer_digest is None or self.home is None or not (self.home / TOKENIZER_FILE).exists():
-            return None
-        saved = read_bpe(self.home / TOKENIZER_FILE)
-        if saved.key != self._tokenizer_digest:
-            raise InputError(
-                f"{self.home / TOKENIZER_FILE} is not the tokenizer of this run ({saved.key[:12]}…, not "
-                f"{self._tokenizer_digest[:12]}…); restore the original"
-            )
-        return saved
-
-    @cached_property
-    def tokenizer(self) -> "Tokenizer | None":
-        """The tokenizer; None for fake data."""
-        if self._data == "fake":
-            return None
-        return self._known_tokenizer or self._tokens.tokenizer
-
     def sample(
         self,
         state: Any,
@@ -376,61 +215,3 @@ class LanguageModel(Recipe):
     ) -> Iterator[list[int]]:
         """Yield `count` tokens after `start`, in chunks."""
         raise NotImplementedError
-
-    def data(self, split: str) -> Source:
-        """Return the rows of a split; the end of the text is held out."""
-        from tpuswarm.recipes.language.tokens import FakeTokens, TokenSource, split_tokens
-
-        context = self._context
-        if self._is_chat and split in ("train", "validation", "all"):
-            return self._conversations(split)
-        if split not in ("train", "validation", "all"):
-            raise NoSuchSplit(f"a text has no {split} part; evaluate it on another text, with --data")
-        if self._data == "fake":
-            return FakeTokens(self.vocab, context, self._seed, split == "validation")
-        text = self._data or "the Python standard library"
-        name = text if split == "all" else f"the {split} part of {text}"
-        if split == "validation" and self._held_out == 0:
-            raise NoSuchSplit(f"nothing of {text} is held out (held-out is 0)")
-        held_out, digest = self._held_out_part()
-        array = split_tokens(self._tokens.array, split, held_out)
-        if split == "validation" and self._held_out is None and len(array) <= context:  # held_out is the default
-            raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
-        return TokenSource(array, context, self._seed, digest, name)
-
-    def _conversations(self, split: str) -> "ChatSource":
-        from tpuswarm.recipes.language.chat_rows import ChatSource, split_conversations
-
-        name = self._data if split == "all" else f"the {split} part of {self._data}"
-        array = split_conversations(self._tokens.array, split, self._held_out_share)
-        try:
-            return ChatSource(array, self._context, self._seed, self._tokens.digest, str(name))
-        except InputError as error:
-            if split == "validation" and not self._held_out:
-                raise NoSuchSplit(str(error)) from error
-            raise
-
-    @property
-    def _held_out_share(self) -> float:
-        return DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out
-
-    def _held_out_part(self) -> tuple[int, str]:
-        """Return the number of held-out tokens, and the digest of tokens with such a split."""
-        tokens = self._tokens
-        if self._held_out is None and tokens.held_out is not None:
-            return tokens.held_out, f"{tokens.digest}-{tokens.held_out}"
-        return int(len(tokens.array) * self._held_out_share), tokens.digest
-
-
-def _kind(name: str) -> Kind:
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    if name not in kinds:
-        names = [*kinds, *RELEASED]
-        raise InputError(f"unknown tokenizer {name!r}; {did_you_mean(name, names)}, or hf:ORG/NAME or hf:DIR")
-    return next(kind for kind in kinds if kind == name)
-
-
-def absolute_place(place: str) -> str:
-    """Return a published model's name with an absolute path."""
-    folder = Path(place.removeprefix(PREFIX)).expanduser()
-    return f"{PREFIX}{folder.resolve()}" if place.startswith(PREFIX) and folder.is_dir() else place

@@ -5,10 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from tests.recipes.chats import CHATS, TEMPLATES, messages, without_marks, write_chats, write_tokenizer
 
 from tpuswarm.recipes.decoder.recipe import Decoder
-from tpuswarm.recipes.language.chat import COUNTED, STARTS, TOKEN_BITS, encode_conversations, read_template
+from tpuswarm.recipes.language.chat import read_template
+from tpuswarm.recipes.language.conversations import COUNTED, STARTS, TOKEN_BITS, encode_conversations
 from tpuswarm.recipes.language.hub import Published
 from tpuswarm.recipes.language.text import open_text
 from tpuswarm.recipes.language.tokenizer import read_bpe
@@ -78,6 +80,60 @@ def test_tools_and_their_calls_are_rendered_as_in_transformers(tmp_path, marked)
     wanted = theirs.apply_chat_template(chat, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
     assert (tokens & TOKEN_BITS).tolist() == wanted["input_ids"]
     assert (tokens & COUNTED != 0).astype(int).tolist() == wanted["assistant_masks"]
+
+
+PAIRS = [("2+2=", "4"), ("Größe? ", "3 m 🙂 "), ("", "日本"), ("Hi\n", "\nHe said<eos>"), ("a", "<think>a</think>")]
+
+
+def trl_tokens(tokenizer, prompt, completion):
+    """The rule of TRL's SFTTrainer: tokens of prompt + completion, of which those behind the prompt's count."""
+    if isinstance(prompt, str):
+        before = tokenizer(prompt)["input_ids"]
+        end = tokenizer.eos_token
+        whole = tokenizer(prompt + completion + ("" if completion.endswith(end) else end))["input_ids"]
+    else:
+        options = {"tokenize": True, "return_dict": False}
+        before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(prompt + completion, **options)
+    assert whole[: len(before)] == before
+    return whole, [0] * len(before) + [1] * (len(whole) - len(before))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("begins", [True, False])
+def test_completions_are_tokenised_and_counted_as_in_trl(tmp_path, name, begins):
+    write_tokenizer(tmp_path / "theirs", name)
+    if begins:  # as Llama 3's tokenizer
+        file, begin = tmp_path / "theirs" / "tokenizer.json", TEMPLATES[name][1][0]
+        library = tokenizers.Tokenizer.from_file(str(file))
+        number = library.token_to_id(begin)
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, number)]
+        )
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?\w+| ?[^\s\w]+|\s+"), "isolated")
+        byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+        library.save(str(file))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    pairs = [*PAIRS, *((messages(chat[:-1]), messages(chat[-1:])) for chat in CHATS)]
+    lines = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    found = ours(tmp_path / "theirs", str(tmp_path / "pairs.jsonl"))
+    assert len(found) == len(pairs)
+    for (prompt, completion), tokens in zip(pairs, found, strict=True):
+        ids, counted = trl_tokens(theirs, prompt, completion)
+        assert (tokens & TOKEN_BITS).tolist() == ids
+        assert (tokens & COUNTED != 0).astype(int).tolist()[1:] == counted[1:]  # nothing predicts the first
+
+
+def test_token_across_the_end_of_a_prompt_counts(tmp_path):
+    """TRL warns, and counts tokens of the whole from the prompt's number of tokens on."""
+    write_tokenizer(tmp_path / "theirs", "gemma")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "Hel", "completion": "lo"}))
+    (tokens,) = ours(tmp_path / "theirs", str(tmp_path / "pairs.jsonl"))
+    assert theirs.convert_ids_to_tokens((tokens & TOKEN_BITS).tolist()) == ["He", "ll", "o", "<eos>"]
+    assert (tokens & COUNTED != 0).tolist() == [False, True, True, True]
 
 
 def test_loss_and_gradient_of_packed_conversations_are_those_of_labels_in_transformers(tmp_path, monkeypatch):

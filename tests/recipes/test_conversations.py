@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from tests.recipes.chats import CHATS, QWEN, messages, without_marks, write_chats, write_model
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.recipes.decoder.recipe import Decoder
-from tpuswarm.recipes.language.chat import COUNTED, STARTS, TOKEN_BITS
 from tpuswarm.recipes.language.chat_rows import ChatSource, split_conversations
+from tpuswarm.recipes.language.conversations import COUNTED, STARTS, TOKEN_BITS
 from tpuswarm.train.program.compiled import place_program
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options
@@ -71,7 +71,7 @@ def test_every_conversation_is_once_in_an_epoch_and_rows_are_full():
 def test_long_conversation_is_cut_and_one_without_an_answer_in_its_row_is_left_out():
     source = ChatSource(stored(12, 30, 4), 9, 0, "digest", "data")
     assert (source.conversations, source.cut, source.left_out, source.rows_per_epoch) == (2, 1, 1, 2)
-    with pytest.raises(InputError, match="data has no conversation in which the assistant speaks within 9 tokens"):
+    with pytest.raises(InputError, match="data has no conversation with an answer within 9 tokens"):
         ChatSource(stored(30), 9, 0, "digest", "data")
 
 
@@ -164,7 +164,7 @@ def test_folder_of_files_and_what_is_said_about_it(place, tmp_path):
     recipe = decoder(place, tmp_path / "data", context=40, held_out=0.2)
     assert recipe.describe()["data"] == (
         "13 conversations in 13 rows to train on (8 are longer than the context of 40 and end there; 4 more are left "
-        "out, as the assistant speaks behind it), 2 held out"
+        "out, as their answers begin behind it), 2 held out"
     )
     with pytest.raises(NoSuchSplit):
         decoder(place, write_chats(tmp_path / "one.jsonl", *CHATS)).data("validation")
@@ -177,6 +177,11 @@ def line(*chat, **facts):
     return json.dumps({"messages": messages(chat), **facts})
 
 
+def pair(prompt=None, completion=None):
+    facts = {"prompt": prompt, "completion": completion}
+    return json.dumps({name: value for name, value in facts.items() if value is not None})
+
+
 GOOD = line(("user", "Hi"), ("assistant", "Hello"))
 
 
@@ -185,7 +190,7 @@ GOOD = line(("user", "Hi"), ("assistant", "Hello"))
     [
         ('{"text": "x"}', r"a\.jsonl:2 has no list of messages, each with a role and a content"),
         ('{"messages": ["x"]}', r"a\.jsonl:2 has no list of messages"),
-        ("[1]", r"a\.jsonl:2 has no list of messages"),
+        ("[1]", r"a\.jsonl:2 is no object with messages, or with a prompt and a completion"),
         ('{"messages": ', r"a\.jsonl:2 is not JSON"),
         ('{"messages": [], "messages": []}', r"a\.jsonl:2 is not JSON \(it has 'messages' twice\); fix or remove this"),
         (GOOD.replace('"Hi"', '"Hi", "role": "user"'), r"a\.jsonl:2 is not JSON \(it has 'role' twice\)"),
@@ -198,6 +203,21 @@ GOOD = line(("user", "Hi"), ("assistant", "Hello"))
             r"a\.jsonl:2: the chat template of .* refuses it \(.*surrogates not allowed",
         ),
         (line(("assistant", "x")), r"a\.jsonl:2: the chat template of hf:.* refuses it \(Begin with the user\)"),
+        (pair("a"), r"a\.jsonl:2 needs a prompt and a completion, both texts or both lists of messages"),
+        (pair(completion="a"), r"a\.jsonl:2 needs a prompt and a completion"),
+        (pair("a", messages([("assistant", "b")])), r"a\.jsonl:2 needs a prompt and a completion, both texts or both"),
+        (pair("a", " \n"), r"a\.jsonl:2 has an empty completion; remove the line"),
+        (pair("a", "\ud800"), r"a\.jsonl:2 is not Unicode text \(surrogates not allowed\); fix or remove this line"),
+        (
+            line(("user", "a"), ("assistant", "b"), prompt="a", completion="b"),
+            r"a\.jsonl:2 has messages and a completion; keep one of them",
+        ),
+        (
+            pair(messages([("user", "a")]), messages([("user", "b")])),
+            r"a\.jsonl:2 has no turn of the assistant in its completion; remove the line",
+        ),
+        (pair(messages([("user", "a")]), [1]), r"a\.jsonl:2 has no list of messages as its completion, each with a"),
+        (pair(messages([("user", "a")]), messages([("assistant", "")])), r"a\.jsonl:2 has an empty turn of the assist"),
     ],
 )
 def test_unreadable_conversation_is_named(tmp_path, bad, words):
@@ -213,7 +233,7 @@ def test_unreadable_conversation_is_named(tmp_path, bad, words):
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("", r"a\.jsonl holds conversations, and hf:.*published has no chat template: put its chat_template\.jinja"),
+        ("", r"a\.jsonl:1 is a conversation, and the tokenizer has no chat template: put its chat_template\.jinja"),
         ("{% if %}", "the chat template of hf:.* is not valid Jinja: "),
         ("{{ messages | length }}", "changes earlier turns when another follows, so the assistant's tokens cannot be"),
         ("{{ ''.__class__.__mro__ }}", "refuses it .access to attribute '__class__' of 'str' object is unsafe"),
@@ -228,3 +248,59 @@ def test_template_that_cannot_be_used_is_refused(tmp_path, template, words):
         (tmp_path / "published" / "tokenizer_config.json").unlink()
     with pytest.raises(InputError, match=words):
         decoder(place, write_chats(tmp_path / "a.jsonl", *CHATS)).data("train")
+
+
+def decoded_segments(recipe):
+    """The whole text and the counted text of each conversation, by its beginning."""
+    source = recipe.data("all")
+    found = []
+    for tokens, segments, counted in zip(*source.rows(0, source.rows_per_epoch).values(), strict=True):
+        for segment in range(1, segments.max() + 1):
+            first, *_, last = np.flatnonzero(segments == segment)
+            whole, learnt = tokens[first : last + 1], tokens[first + 1 : last + 2][counted[first : last + 1]]
+            found.append(tuple(recipe.tokenizer.decode(part.tolist()) for part in (whole, learnt)))
+    return sorted(found)
+
+
+def test_only_completions_count_whatever_form_a_line_has(place, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    chat = messages([("system", "S"), ("user", "Hi"), ("assistant", "Hello"), ("user", "?")])
+    (data / "a.jsonl").write_text(f"{pair('2+2=', '4')}\n{pair('', 'All of it<|im_start|>')}\n")
+    (data / "b.jsonl").write_text(f"{pair(chat, messages([('assistant', 'Yes')]))}\n")
+    both = json.dumps({"prompt": "Hi", "messages": messages([("user", "Hi"), ("assistant", "Oh")])})
+    (data / "c.jsonl").write_text(f"{both}\n")
+    recipe = decoder(place, data, context=256, held_out=0.0)
+    assert recipe.data("all").rows_per_epoch == 1
+    start, end, thought = "<|im_start|>", "<|im_end|>\n", "<think>\n\n</think>\n\n"
+    dialogue = f"{start}system\nS{end}{start}user\nHi{end}{start}assistant\nHello{end}{start}user\n?{end}"
+    found = decoded_segments(recipe)
+    assert [whole for whole, _ in found] == sorted([
+        "2+2=4<|im_start|>",  # the eos_token of the tokenizer_config.json
+        "All of it<|im_start|>",
+        f"{dialogue}{start}assistant\n{thought}Yes{end}",
+        f"{start}user\nHi{end}{start}assistant\n{thought}Oh{end}",
+    ])  # fmt: skip
+    assert [learnt for _, learnt in found] == [
+        "4<|im_start|>", f"{thought}Yes{end}", f"{thought}Oh<|im_end|>", "ll of it<|im_start|>"
+    ]  # fmt: skip
+
+
+def test_completions_need_a_published_tokenizer_with_an_end_but_no_chat_template(place, tmp_path):
+    config = tmp_path / "published" / "tokenizer_config.json"
+    (tmp_path / "a.jsonl").write_text(f"{pair('2+2=', '4')}\n")
+    config.unlink()
+    assert decoded_segments(decoder(place, tmp_path / "a.jsonl"))[0][0].startswith("2+2=4<|endoftext|>")
+    with pytest.raises(InputError, match=r"a\.jsonl holds conversations, which need a published tokenizer: use --to"):
+        Decoder(size="tiny", data=str(tmp_path / "a.jsonl")).describe()
+    file = tmp_path / "published" / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|endoftext|>", "<|other|>"))
+    with pytest.raises(InputError, match=r"a\.jsonl:1 has a completion, and the tokenizer has no token for its end"):
+        decoder(place, tmp_path / "a.jsonl").data("train")
+
+
+def test_prompt_that_its_template_changes_is_refused(tmp_path):
+    place = write_model(tmp_path / "published", template="{{ messages | length }}{{ messages[-1].content }}")
+    (tmp_path / "a.jsonl").write_text(pair(messages([("user", "a")]), messages([("assistant", "b")])))
+    with pytest.raises(InputError, match="changes the prompt when a completion follows, so the completion cannot be f"):
+        decoder(place, tmp_path / "a.jsonl").data("train")

@@ -1,15 +1,14 @@
-"""Conversations as training data: read JSON lines, render them by a model's chat template, mark the assistant's tokens.
+"""Render conversations by a model's chat template, and find what the assistant says.
 
 Templates are Jinja, as in transformers, and run in Jinja's sandbox.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple
 
 import jinja2
@@ -20,21 +19,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.recipes.language.hub import Published
-from tpuswarm.recipes.language.text import JSON_LINES, MESSAGES, Advance, Text
 from tpuswarm.recipes.language.tokenizer import TOKENIZER_CONFIG_FILE, Bpe
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE_FILE = "chat_template.jinja"
-STARTS, COUNTED = np.uint32(1 << 31), np.uint32(1 << 30)
-"""Bits of a stored token: it starts a conversation; its loss counts."""
-TOKEN_BITS = np.uint32((1 << 30) - 1)
-BATCH = 256
-"""Conversations that the tokenizer encodes in parallel."""
 MARKS = "\ufdd0", "\ufdd1"
 """Stand around `{% generation %}` in a rendered text; Unicode reserves them for use inside programs."""
+MARK = re.compile(f"[{''.join(MARKS)}]")
 FIXED_DATE = datetime(2024, 7, 26)
 """Today for templates that ask, so that data has the same tokens every day. Llama's templates default to it, too."""
 
@@ -42,11 +34,15 @@ Message = Mapping[str, Any]
 
 
 class Conversation(NamedTuple):
-    """The messages of one JSON line, the tools that they may use, and where the line is."""
+    """The messages of one JSON line, the tools that they may use, and where the line is.
+
+    prompt: how many messages are a prompt, if the others are its completion.
+    """
 
     messages: Sequence[Message]
     tools: Any
     where: str
+    prompt: int | None = None
 
 
 class _Generation(Extension):
@@ -128,7 +124,7 @@ class ChatTemplate:
 
         Raise InputError if the template refuses it.
         """
-        messages, tools, where = conversation
+        messages, tools, where, _ = conversation
         try:
             text = self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=adds_prompt, **self.tokens
@@ -139,32 +135,44 @@ class ChatTemplate:
             raise InputError(f"{where}: the chat template of {self.name} refuses it ({first_line(error)})") from error
 
     def spans(self, conversation: Conversation, ends: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and where the assistant speaks in it.
+        """Return the text of a conversation, and where its completion is or the assistant speaks.
 
         Without `{% generation %}` a turn begins behind its prompt and ends with a special token. ends: matches
         special tokens.
         """
-        parts = re.split(f"([{''.join(MARKS)}])", self.render(conversation))
-        text, spans = "".join(parts[::2]), list[tuple[int, int]]()
+        parts = MARK.split(self.render(conversation))
+        text, spans = "".join(parts), list[tuple[int, int]]()
+        if conversation.prompt is not None:
+            return text, [(self._find_start(conversation, conversation.prompt, text), len(text))]
         if len(parts) > 1:
-            borders = np.cumsum([len(part) for part in parts[::2]]).tolist()
+            borders = np.cumsum([len(part) for part in parts]).tolist()
             return text, list(zip(borders[:-1:2], borders[1::2], strict=False))
-        messages = conversation.messages
-        for index, message in enumerate(messages):
+        for index, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.render(conversation._replace(messages=messages[:index]), adds_prompt=True)
-            if not text.startswith(prompt):
-                raise InputError(
-                    f"{conversation.where}: the chat template of {self.name} changes earlier turns when another "
-                    "follows, so the assistant's tokens cannot be found; put {% generation %} around them in it"
-                )
+            start = self._find_start(conversation, index, text)
             content = str(message.get("content") or "").strip()
-            at = text.find(content, len(prompt)) if content else -1
+            at = text.find(content, start) if content else -1
             end = at + len(content)
-            found = ends.search(text, len(prompt)) if at < 0 else re.compile(rf"\s*{ends.pattern}").match(text, end)
-            spans.append((len(prompt), found.end() if found else max(end, len(prompt))))
+            found = ends.search(text, start) if at < 0 else re.compile(rf"\s*{ends.pattern}").match(text, end)
+            spans.append((start, found.end() if found else max(end, start)))
         return text, spans
+
+    def _find_start(self, conversation: Conversation, index: int, text: str) -> int:
+        """Return where in the text the assistant begins to speak after so many messages."""
+        before = self.render(conversation._replace(messages=conversation.messages[:index]), adds_prompt=True)
+        before = MARK.sub("", before)
+        if text.startswith(before):
+            return len(before)
+        if conversation.prompt is not None:
+            raise InputError(
+                f"{conversation.where}: the chat template of {self.name} changes the prompt when a completion follows, "
+                "so the completion cannot be found; write it as messages"
+            )
+        raise InputError(
+            f"{conversation.where}: the chat template of {self.name} changes earlier turns when another follows, so "
+            "the assistant's tokens cannot be found; put {% generation %} around them in it"
+        )
 
 
 def read_template(place: Published) -> ChatTemplate | None:
@@ -188,60 +196,3 @@ def turn_ends(template: ChatTemplate, tokenizer: Bpe) -> set[int]:
     text, spans = template.spans(Conversation(messages, None, "a test"), tokenizer.special_tokens)
     ends = tokenizer.special_tokens.findall(text, text.rfind("answer"), spans[-1][1])
     return {int(number) for end in ends for number in tokenizer.encode(end)}
-
-
-def read_conversations(text: Text, advance: Advance | None = None) -> Iterator[Conversation]:
-    """Yield the conversations of JSON lines; raise InputError for a line that is none."""
-    for path in text.files:
-        if not JSON_LINES.search(path):
-            raise InputError(f"{path} is no .jsonl file, so it holds no conversations; remove it, or use other --data")
-        with text.open(path, advance) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _conversation(line, f"{path}:{number}")
-
-
-def _conversation(line: bytes, where: str) -> Conversation:
-    try:
-        facts = json.loads(line, object_pairs_hook=_unique)
-    except ValueError as error:
-        raise InputError(f"{where} is not JSON ({error}); fix or remove this line") from error
-    messages = facts.get(MESSAGES) if isinstance(facts, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"{where} has no list of {MESSAGES}, each with a role and a content")
-    for message in messages:
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise InputError(f"{where} has the role {role!r}, which is unknown; {did_you_mean(str(role), ROLES)}")
-        has_calls = role == "assistant" and bool(message.get("tool_calls"))
-        if not isinstance(content, str) and not has_calls:
-            raise InputError(f"{where} has a message of the {role} whose content is no text")
-        if role == "assistant" and not has_calls and not content.strip():
-            raise InputError(f"{where} has an empty turn of the assistant; remove the turn or the line")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(f"{where} has no turn of the assistant, so nothing to learn; remove the line")
-    return Conversation(messages, facts.get("tools"), where)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    facts = dict(pairs)
-    if len(facts) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice")
-    return facts
-
-
-def encode_conversations(
-    text: Text, template: ChatTemplate, tokenizer: Bpe, advance: Advance | None = None
-) -> Iterator[np.ndarray]:
-    """Yield the tokens of conversations, uint32, with the bits STARTS and COUNTED."""
-    ends = tokenizer.special_tokens
-    conversations = read_conversations(text, advance)
-    while batch := list(islice(conversations, BATCH)):
-        rendered = [template.spans(conversation, ends) for conversation in batch]
-        encodings = tokenizer.encode_with_offsets([text for text, _ in rendered])
-        for (_, spans), (numbers, offsets_Nx2) in zip(rendered, encodings, strict=True):
-            for start, end in spans:
-                numbers[(offsets_Nx2[:, 0] < end) & (offsets_Nx2[:, 1] > start)] |= COUNTED
-            numbers[:1] = numbers[:1] & TOKEN_BITS | STARTS
-            yield numbers

@@ -1,9 +1,9 @@
-"""Rows of conversations: several short ones share a row, none sees another, and only the assistant's tokens count."""
+"""Rows of conversations: several short ones share a row, none sees another, and only answers count."""
 
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.language.chat import COUNTED, STARTS, TOKEN_BITS
+from tpuswarm.recipes.language.conversations import COUNTED, STARTS, TOKEN_BITS
 from tpuswarm.train.data.source import shuffled_epochs
 
 
@@ -29,7 +29,7 @@ class ChatSource:
         self.conversations, self.left_out = len(used), len(lengths) - len(used)
         self.cut = int((lengths[used] > context + 1).sum())
         if not self.conversations:
-            raise InputError(f"{name} has no conversation in which the assistant speaks within {context} tokens")
+            raise InputError(f"{name} has no conversation with an answer within {context} tokens")
         self._rows = _pack(used, self._length, context + 1)
         self.rows_per_epoch = len(self._rows)
 
@@ -38,7 +38,7 @@ class ChatSource:
         """What there is to train on."""
         notes = [
             f"{self.cut:,} are longer than the context of {self._context:,} and end there" if self.cut else "",
-            f"{self.left_out:,} more are left out, as the assistant speaks behind it" if self.left_out else "",
+            f"{self.left_out:,} more are left out, as their answers begin behind it" if self.left_out else "",
         ]
         note = "; ".join(filter(None, notes))
         total = f"{self.conversations:,} conversations in {self.rows_per_epoch:,} rows to train on"

@@ -29,8 +29,8 @@ PIECE_BYTES = 2**22
 """Bytes read at a time."""
 NO_FIELD = "none"
 """Instead of a field's name: read JSON lines as plain text."""
-MESSAGES = "messages"
-"""Field of a JSON line that holds a conversation."""
+MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
+"""Fields of a JSON line that holds a conversation, or a prompt and its completion."""
 JSON_LINES = re.compile(r"\.jsonl(\.(gz|bz2|xz|zst))?$")
 CONTENT_VALIDATORS = {
     *("etag", "generation", "md5", "md5hash", "md5checksum", "contentmd5", "digest", "contenthash", "crc32c"),
@@ -204,7 +204,7 @@ def open_text(place: str | None, field: str | None = None, *, empty: bool = Fals
 
 
 def holds_conversations(place: str) -> bool:
-    """Return whether the first JSON line at a path or URL has messages, and no text."""
+    """Return whether the first JSON line at a path or URL has messages, or a completion of a prompt, and no text."""
     try:
         text = open_text(place)
         path = next(path for path in text.files if JSON_LINES.search(path))
@@ -212,7 +212,9 @@ def holds_conversations(place: str) -> bool:
             facts = json.loads(next(line for line in file if line.strip()))
     except (InputError, StopIteration, ValueError):  # reading the data names the problem
         return False
-    return isinstance(facts, dict) and MESSAGES in facts and "text" not in facts
+    if not isinstance(facts, dict) or "text" in facts:
+        return False
+    return MESSAGES in facts or {PROMPT, COMPLETION} <= facts.keys()
 
 
 @contextmanager

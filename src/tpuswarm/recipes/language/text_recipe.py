@@ -145,13 +145,13 @@ class TextRecipe(Recipe):
             key=None if self._published else self._tokenizer_digest,
             vocab=self._bpe_vocab,
             reading=Reading(
-                None if field == NO_FIELD else field, has_ends, self._read_template if self._is_chat else None
+                None if field == NO_FIELD else field, has_ends, (lambda: self.chat_template) if self._is_chat else None
             ),
         )
 
     @cached_property
     def _is_chat(self) -> bool:
-        """Whether the data holds conversations."""
+        """Whether the data holds conversations, or prompts and completions."""
         from tpuswarm.recipes.language.text import JSON_LINES, MESSAGES, holds_conversations
 
         if not self.takes_conversations or self._data is None or self._json_field is not None:
@@ -166,14 +166,6 @@ class TextRecipe(Recipe):
         from tpuswarm.recipes.language.chat import read_template
 
         return read_template(open_published(self._published) if self._published else Published("the run", self.home))
-
-    def _read_template(self) -> "ChatTemplate":
-        if self.chat_template is None:
-            raise InputError(
-                f"{self._data} holds conversations, and {self._published or 'the tokenizer'} has no chat template: put "
-                "its chat_template.jinja beside its tokenizer.json and use hf:DIR"
-            )
-        return self.chat_template
 
     @cached_property
     def _known_tokenizer(self) -> "Tokenizer | None":

@@ -68,12 +68,12 @@ class Reading(NamedTuple):
     """How documents become one text.
 
     field: the field with the text in JSON lines; None reads them as plain text. ends: whether `<|endoftext|>` separates
-    documents; None: if the tokenizer has it. template: reads the chat template, for lines that hold conversations.
+    documents; None: if the tokenizer has it. template: for lines that hold conversations, reads the chat template.
     """
 
     field: str | None = "text"
     ends: bool | None = None
-    template: "Callable[[], ChatTemplate] | None" = None
+    template: "Callable[[], ChatTemplate | None] | None" = None
 
 
 def prepare_tokens(
@@ -98,6 +98,10 @@ def prepare_tokens(
         text = open_text(place, reading.field)
         if token_files := find_token_files(text):
             given = token_files.tokenizer(kind, given)
+        if reading.template and not isinstance(given, Bpe):
+            raise InputError(
+                f"{place} holds conversations, which need a published tokenizer: use --tokenizer hf:ORG/NAME or hf:DIR"
+            )
         template = reading.template() if reading.template else None
         cached = _folder(text, kind, vocab, None, reading, template)
         if given and not (cached and is_complete(cached) and read_description(cached)["key"] == given.key):
@@ -145,7 +149,7 @@ def _folder(
     if text.key is None:
         return None
     ends = [reading.ends] * (kind == "bpe" and text.has_documents)
-    chat = [template.facts] if template else []
+    chat = [template.facts if template else None] if reading.template else []
     identity = [text.key, kind, vocab if kind == "bpe" and key is None else 0, key, *ends, *chat]
     return cached_folder(CACHE, json.dumps(identity))
 
@@ -163,10 +167,10 @@ def _write(
 
         tokenizer = given or _tokenizer_of(text, kind, vocab, advance)
         dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
-        if template:
-            from tpuswarm.recipes.language.chat import encode_conversations
+        if reading.template:
+            from tpuswarm.recipes.language.conversations import encode_conversations
 
-            assert isinstance(tokenizer, Bpe)  # published, as the template is
+            assert isinstance(tokenizer, Bpe)
             dtype, parts = np.dtype(np.uint32), [encode_conversations(text, template, tokenizer, advance)]
         elif token_files:
             parts = [token_files.numbers(name, tokenizer, advance) for name in (TRAIN_FILE, VALIDATION_FILE)]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes.chats import CHATS, write_chats, write_model
+
 MODEL = ["gpt2-tiny", "--data", "fake", "--layers", "1", "--heads", "2", "--width", "32", "--context", "16"]
 
 
@@ -38,3 +40,15 @@ def test_existing_run_is_left_alone(typed, here, text_file, finished_run):
     _, out, _ = typed("train", "gpt2-tiny", *words, "--dry-run")
     assert "runs/a, finished at step 60 of 60" in out
     assert {path: path.stat().st_mtime_ns for path in here.rglob("*")} == before
+
+
+def test_first_conversation_is_shown_as_the_model_sees_it(typed, here):
+    words = write_model(here / "model"), "--data", write_chats(here / "chat.jsonl", *CHATS)
+    code, out, _ = typed("train", *words, "--dry-run")
+    assert code == 0 and "\n  <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n[[" in out
+    _, out, _ = typed("train", *words, "--dry-run", "--json")
+    assert json.loads(out)["preview"][1] == ["<think>\n\n</think>\n\nHello, you!<|im_end|>", True]
+    (here / "chat.jsonl").write_text('{"messages": [], "completion": "x"}')
+    code, _, err = typed("train", *words, "--dry-run")
+    assert code == 2 and "chat.jsonl:1 has messages and a completion; keep one of them" in err
+    assert {path.name for path in here.iterdir()} == {"model", "chat.jsonl"}

@@ -134,10 +134,11 @@ def test_loss_and_update_are_the_same_over_any_split_of_a_batch(place, tmp_path,
         np.testing.assert_allclose(embed, found[0][2], atol=1e-6)
 
 
-def test_run_on_conversations_goes_on_without_the_published_model(place, tmp_path):
+def test_run_on_conversations_goes_on_without_the_published_model(place, tmp_path, capsys):
     data = write_chats(tmp_path / "a.jsonl", *CHATS * 10)
     run = tmp_path / "run"
     Trainer(devices=1).fit(decoder(place, data), steps=2, batch=2, run=run, init_from=place)
+    assert "\\n<|im_start|>assistant\\n[[<think>\\n\\n</think>\\n\\nHello, you!<|im_end|>]]" in capsys.readouterr().err
     (tmp_path / "published").rename(tmp_path / "gone")
     recipe = rebuild_recipe(run)
     assert read_config(run)["recipe"]["options"]["json_field"] == "messages"
@@ -304,3 +305,19 @@ def test_prompt_that_its_template_changes_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text(pair(messages([("user", "a")]), messages([("assistant", "b")])))
     with pytest.raises(InputError, match="changes the prompt when a completion follows, so the completion cannot be f"):
         decoder(place, tmp_path / "a.jsonl").data("train")
+
+
+def test_first_conversation_is_shown_before_and_at_the_start_of_a_run(place, tmp_path):
+    data = write_chats(tmp_path / "a.jsonl", *CHATS * 2)
+    shown = [
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\n\n</think>\n\nHello, you!<|im_end|>", True),
+        ("\n", False),
+    ]
+    assert decoder(place, data).preview(quick=True) == shown and not (tmp_path / "cache").exists()
+    assert decoder(place, data).preview() == shown
+    assert decoder(place, data, context=2).preview() == [("<|im_start|>us", False)]
+    (tmp_path / "blank.jsonl").write_text("\n")
+    assert decoder(place, tmp_path / "blank.jsonl", json_field="messages").preview(quick=True) == []
+    (tmp_path / "a.txt").write_text("plain text")
+    assert decoder(place, tmp_path / "a.txt").preview() == []

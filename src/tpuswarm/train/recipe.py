@@ -272,6 +272,13 @@ class Recipe(ABC):
         """Return words for the start of a run: any of `model` (its shape), `data` and `learning rate`."""
         return {}
 
+    def preview(self, *, quick: bool = False) -> Sequence[tuple[str, bool]]:
+        """Return the first row of the data as text, in pieces, each with whether its loss counts; empty if it has none.
+
+        quick: read only the beginning of the data.
+        """
+        return ()
+
     def require_data(self) -> None:  # noqa: B027
         """Raise InputError if the data is missing. Called before JAX is loaded, so it must be quick."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpuswarm.cli.completion import complete_choices, complete_recipes, complete_run_folders
-from tpuswarm.cli.console import option
+from tpuswarm.cli.console import make_console, option
 from tpuswarm.cli.train.detach import start_detached
 from tpuswarm.cli.train.next_command import print_next
 from tpuswarm.cli.train.train_options import TRAINER_OPTIONS, TrainOptions, read_options
@@ -160,7 +160,7 @@ def train(
             return
     options = read_options(context)
     if dry:
-        _print_dry_run(describe_dry_run(options), as_json)
+        _print_dry_run(options, as_json)
         return
     if detach:
         start_detached(options, as_json)
@@ -175,12 +175,17 @@ def train(
 train.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
 
 
-def _print_dry_run(facts: dict[str, str], as_json: bool) -> None:
+def _print_dry_run(options: TrainOptions, as_json: bool) -> None:
+    facts, preview = describe_dry_run(options), options.recipe.preview(quick=True)
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps(facts | ({"preview": preview} if preview else {})))
         return
     for name, text in facts.items():
         echo(f"{name:12}{text}", hang=12)
+    if preview:
+        from tpuswarm.train.look.preview import print_preview
+
+        print_preview(make_console(), preview)
     echo("nothing was done")
 
 

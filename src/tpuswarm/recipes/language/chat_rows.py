@@ -82,6 +82,16 @@ def _pack(used: np.ndarray, length: np.ndarray, capacity: int) -> list[list[int]
     return rows
 
 
+def first_pieces(array: np.ndarray, context: int) -> list[tuple[list[int], bool]]:
+    """Return the tokens of the first conversation, cut where tokens begin or cease to count."""
+    tokens = array[: context + 1]
+    tokens = tokens[: next(iter(np.flatnonzero(tokens[1:] & STARTS) + 1), len(tokens))]
+    counts = tokens & COUNTED != 0
+    cuts = np.flatnonzero(np.diff(counts)) + 1
+    parts = np.split(tokens & TOKEN_BITS, cuts)
+    return [(part.tolist(), bool(counts[at])) for at, part in zip([0, *cuts], parts, strict=True)]
+
+
 def split_conversations(array: np.ndarray, split: str, share: float) -> np.ndarray:
     """Return the part `train`, `validation` (the last `share` of the conversations) or `all`."""
     starts = np.flatnonzero(array & STARTS)

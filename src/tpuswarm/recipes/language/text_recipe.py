@@ -246,6 +246,22 @@ class TextRecipe(Recipe):
                 raise NoSuchSplit(str(error)) from error
             raise
 
+    def preview(self, *, quick: bool = False) -> list[tuple[str, bool]]:
+        """Return the first conversation, in pieces, each with whether its loss counts; empty for plain text."""
+        from tpuswarm.recipes.language.chat_rows import first_pieces
+        from tpuswarm.recipes.language.conversations import encode_conversations
+        from tpuswarm.recipes.language.text import MESSAGES, open_text
+        from tpuswarm.recipes.language.tokenizer import Bpe
+
+        tokenizer = (self._known_tokenizer if quick else self.tokenizer) if self._is_chat else None
+        if not isinstance(tokenizer, Bpe):
+            return []
+        text = open_text(self._data, MESSAGES) if quick else None
+        array = next(encode_conversations(text, self.chat_template, tokenizer), None) if text else self._tokens.array
+        if array is None:
+            return []
+        return [(tokenizer.decode(tokens), counts) for tokens, counts in first_pieces(array, self._context)]
+
     @property
     def _held_out_share(self) -> float:
         return DEFAULT_HELD_OUT_SHARE if self._held_out is None else self._held_out

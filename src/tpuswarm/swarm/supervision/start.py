@@ -38,6 +38,7 @@ from tpuswarm.train.look import wandb_log
 from tpuswarm.train.look.describe import describe_start
 from tpuswarm.train.look.guarded_logger import GuardedLogger
 from tpuswarm.train.look.outputs import all_loggers
+from tpuswarm.train.look.preview import print_preview
 from tpuswarm.train.loop.resolve import Resolved, held_out, request
 from tpuswarm.train.loop.run_config import run_config
 from tpuswarm.train.process.numerics import run_key
@@ -328,6 +329,7 @@ def _supervise(
     ]
     per_row = plan.tokens_per_row
     screen.open(About(recipe.name, shown(run.folder), plan.settings["batch"] * per_row, token_unit(per_row)), sentences)
+    print_preview(screen.console, recipe.preview())
     carry_over(run.folder, screen.began)
     (run.folder / REPORT).unlink(missing_ok=True)  # from an earlier start
     run.write_event("started", message=who, command=command_line())

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
 from tpuswarm.train.diagnose.phases import summary_rows
+from tpuswarm.train.look.preview import Piece, print_preview
 from tpuswarm.train.look.widgets import (
     MAX_BAR_WIDTH,
     Column,
@@ -55,6 +56,8 @@ class RunHeader:
     sentences: Sequence[str]
     seconds: float = 0.0
     """Since the start of the process."""
+    preview: Sequence[Piece] = ()
+    """The first row of text."""
 
 
 class Display:
@@ -70,6 +73,7 @@ class Display:
         echo_on_console(self.console, f"{header.title} on {header.devices}, {header.steps:,} steps, in {header.run}")
         for sentence in header.sentences:
             self.event(sentence)
+        print_preview(self.console, header.preview)
 
     def note(self, text: str) -> None:
         echo_on_console(self.console, text)

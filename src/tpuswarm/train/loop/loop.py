@@ -158,6 +158,7 @@ class Loop:
                 tokens_per_step=session.tokens_per_step,
                 unit=token_unit(compiled.program.tokens_per_row),
                 sentences=[*(f"{name}: {text}" for name, text in about.items()), *session.notes],
+                preview=session.recipe.preview(),
                 seconds=self._diagnostics.stopwatch.seconds(*phases.PHASES),
             )
         )

@@ -170,7 +170,7 @@ def test_folder_of_files_and_what_is_said_about_it(place, tmp_path):
     with pytest.raises(NoSuchSplit):
         decoder(place, write_chats(tmp_path / "one.jsonl", *CHATS)).data("validation")
     (tmp_path / "data" / "c.txt").write_text("plain")
-    with pytest.raises(InputError, match=r"c\.txt is no \.jsonl file, so it holds no conversations"):
+    with pytest.raises(InputError, match=r"c\.txt is no \.jsonl or \.parquet file, so it holds no conversations"):
         decoder(place, tmp_path / "data").data("train")
 
 

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import lzma
 import pickle
+import sys
 import tarfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_compressed_file_that_is_cut_off_is_named(tmp_path):
 
 
 UNREADABLE = {
-    "parquet": (b"PAR1\x15\x04\x15", "data is a table, not text; write its text as JSON lines"),
+    "parquet": (b"PAR1\x15\x04\x15", "data is a Parquet table; end its name with .parquet"),
     "zip": (b"PK\x03\x04\x14\0", "data is an archive; unpack it, and give the folder"),
     "7z": (b"7z\xbc\xaf\x27\x1c\0", "data is an archive; unpack it"),
     "lz4": (b"\x04\x22\x4d\x18\x64", "data is compressed in a form that is not read; decompress it"),
@@ -168,3 +169,10 @@ def test_damaged_files_of_nanogpt_are_named_and_run_no_code(nanogpt, capfd):
     np.array([999], np.uint16).tofile(nanogpt / "val.bin")
     with pytest.raises(InputError, match=r"val\.bin has the token 999, but this tokenizer \(characters\) has"):
         GPT2(data=str(nanogpt)).data("train")
+
+
+def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1\x15")
+    with pytest.raises(InputError, match=r"a\.parquet needs a package .* pip install 'tpuswarm\[parquet\]'"):
+        GPT2(data=str(tmp_path / "a.parquet"), context=8).data("train")

@@ -1,4 +1,4 @@
-"""Read conversations, and prompts with their completions, from JSON lines, and mark the tokens whose loss counts."""
+"""Read conversations, and prompts with their completions, from rows of data, and mark the tokens whose loss counts."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.language.chat import ChatTemplate, Conversation, Message
-from tpuswarm.recipes.language.text import COMPLETION, JSON_LINES, MESSAGES, PROMPT, Advance, Text
+from tpuswarm.recipes.language.text import COMPLETION, MESSAGES, PROMPT, ROWS, TOOLS, Advance, Text
 from tpuswarm.recipes.language.tokenizer import Bpe
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -30,12 +30,14 @@ class Completion(NamedTuple):
 
 
 def read_conversations(text: Text, advance: Advance | None = None) -> Iterator[Conversation | Completion]:
-    """Yield the conversations of JSON lines; raise InputError for a line that is none."""
+    """Yield the conversations of rows; raise InputError for a row that is none."""
     for path in text.files:
-        if not JSON_LINES.search(path):
-            raise InputError(f"{path} is no .jsonl file, so it holds no conversations; remove it, or use other --data")
-        with text.open(path, advance) as file:
-            for number, line in enumerate(file, 1):
+        if not ROWS.search(path):
+            raise InputError(
+                f"{path} is no .jsonl or .parquet file, so it holds no conversations; remove it, or use other --data"
+            )
+        with text.open_rows(path, advance) as lines:
+            for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _parse(line, f"{path}:{number}")
 
@@ -53,7 +55,7 @@ def _parse(line: bytes, where: str) -> Conversation | Completion:
     _check_messages(messages, f"list of {MESSAGES}", where)
     if not _has_answer(messages):
         raise InputError(f"{where} has no turn of the assistant, so nothing to learn; remove the line")
-    return Conversation(messages, facts.get("tools"), where)
+    return Conversation(messages, facts.get(TOOLS), where)
 
 
 def _parse_completion(facts: dict[str, Any], where: str) -> Conversation | Completion:
@@ -74,7 +76,7 @@ def _parse_completion(facts: dict[str, Any], where: str) -> Conversation | Compl
     _check_messages(completion, f"list of messages as its {COMPLETION}", where)
     if not _has_answer(completion):
         raise InputError(f"{where} has no turn of the assistant in its {COMPLETION}; remove the line")
-    return Conversation(prompt + completion, facts.get("tools"), where, len(prompt))
+    return Conversation(prompt + completion, facts.get(TOOLS), where, len(prompt))
 
 
 def _check_messages(messages: Any, what: str, where: str) -> None:

@@ -33,7 +33,8 @@ class LanguageModel(TextRecipe):
     """A model of text; a subclass gives the model, and the defaults.
 
     - data: path or URL of text, or `fake` for random tokens; without it, the Python standard library's source.
-    - json_field: field with the text in .jsonl files; `none` reads them as plain text, `messages` as conversations.
+    - json_field: field with the text in .jsonl and .parquet files; `none` reads them as plain text, `messages` as
+      conversations.
     - separator: `endoftext` puts the tokenizer's end of text between files and between .jsonl lines; `none` nothing.
     - held_out: share of the text, at its end, that is not trained on.
     - tokenizer: characters (of the data, or `alphabet`), bytes, bpe (trained on the data for a vocabulary of

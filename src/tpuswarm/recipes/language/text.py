@@ -6,7 +6,7 @@ import json
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,6 +19,7 @@ from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from tpuswarm.errors import InputError
+from tpuswarm.recipes.language import parquet
 from tpuswarm.recipes.language.formats import decompressed
 from tpuswarm.train.data.contents import file_identity
 from tpuswarm.train.process.waiting import waiting
@@ -28,10 +29,11 @@ SEARCHED_BYTES = 1000
 PIECE_BYTES = 2**22
 """Bytes read at a time."""
 NO_FIELD = "none"
-"""Instead of a field's name: read JSON lines as plain text."""
-MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
-"""Fields of a JSON line that holds a conversation, or a prompt and its completion."""
-JSON_LINES = re.compile(r"\.jsonl(\.(gz|bz2|xz|zst))?$")
+"""Instead of a field's name: read files with rows as plain text."""
+MESSAGES, PROMPT, COMPLETION, TOOLS = "messages", "prompt", "completion", "tools"
+"""Fields of a row that holds a conversation, or a prompt and its completion."""
+ROWS = re.compile(rf"\.jsonl(\.(gz|bz2|xz|zst))?$|{re.escape(parquet.ENDING)}$")
+"""Names of files with rows: JSON lines, or Parquet."""
 CONTENT_VALIDATORS = {
     *("etag", "generation", "md5", "md5hash", "md5checksum", "contentmd5", "digest", "contenthash", "crc32c"),
     *("sha", "sha256", "blobid", "hex"),
@@ -53,7 +55,7 @@ class Text:
     """Files of one file system, in reading order.
 
     key: a digest of the path, size and version of each file, and of `field`; None if some file has no version, so that
-    only reading it tells whether it has changed. field: the field with the text in JSON lines; None reads them as plain
+    only reading it tells whether it has changed. field: the field of a row with the text; None reads all files as plain
     text.
     """
 
@@ -65,31 +67,31 @@ class Text:
     field: str | None = None
 
     @property
-    def has_lines(self) -> bool:
-        """Whether a field of JSON lines is read."""
-        return any(map(self._is_json_lines, self.files))
+    def has_rows(self) -> bool:
+        """Whether a field of rows is read."""
+        return any(map(self._is_rows, self.files))
 
     @property
     def has_documents(self) -> bool:
-        """Whether it has several documents: files, or JSON lines."""
-        return len(self.files) > 1 or self.has_lines
+        """Whether it has several documents: files, or rows."""
+        return len(self.files) > 1 or self.has_rows
 
     def pieces(self, advance: Advance | None = None, end: str = "") -> Iterator[str]:
         """Yield the whole text, a few megabytes at a time, with `end` between documents.
 
-        Without `end` a line break separates JSON lines, and nothing separates files. Raises InputError for a file that
-        is not UTF-8 text, and for invalid JSON lines.
+        Without `end` a line break separates rows, and nothing separates files. Raises InputError for a file that
+        is not UTF-8 text, and for invalid rows.
         """
-        separator = end or "\n" * self.has_lines
+        separator = end or "\n" * self.has_rows
         for index, path in enumerate(self.files):
             if index and separator:
                 yield separator
-            is_json = self._is_json_lines(path)
-            yield from self._read_json_lines(path, separator, advance) if is_json else self._read_plain(path, advance)
+            is_rows = self._is_rows(path)
+            yield from self._read_rows(path, separator, advance) if is_rows else self._read_plain(path, advance)
 
     def raw_pieces(self, advance: Advance | None = None) -> Iterator[bytes]:
-        """Yield the same as bytes, which need not be text; of JSON lines only the text."""
-        if self.has_lines:
+        """Yield the same as bytes, which need not be text; of rows only the text."""
+        if self.has_rows:
             yield from (piece.encode() for piece in self.pieces(advance))
             return
         for path in self.files:
@@ -103,8 +105,20 @@ class Text:
         with input_errors(path), self.system.open(path, "rb") as file:
             yield decompressed(file, path, advance, PIECE_BYTES)
 
-    def _is_json_lines(self, path: str) -> bool:
-        return self.field is not None and JSON_LINES.search(path) is not None
+    @contextmanager
+    def open_rows(self, path: str, advance: Advance | None = None) -> Iterator[Iterable[bytes]]:
+        """Open the rows of a file, each as a JSON line. Raise InputError if it cannot be read."""
+        if not path.endswith(parquet.ENDING):
+            with self.open(path, advance) as file:
+                yield file
+            return
+        columns = ("text", MESSAGES, PROMPT, COMPLETION, TOOLS) if self.field in (None, MESSAGES) else (self.field,)
+        size = self.sizes[self.files.index(path)]
+        with input_errors(path), self.system.open(path, "rb") as file:
+            yield parquet.read_rows(file, path, columns, size, advance)
+
+    def _is_rows(self, path: str) -> bool:
+        return self.field is not None and ROWS.search(path) is not None
 
     def _read_plain(self, path: str, advance: Advance | None) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8-sig")()  # without a byte-order mark
@@ -128,12 +142,12 @@ class Text:
                 if not raw:
                     break
 
-    def _read_json_lines(self, path: str, separator: str, advance: Advance | None) -> Iterator[str]:
+    def _read_rows(self, path: str, separator: str, advance: Advance | None) -> Iterator[str]:
         """Yield many documents in one piece, because a tokenizer is slow on short ones."""
         assert self.field is not None
         documents, size, is_first = list[str](), 0, True
-        with self.open(path, advance) as file:
-            for number, line in enumerate(file, 1):
+        with self.open_rows(path, advance) as lines:
+            for number, line in enumerate(lines, 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 document = _document(line, self.field, f"{path}:{number}") if line.strip() else ""
@@ -185,7 +199,7 @@ def _document(line: bytes, field: str, where: str) -> str:
 def open_text(place: str | None, field: str | None = None, *, empty: bool = False) -> Text:
     """Find the text at a path or URL; None is the standard library's source.
 
-    A folder stands for its files, except hidden ones, sorted by path. field: the field with the text in JSON lines.
+    A folder stands for its files, except hidden ones, sorted by path. field: the field of rows with the text.
     empty: include empty files. Raises InputError if there is nothing at `place`, or no text in it.
     """
     if place is None:
@@ -204,12 +218,12 @@ def open_text(place: str | None, field: str | None = None, *, empty: bool = Fals
 
 
 def holds_conversations(place: str) -> bool:
-    """Return whether the first JSON line at a path or URL has messages, or a completion of a prompt, and no text."""
+    """Return whether the first row at a path or URL has messages, or a completion of a prompt, and no text."""
     try:
         text = open_text(place)
-        path = next(path for path in text.files if JSON_LINES.search(path))
-        with text.open(path) as file:
-            facts = json.loads(next(line for line in file if line.strip()))
+        path = next(path for path in text.files if ROWS.search(path))
+        with text.open_rows(path) as lines:
+            facts = json.loads(next(line for line in lines if line.strip()))
     except (InputError, StopIteration, ValueError):  # reading the data names the problem
         return False
     if not isinstance(facts, dict) or "text" in facts:
@@ -256,7 +270,7 @@ def _text(name: str, system: Any, infos: list[dict[str, Any]], field: str | None
     if None in versions:
         return text
     identity: list[Any] = [[info["name"], info["size"], version] for info, version in zip(infos, versions, strict=True)]
-    identity += [field] * text.has_lines
+    identity += [field] * text.has_rows
     return replace(text, key=hashlib.sha256(repr(identity).encode()).hexdigest())
 
 

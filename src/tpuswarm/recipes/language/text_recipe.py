@@ -133,10 +133,10 @@ class TextRecipe(Recipe):
 
     @cached_property
     def _tokens(self) -> "Tokens":
-        from tpuswarm.recipes.language.text import NO_FIELD
+        from tpuswarm.recipes.language.text import MESSAGES, NO_FIELD
         from tpuswarm.recipes.language.tokens import Reading, prepare_tokens
 
-        field = self._json_field or "text"
+        field = MESSAGES if self._is_chat else self._json_field or "text"
         has_ends = None if self._separator is None else self._separator == "endoftext"
         return prepare_tokens(
             self._data,
@@ -152,11 +152,11 @@ class TextRecipe(Recipe):
     @cached_property
     def _is_chat(self) -> bool:
         """Whether the data holds conversations, or prompts and completions."""
-        from tpuswarm.recipes.language.text import JSON_LINES, MESSAGES, holds_conversations
+        from tpuswarm.recipes.language.text import MESSAGES, ROWS, holds_conversations
 
         if not self.takes_conversations or self._data is None or self._json_field is not None:
             return self.takes_conversations and self._json_field == MESSAGES
-        return (self._is_local or JSON_LINES.search(self._data) is not None) and holds_conversations(self._data)
+        return (self._is_local or ROWS.search(self._data) is not None) and holds_conversations(self._data)
 
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":

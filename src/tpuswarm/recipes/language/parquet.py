@@ -9,7 +9,7 @@ from tpuswarm.errors import InputError
 ENDING = ".parquet"
 BATCH_ROWS = 1000
 BUFFER_BYTES = 2**22
-"""Read of a column at a time; without a buffer, pyarrow reads a whole row group."""
+"""Read of a column at a time."""
 
 
 def read_rows(
@@ -23,7 +23,7 @@ def read_rows(
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise InputError(f"{name} needs a package that is not installed: pip install 'tpuswarm[parquet]'") from error
-    table = ParquetFile(file, buffer_size=BUFFER_BYTES)
+    table = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)  # else it reads a whole row group at once
     names = table.schema_arrow.names
     found = [column for column in columns if column in names]
     if not found:

@@ -134,11 +134,7 @@ class InterruptHandler:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_redelivery, _State.is_redelivery = _State.is_redelivery, False
         is_early = time.monotonic() - _State.raised_at < CLEANUP_GRACE_S
-        if (
-            _State.raised is not None
-            and (is_redelivery or is_early or number != signal.SIGINT)
-            and find_interrupt(sys.exception())
-        ):
+        if _State.raised is not None and (is_redelivery or is_early or number != signal.SIGINT) and _is_unwinding():
             if is_redelivery:
                 _redeliver(number, SWALLOWED_CHECK_S)
             return
@@ -187,10 +183,18 @@ def _send_later(number: int, delay_s: float) -> None:
     signal.pthread_kill(main, number)  # also wakes it from a blocking call
 
 
-def find_interrupt(error: BaseException | None) -> Interrupted | None:
-    """Return the Interrupted that led to an error: C++ code may raise another one in its place."""
+def _is_unwinding() -> bool:
+    """Return whether the main thread is handling an Interrupted."""
+    error = sys.exception()
     while error is not None and not isinstance(error, Interrupted):
-        error = error.__cause__ or error.__context__
+        error = error.__context__
+    return error is not None
+
+
+def find_interrupt(error: BaseException | None) -> Interrupted | None:
+    """Return the Interrupted in whose place an error was raised, as C++ code does; not if it was raised `from None`."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
 
 

@@ -77,6 +77,8 @@ def test_tools_and_their_calls_are_rendered_as_in_transformers(tmp_path, marked)
     ]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat, "tools": tools}))
     (tokens,) = ours(tmp_path / "ours", str(tmp_path / "chat.jsonl"))
+    (tmp_path / "table.jsonl").write_text(json.dumps({"messages": chat, "tools": json.dumps(tools)}))  # as tables do
+    np.testing.assert_array_equal(ours(tmp_path / "ours", str(tmp_path / "table.jsonl")), [tokens])
     wanted = theirs.apply_chat_template(chat, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
     assert (tokens & TOKEN_BITS).tolist() == wanted["input_ids"]
     assert (tokens & COUNTED != 0).astype(int).tolist() == wanted["assistant_masks"]

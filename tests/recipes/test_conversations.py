@@ -204,6 +204,11 @@ GOOD = line(("user", "Hi"), ("assistant", "Hello"))
             r"a\.jsonl:2: the chat template of .* refuses it \(.*surrogates not allowed",
         ),
         (line(("assistant", "x")), r"a\.jsonl:2: the chat template of hf:.* refuses it \(Begin with the user\)"),
+        (
+            line(("user", "a"), ("assistant", "b"), tools="time"),
+            r"a\.jsonl:2 has tools that are no list, nor one as JSON",
+        ),
+        (line(("user", "a"), ("assistant", "b"), tools={"name": "time"}), r"a\.jsonl:2 has tools that are no list"),
         (pair("a"), r"a\.jsonl:2 needs a prompt and a completion, both texts or both lists of messages"),
         (pair(completion="a"), r"a\.jsonl:2 needs a prompt and a completion"),
         (pair("a", messages([("assistant", "b")])), r"a\.jsonl:2 needs a prompt and a completion, both texts or both"),

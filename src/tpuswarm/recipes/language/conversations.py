@@ -55,7 +55,7 @@ def _parse(line: bytes, where: str) -> Conversation | Completion:
     _check_messages(messages, f"list of {MESSAGES}", where)
     if not _has_answer(messages):
         raise InputError(f"{where} has no turn of the assistant, so nothing to learn; remove the line")
-    return Conversation(messages, facts.get(TOOLS), where)
+    return Conversation(messages, _parse_tools(facts.get(TOOLS), where), where)
 
 
 def _parse_completion(facts: dict[str, Any], where: str) -> Conversation | Completion:
@@ -76,7 +76,18 @@ def _parse_completion(facts: dict[str, Any], where: str) -> Conversation | Compl
     _check_messages(completion, f"list of messages as its {COMPLETION}", where)
     if not _has_answer(completion):
         raise InputError(f"{where} has no turn of the assistant in its {COMPLETION}; remove the line")
-    return Conversation(prompt + completion, facts.get(TOOLS), where, len(prompt))
+    return Conversation(prompt + completion, _parse_tools(facts.get(TOOLS), where), where, len(prompt))
+
+
+def _parse_tools(tools: Any, where: str) -> list[Any] | None:
+    """Return a list of tools, which a table may hold as JSON because their fields differ."""
+    try:
+        found = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        found = tools
+    if found is not None and not isinstance(found, list):
+        raise InputError(f"{where} has {TOOLS} that are no list, nor one as JSON")
+    return found
 
 
 def _check_messages(messages: Any, what: str, where: str) -> None:

@@ -268,6 +268,21 @@ def decoded_segments(recipe):
     return sorted(found)
 
 
+def test_whole_turn_counts_if_thoughts_hold_the_answer_and_if_calls_follow_it(place, tmp_path):
+    thoughtful = [("user", "6 * 7?"), ("assistant", "<think>\n42 is 6 * 7\n</think>\n\n42")]
+    calls = [{"name": "time", "arguments": {}}]
+    calling = [*messages([("user", "When?")]), {"role": "assistant", "content": "Wait", "tool_calls": calls}]
+    data = tmp_path / "a.jsonl"
+    write_chats(data, thoughtful, [("user", "Hi"), ("assistant", "hi")])
+    data.write_text(data.read_text() + json.dumps({"messages": calling}) + "\n")
+    learnt = {learnt for _, learnt in decoded_segments(decoder(place, data, context=256, held_out=0.0))}
+    assert learnt == {
+        "<think>\n42 is 6 * 7\n</think>\n\n42<|im_end|>",
+        "<think>\n\n</think>\n\nhi<|im_end|>",
+        f"<think>\n\n</think>\n\nWait<tool_call>{json.dumps(calls[0])}</tool_call><|im_end|>",
+    }
+
+
 def test_only_completions_count_whatever_form_a_line_has(place, tmp_path):
     data = tmp_path / "data"
     data.mkdir()

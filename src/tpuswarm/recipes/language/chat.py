@@ -152,10 +152,12 @@ class ChatTemplate:
                 continue
             start = self._find_start(conversation, index, text)
             content = str(message.get("content") or "").strip()
-            at = text.find(content, start) if content else -1
-            end = at + len(content)
-            found = ends.search(text, start) if at < 0 else re.compile(rf"\s*{ends.pattern}").match(text, end)
-            spans.append((start, found.end() if found else max(end, start)))
+            at = text.find(content, start)
+            end = start if at < 0 else at + len(content)
+            found = ends.search(text, end)
+            # Thoughts before the content may contain its text, and calls may follow it.
+            is_end = at < 0 or message.get("tool_calls") or (found and text[: found.start()].rstrip().endswith(content))
+            spans.append((start, found.end() if found and is_end else end))
         return text, spans
 
     def _find_start(self, conversation: Conversation, index: int, text: str) -> int:

@@ -421,6 +421,19 @@ def test_unknown_optimizer_options_are_refused(options, words):
         GPT2(data="fake", **options)
 
 
+@pytest.mark.parametrize(
+    ("begun", "words"),
+    [
+        ({"z_loss": 0.1}, "z_loss was 0.1, now the default"),
+        ({"schedule": "wsd"}, "schedule was wsd, now the default"),
+    ],
+)
+def test_option_of_a_run_cannot_return_to_its_default(tmp_path, begun, words):
+    Trainer(devices=1).fit(gpt2("adamw", **begun), steps=1, batch=8, run=tmp_path / "run")
+    with pytest.raises(InputError, match=words):
+        Trainer(devices=1).fit(gpt2("adamw"), steps=1, batch=8, run=tmp_path / "run")
+
+
 def optimizers(rate):
     """Yield each optimizer of optax that has a learning rate, by name."""
     for module in (optax, optax.contrib):

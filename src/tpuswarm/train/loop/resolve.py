@@ -110,10 +110,11 @@ def request(settings: Mapping[str, Any]) -> Request:
 
 def _option_differences(config: Mapping[str, Any], recipe: Recipe, requested: Mapping[str, Any]) -> list[str]:
     """Return differences between stored and current options; equal data may have another path."""
-    options = recipe.options()
+    stored, options = config["recipe"]["options"], recipe.options()
+    absent = dict.fromkeys(stored.keys() - options.keys(), "the default")
     if requested["data"] is not None and config["train"].get("data") == requested["data"]:
         options.pop("data", None)
-    return differences(config["recipe"]["options"], options)
+    return differences(stored, absent | options)
 
 
 def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:

@@ -165,6 +165,7 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
         ({"r": 4}, "do not fit this recipe: lora was 4, now 3"),
         ({"base_model_name_or_path": "qwen/qwen"}, "do not fit this recipe: lora_base was hf:qwen/qwen, now hf:"),
         ({"use_dora": True}, "have use_dora True, which is not supported"),
+        ({"alora_invocation_tokens": [1]}, "have alora_invocation_tokens .1., which is not supported"),
         ({"target_modules": ["fc1"]}, "have target_modules .'fc1'., which is not supported"),
         ({"lora_alpha": None}, "is damaged: TypeError"),
     ):

@@ -14,7 +14,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
     "layers_to_transform": (None, []), "fan_in_fan_out": (None, False), "lora_bias": (None, False),
     "exclude_modules": (None, []), "target_parameters": (None, []), "trainable_token_indices": (None, []),
-    "layer_replication": (None, []), "init_lora_weights": (None, True, False, "gaussian"),
+    "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
+    "init_lora_weights": (None, True, False, "gaussian"),
 }  # fmt: skip
 """Fields of adapter_config.json that change the computation → the values with which it is supported."""
 

@@ -96,6 +96,14 @@ def test_pool_of_compute_engine_takes_the_quotas_there(how, limit, found):
     assert found in quota.sentence and quota.ok == (" 4 of " in found or "not tell" in found)
 
 
+def test_zones_of_a_region_share_its_quota():
+    text = TEXT.replace(f'zones = ["{ZONE}"]', f'zones = ["us-central1-c", "{ZONE}"]')
+    region = Quota("TPUV2sPreemptiblePerProjectPerRegionForTPUAPI", {"us-central1": 16})
+    zones = {zone: FACTS.types[ZONE] for zone in ("us-central1-c", ZONE)}
+    found = failed(text, quotas=(region,), types=zones, runtimes={zone: FACTS.runtimes[ZONE] for zone in zones})
+    assert found.id == "quota" and "set count = 2" in found.mend
+
+
 def test_all_checks_pass_where_all_is_right():
     found = run()
     assert all(check.ok and check.sentence and not check.mend for check in found)

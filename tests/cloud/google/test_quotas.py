@@ -3,6 +3,7 @@
 import pytest
 
 from tpuswarm.catalog import accelerators, find
+from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.google.quotas import allowance, quota_units, quotas_from_infos
 
 ON_DEMAND = "on-demand"
@@ -54,7 +55,8 @@ QUOTAS = quotas_from_infos(
     ],
 )
 def test_each_type_counts_against_its_quota(type_, how, zone, limit, named):
-    assert allowance(QUOTAS, type_, how, zone) == (limit, named)
+    place = zone if "PerZone" in named else region_of(zone)
+    assert allowance(QUOTAS, type_, how, zone) == (limit, named, place)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ COMPUTE_QUOTAS = quotas_from_infos(
     ],
 )
 def test_compute_engine_has_quotas_of_its_own(type_, how, zone, found):
-    assert allowance(COMPUTE_QUOTAS, type_, how, zone, "compute") == found
+    assert allowance(COMPUTE_QUOTAS, type_, how, zone, "compute") == (found and (*found, region_of(zone)))
     assert allowance(COMPUTE_QUOTAS, type_, "spot" if how == "spot" else ON_DEMAND, zone) is None
     assert quota_units(type_, "compute") == find(type_).chips
 

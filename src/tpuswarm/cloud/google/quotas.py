@@ -30,10 +30,12 @@ class Quota(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """How much of a TPU kind a zone may hold, in the units of type names, and the quota's id."""
+    """How much of a TPU kind a place may hold, in the units of type names, and the quota's id."""
 
     limit: int
     quota: str
+    place: str
+    """A zone, or the region whose zones share it."""
 
 
 def quotas_from_infos(infos: Iterable[Mapping[str, Any]]) -> tuple[Quota, ...]:
@@ -69,9 +71,10 @@ def allowance(quotas: Sequence[Quota], type_: str, how: How, zone: str, api: Api
     tpu, covers = find(type_), _is_for if api == "tpu" else _is_compute_quota_for
 
     def tightest(spot: bool) -> Allowance | None:
-        covering = [quota for quota in quotas if covers(quota, tpu, spot)]
-        places = zone, region_of(zone)
-        found = [Allowance(one.limits[place], one.id) for one in covering for place in places if place in one.limits]
+        found = []
+        for quota in (quota for quota in quotas if covers(quota, tpu, spot)):
+            if place := next((place for place in (zone, region_of(zone)) if place in quota.limits), None):
+                found.append(Allowance(quota.limits[place], quota.id, place))
         return min(found, default=None)
 
     if how == "flex-start":

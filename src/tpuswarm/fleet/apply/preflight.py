@@ -162,7 +162,7 @@ def _quota(pool: Pool, facts: ProjectFacts) -> Verdict:
     quotas, units = _answer(facts.quotas), quota_units(pool.type, api)
     allowances = {zone: allowance(quotas, pool.type, pool.how, zone, api) for zone in pool.zones}
     known = {zone: found for zone, found in allowances.items() if found}
-    fits = sum(found.limit // units for found in known.values())
+    fits = sum(found.limit // units for found in {*known.values()})
     if len(known) < len(allowances) or fits >= pool.count:
         count = f"for {fits:,} of them" if fits < UNLIMITED_COUNT else "without limit"
         quota = f"{', '.join(known)} has quota {count}" if known else "Google does not tell the quota"

@@ -1,6 +1,7 @@
 """Conversations as training data: packed rows, a loss of the assistant's tokens alone, and bad input."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from tests.recipes.chats import CHATS, QWEN, messages, without_marks, write_chats, write_model
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.recipes.decoder.recipe import Decoder
+from tpuswarm.recipes.language.chat import ChatTemplate, Conversation
 from tpuswarm.recipes.language.chat_rows import ChatSource, split_conversations
 from tpuswarm.recipes.language.conversations import COUNTED, STARTS, TOKEN_BITS
 from tpuswarm.train.program.compiled import place_program
@@ -281,6 +283,18 @@ def test_whole_turn_counts_if_thoughts_hold_the_answer_and_if_calls_follow_it(pl
         "<think>\n\n</think>\n\nhi<|im_end|>",
         f"<think>\n\n</think>\n\nWait<tool_call>{json.dumps(calls[0])}</tool_call><|im_end|>",
     }
+
+
+def test_calls_that_begin_with_a_special_token_count_to_their_end():
+    template = (
+        "{% for message in messages %}{% if message.tool_calls %}[CALLS]{{ message.tool_calls | tojson }}</s>"
+        "{% else %}[{{ message.role }}]{{ message.content }}</s>{% endif %}{% endfor %}"
+    )
+    call = {"role": "assistant", "tool_calls": [1]}
+    chat = [{"role": "user", "content": "?"}, call, {"role": "tool", "content": "7"}]
+    ends = re.compile(r"(?:\[CALLS\]|</s>)")
+    text, spans = ChatTemplate(template, {}, "t").spans(Conversation(chat, None, "here"), ends)
+    assert [text[start:end] for start, end in spans] == ["[CALLS][1]</s>"]
 
 
 def test_only_completions_count_whatever_form_a_line_has(place, tmp_path):

@@ -151,6 +151,12 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             start = self._find_start(conversation, index, text)
+            if message.get("tool_calls"):  # special tokens may stand inside them
+                turns = conversation._replace(messages=conversation.messages[: index + 1])
+                until = MARK.sub("", self.render(turns))
+                if text.startswith(until):
+                    spans.append((start, max(start, len(until.rstrip()))))
+                    continue
             content = str(message.get("content") or "").strip()
             at = text.find(content, start)
             end = start if at < 0 else at + len(content)

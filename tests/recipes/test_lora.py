@@ -69,7 +69,8 @@ def test_only_adapters_are_trained_and_the_base_stays_as_it_was_read(base, train
     assert sum(leaf.size for leaf in moments) == 2 * sum(params[path].size for path in names)
     rows = {row.path: row for row in trained.placed.program.parameters(trained.state)}
     assert {path for path, row in rows.items() if not row.frozen} == names
-    assert not any(row.decayed for row in rows.values())
+    assert {path for path, row in rows.items() if row.decayed} == names
+    assert trained.recipe.options()["weight_decay"] == 0 and Decoder(data="fake").options()["weight_decay"] == 0.1
 
 
 def test_fresh_adapters_change_nothing_and_begin_as_in_peft():
@@ -168,6 +169,7 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
         ({"alora_invocation_tokens": [1]}, "have alora_invocation_tokens .1., which is not supported"),
         ({"target_modules": ["fc1"]}, "have target_modules .'fc1'., which is not supported"),
         ({"lora_alpha": None}, "is damaged: TypeError"),
+        ({"base_model_name_or_path": None}, "is damaged: ValueError.'base_model_name_or_path names no model'"),
     ):
         about_now = about.read_text()
         about.write_text(json.dumps(json.loads(about_now) | facts))

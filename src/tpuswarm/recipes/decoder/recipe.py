@@ -98,7 +98,7 @@ class Decoder(LanguageModel):
         lr_end: float | None = None,
         warmup: float | None = None,
         beta2: float | None = None,
-        weight_decay: float = 0.1,
+        weight_decay: float | None = None,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         seed: int = 0,
@@ -168,7 +168,7 @@ class Decoder(LanguageModel):
             lr_end=lr_end,
             warmup=0.05 if warmup is None else warmup,
             beta2=(0.99 if is_tiny else 0.95) if beta2 is None else beta2,
-            weight_decay=weight_decay,
+            weight_decay=(0.0 if lora else 0.1) if weight_decay is None else weight_decay,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             seed=seed,
@@ -183,7 +183,7 @@ class Decoder(LanguageModel):
             "batch": 12 if is_tiny else 32,
             "steps": 2_000 if is_tiny else 20_000 if size else 1_000,
             "clip": 1.0,
-            "decay": r"(^embed|^head|/w)$",
+            "decay": r"/lora_[ab]$" if lora else r"(^embed|^head|/w)$",
             "outer": "average" if is_tiny else "nesterov",
         }
 

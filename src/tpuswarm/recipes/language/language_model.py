@@ -49,7 +49,7 @@ class LanguageModel(TextRecipe):
     - lr_end: learning rate at the end of the run.
     - warmup: share of the run in which the learning rate rises.
     - beta2: decay of AdamW's second moment.
-    - weight_decay: of matrices and embeddings.
+    - weight_decay: of matrices and embeddings, or of adapters.
     - z_loss: keeps logits small: factor of the squared logarithm of the softmax's denominator, often 1e-4.
     - label_smoothing: share of each target that is spread over the vocabulary.
     - context: tokens of a row.
@@ -117,7 +117,7 @@ class LanguageModel(TextRecipe):
             raise InputError(f"unknown schedule {schedule!r}; {did_you_mean(schedule, SCHEDULES)}")
         self.option_defaults = {
             "context": context, "tokenizer": tokenizer, "lr": self._lr, "lr_end": self._lr_end, "warmup": warmup,
-            "beta2": beta2, "held_out": DEFAULT_HELD_OUT_SHARE,
+            "beta2": beta2, "weight_decay": weight_decay, "held_out": DEFAULT_HELD_OUT_SHARE,
         }  # fmt: skip
 
     def options(self) -> dict[str, Any]:

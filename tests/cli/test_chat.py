@@ -66,7 +66,7 @@ def test_prompt_waits_for_a_line_and_ctrl_d_leaves(place, tmp_path):
     ("words", "message"),
     [
         (["chat", "RUN"], "has no chat template, so it cannot chat; use `tpuswarm sample`"),
-        (["chat", "hf:nowhere"], "there is no folder nowhere"),
+        (["chat", "hf:no/folder/here"], "there is no folder no/folder/here"),
         (["chat", "RUN", "--tokens", "0"], "tokens must be at least 1"),
         (["sample", "RUN", "--top-k", "0"], "top_k must be at least 1"),
         (["sample", "RUN", "--top-p", "1.5"], "top_p must be above 0 and at most 1"),
@@ -74,8 +74,7 @@ def test_prompt_waits_for_a_line_and_ctrl_d_leaves(place, tmp_path):
         (["sample", "RUN", "--stop", ""], "--stop is empty, which every text begins with"),
     ],
 )
-def test_impossible_choices_are_refused(finished_run, typed, monkeypatch, words, message):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_impossible_choices_are_refused(finished_run, typed, words, message):
     code, _, err = typed(*(str(finished_run.run) if word == "RUN" else word for word in words))
     assert code == 2 and message in err, err
 

@@ -39,9 +39,7 @@ def read_options(place: Published) -> dict[str, Any] | None:
         return None
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-        rank, alpha, base = int(about["r"]), float(about["lora_alpha"]), about["base_model_name_or_path"]
-        if not base or not isinstance(base, str):
-            raise ValueError("base_model_name_or_path names no model")
+        rank, alpha, base = int(about["r"]), float(about["lora_alpha"]), str(about["base_model_name_or_path"])
         modules = about["target_modules"]
         unknown = isinstance(modules, str) or set(modules) - set(TARGETS)
         refused = {name: about[name] for name, plain in PLAIN.items() if about.get(name) not in plain}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.recipes.chats import write_model
 from tests.terminal import terminal
-from tpuswarm.recipes.language import reply
+from tpuswarm.recipes.language.chat import reply
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import tokenizers
 from tests.recipes.chats import CHATS, TEMPLATES, messages, without_marks, write_chats, write_tokenizer
 
 from tpuswarm.recipes.decoder.recipe import Decoder
-from tpuswarm.recipes.language.chat import read_template
-from tpuswarm.recipes.language.conversations import COUNTED, STARTS, TOKEN_BITS, encode_conversations
+from tpuswarm.recipes.language.chat.conversations import COUNTED, STARTS, TOKEN_BITS, encode_conversations
+from tpuswarm.recipes.language.chat.template import read_template
 from tpuswarm.recipes.language.hub import Published
 from tpuswarm.recipes.language.text import open_text
 from tpuswarm.recipes.language.tokenizer import read_bpe

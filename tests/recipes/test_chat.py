@@ -8,8 +8,8 @@ from tests.recipes.chats import QWEN, TEMPLATES, without_marks, write_model
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import model, sample
 from tpuswarm.recipes.decoder.recipe import Decoder
-from tpuswarm.recipes.language.chat import turn_ends
-from tpuswarm.recipes.language.reply import reply
+from tpuswarm.recipes.language.chat.reply import reply
+from tpuswarm.recipes.language.chat.template import turn_ends
 from tpuswarm.recipes.language.sampling import make_sampling, text_of
 from tpuswarm.train.recipe import Options
 

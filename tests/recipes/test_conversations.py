@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from tests.recipes.chats import CHATS, QWEN, messages, without_marks, write_chats, write_model
 from tpuswarm.errors import InputError, NoSuchSplit
 from tpuswarm.recipes.decoder.recipe import Decoder
-from tpuswarm.recipes.language.chat import ChatTemplate, Conversation
-from tpuswarm.recipes.language.chat_rows import ChatSource, split_conversations
-from tpuswarm.recipes.language.conversations import COUNTED, STARTS, TOKEN_BITS
+from tpuswarm.recipes.language.chat.conversations import COUNTED, STARTS, TOKEN_BITS
+from tpuswarm.recipes.language.chat.rows import ChatSource, split_conversations
+from tpuswarm.recipes.language.chat.template import ChatTemplate, Conversation
 from tpuswarm.train.program.compiled import place_program
 from tpuswarm.train.program.request import Request
 from tpuswarm.train.recipe import Clock, Options

@@ -46,8 +46,8 @@ def chat(
     check_sampling(temperature, top_k, top_p, repetition_penalty, stop)
     check_settings({"seed": seed})
     recipe, state = _load(run, best, trust)
+    from tpuswarm.recipes.language.chat.reply import reply
     from tpuswarm.recipes.language.language_model import LanguageModel
-    from tpuswarm.recipes.language.reply import reply
     from tpuswarm.recipes.language.sampling import make_sampling
     from tpuswarm.train.supervised_program import inference_params
 

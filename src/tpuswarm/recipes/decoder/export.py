@@ -6,7 +6,7 @@ from typing import Any
 
 from tpuswarm.recipes.decoder import weights
 from tpuswarm.recipes.decoder.config import Config
-from tpuswarm.recipes.language.chat import ChatTemplate
+from tpuswarm.recipes.language.chat.template import ChatTemplate
 from tpuswarm.recipes.language.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Bpe, Tokenizer, export_tokenizer
 
 ARCHITECTURES = {

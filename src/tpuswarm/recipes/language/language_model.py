@@ -63,17 +63,7 @@ class LanguageModel(TextRecipe):
     def __init__(
         self,
         *,
-        data: str | None,
-        json_field: str | None,
-        separator: str | None,
-        held_out: float | None,
-        tokenizer: str,
-        has_default_tokenizer: bool,
-        alphabet: str | None,
-        tokenizer_digest: str | None,
         vocab: int | None,
-        bpe_vocab: int,
-        context: int,
         optimizer: str,
         moments: str,
         lr: float,
@@ -84,21 +74,10 @@ class LanguageModel(TextRecipe):
         weight_decay: float,
         z_loss: float,
         label_smoothing: float,
-        seed: int,
+        **text: Any,
     ):
-        super().__init__(
-            data=data,
-            json_field=json_field,
-            separator=separator,
-            held_out=held_out,
-            tokenizer=tokenizer,
-            has_default_tokenizer=has_default_tokenizer,
-            alphabet=alphabet,
-            tokenizer_digest=tokenizer_digest,
-            bpe_vocab=bpe_vocab,
-            context=context,
-            seed=seed,
-        )
+        """text: the arguments of TextRecipe."""
+        super().__init__(**text)
         self._vocab = vocab
         self._optimizer, self._moments = optimizer, moments
         self._lr, self._lr_end = lr, lr / 10 if lr_end is None else lr_end
@@ -116,8 +95,8 @@ class LanguageModel(TextRecipe):
         if schedule not in SCHEDULES:
             raise InputError(f"unknown schedule {schedule!r}; {did_you_mean(schedule, SCHEDULES)}")
         self.option_defaults = {
-            "context": context, "tokenizer": tokenizer, "lr": self._lr, "lr_end": self._lr_end, "warmup": warmup,
-            "beta2": beta2, "weight_decay": weight_decay, "held_out": DEFAULT_HELD_OUT_SHARE,
+            "context": text["context"], "tokenizer": text["tokenizer"], "lr": self._lr, "lr_end": self._lr_end,
+            "warmup": warmup, "beta2": beta2, "weight_decay": weight_decay, "held_out": DEFAULT_HELD_OUT_SHARE,
         }  # fmt: skip
 
     def options(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from tpuswarm.recipes.language.hub import RELEASED, Published, absolute_place, i
 from tpuswarm.train.recipe import Recipe, Source
 
 if TYPE_CHECKING:
-    from tpuswarm.recipes.language.chat import ChatTemplate
-    from tpuswarm.recipes.language.chat_rows import ChatSource
+    from tpuswarm.recipes.language.chat.rows import ChatSource
+    from tpuswarm.recipes.language.chat.template import ChatTemplate
     from tpuswarm.recipes.language.tokenizer import Tokenizer
     from tpuswarm.recipes.language.tokens import Tokens
 
@@ -163,7 +163,7 @@ class TextRecipe(Recipe):
         """The chat template that came with the tokenizer; None if it has none."""
         if not self.takes_conversations or not (self._published or self.home):
             return None
-        from tpuswarm.recipes.language.chat import read_template
+        from tpuswarm.recipes.language.chat.template import read_template
 
         return read_template(open_published(self._published) if self._published else Published("the run", self.home))
 
@@ -235,7 +235,7 @@ class TextRecipe(Recipe):
         return TokenSource(array, context, self._seed, digest, name)
 
     def _conversations(self, split: str) -> "ChatSource":
-        from tpuswarm.recipes.language.chat_rows import ChatSource, split_conversations
+        from tpuswarm.recipes.language.chat.rows import ChatSource, split_conversations
 
         name = self._data if split == "all" else f"the {split} part of {self._data}"
         array = split_conversations(self._tokens.array, split, self._held_out_share)
@@ -248,8 +248,8 @@ class TextRecipe(Recipe):
 
     def preview(self, *, quick: bool = False) -> list[tuple[str, bool]]:
         """Return the first conversation, in pieces, each with whether its loss counts; empty for plain text."""
-        from tpuswarm.recipes.language.chat_rows import first_pieces
-        from tpuswarm.recipes.language.conversations import encode_conversations
+        from tpuswarm.recipes.language.chat.conversations import encode_conversations
+        from tpuswarm.recipes.language.chat.rows import first_pieces
         from tpuswarm.recipes.language.text import MESSAGES, open_text
         from tpuswarm.recipes.language.tokenizer import Bpe
 

@@ -43,7 +43,7 @@ from tpuswarm.train.data.source import shuffled_epochs
 from tpuswarm.train.process.atomic import write_atomically
 
 if TYPE_CHECKING:
-    from tpuswarm.recipes.language.chat import ChatTemplate
+    from tpuswarm.recipes.language.chat.template import ChatTemplate
 
 TOKENS_FILE = "tokens.bin"
 CACHE = "tokens"
@@ -168,7 +168,7 @@ def _write(
         tokenizer = given or _tokenizer_of(text, kind, vocab, advance)
         dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
         if reading.template:
-            from tpuswarm.recipes.language.conversations import encode_conversations
+            from tpuswarm.recipes.language.chat.conversations import encode_conversations
 
             assert isinstance(tokenizer, Bpe)
             dtype, parts = np.dtype(np.uint32), [encode_conversations(text, template, tokenizer, advance)]

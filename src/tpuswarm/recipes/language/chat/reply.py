@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.language.chat import Conversation, turn_ends
+from tpuswarm.recipes.language.chat.template import Conversation, turn_ends
 from tpuswarm.recipes.language.language_model import LanguageModel
 from tpuswarm.recipes.language.sampling import Sampling, text_of
 from tpuswarm.recipes.language.tokenizer import Bpe

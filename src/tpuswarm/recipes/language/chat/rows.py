@@ -3,7 +3,7 @@
 import numpy as np
 
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.language.conversations import COUNTED, STARTS, TOKEN_BITS
+from tpuswarm.recipes.language.chat.conversations import COUNTED, STARTS, TOKEN_BITS
 from tpuswarm.train.data.source import shuffled_epochs
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
-from tpuswarm.recipes.language.chat import ChatTemplate, Conversation, Message
+from tpuswarm.recipes.language.chat.template import ChatTemplate, Conversation, Message
 from tpuswarm.recipes.language.text import COMPLETION, MESSAGES, PROMPT, ROWS, TOOLS, Advance, Text
 from tpuswarm.recipes.language.tokenizer import Bpe
 

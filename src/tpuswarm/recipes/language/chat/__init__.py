@@ -1,0 +1,1 @@
+"""Conversations: chat templates, training data, packed rows, answers."""

@@ -71,7 +71,7 @@ def test_prompt_waits_for_a_line_and_ctrl_d_leaves(place, tmp_path):
         (["sample", "RUN", "--top-k", "0"], "top_k must be at least 1"),
         (["sample", "RUN", "--top-p", "1.5"], "top_p must be above 0 and at most 1"),
         (["sample", "RUN", "--repetition-penalty", "0"], "repetition_penalty must be above 0"),
-        (["sample", "RUN", "--stop", ""], "--stop is empty, which every text begins with"),
+        (["sample", "RUN", "--stop", ""], "--stop is empty: leave it out"),
     ],
 )
 def test_impossible_choices_are_refused(finished_run, typed, words, message):

@@ -167,12 +167,12 @@ def test_folder_of_files_and_what_is_said_about_it(place, tmp_path):
     recipe = decoder(place, tmp_path / "data", context=40, held_out=0.2)
     assert recipe.describe()["data"] == (
         "13 conversations in 13 rows to train on (8 are longer than the context of 40 and end there; 4 more are left "
-        "out, as their answers begin behind it), 2 held out"
+        "out, because their answers begin after it), 2 held out"
     )
     with pytest.raises(NoSuchSplit):
         decoder(place, write_chats(tmp_path / "one.jsonl", *CHATS)).data("validation")
     (tmp_path / "data" / "c.txt").write_text("plain")
-    with pytest.raises(InputError, match=r"c\.txt is no \.jsonl or \.parquet file, so it holds no conversations"):
+    with pytest.raises(InputError, match=r"c\.txt is not a \.jsonl or \.parquet file, so it holds no conversations"):
         decoder(place, tmp_path / "data").data("train")
 
 
@@ -193,14 +193,14 @@ GOOD = line(("user", "Hi"), ("assistant", "Hello"))
     [
         ('{"text": "x"}', r"a\.jsonl:2 has no list of messages, each with a role and a content"),
         ('{"messages": ["x"]}', r"a\.jsonl:2 has no list of messages"),
-        ("[1]", r"a\.jsonl:2 is no object with messages, or with a prompt and a completion"),
+        ("[1]", r"a\.jsonl:2 is not an object with messages, or with a prompt and a completion"),
         ('{"messages": ', r"a\.jsonl:2 is not JSON"),
         ('{"messages": [], "messages": []}', r"a\.jsonl:2 is not JSON \(it has 'messages' twice\); fix or remove this"),
         (GOOD.replace('"Hi"', '"Hi", "role": "user"'), r"a\.jsonl:2 is not JSON \(it has 'role' twice\)"),
         (line(("user", "Hi"), ("asistant", "x")), r"has the role 'asistant', which is unknown; did you mean assistant"),
-        (line(("user", "Hi"), ("assistant", " \n")), r"a\.jsonl:2 has an empty turn of the assistant; remove the turn"),
-        (line(("user", "Hi")), r"a\.jsonl:2 has no turn of the assistant, so nothing to learn"),
-        (line(("user", 3), ("assistant", "x")), r"a\.jsonl:2 has a message of the user whose content is no text"),
+        (line(("user", "Hi"), ("assistant", " \n")), r"a\.jsonl:2 has an empty assistant turn; remove the turn"),
+        (line(("user", "Hi")), r"a\.jsonl:2 has no assistant turn to learn from"),
+        (line(("user", 3), ("assistant", "x")), r"a\.jsonl:2 has a user message whose content is not text"),
         (
             GOOD.replace("Hello", "\\ud800"),
             r"a\.jsonl:2: the chat template of .* refuses it \(.*surrogates not allowed",
@@ -208,9 +208,12 @@ GOOD = line(("user", "Hi"), ("assistant", "Hello"))
         (line(("assistant", "x")), r"a\.jsonl:2: the chat template of hf:.* refuses it \(Begin with the user\)"),
         (
             line(("user", "a"), ("assistant", "b"), tools="time"),
-            r"a\.jsonl:2 has tools that are no list, nor one as JSON",
+            r"a\.jsonl:2 has tools that are neither a list nor a list as JSON",
         ),
-        (line(("user", "a"), ("assistant", "b"), tools={"name": "time"}), r"a\.jsonl:2 has tools that are no list"),
+        (
+            line(("user", "a"), ("assistant", "b"), tools={"name": "time"}),
+            r"a\.jsonl:2 has tools that are neither a list nor a list as JSON",
+        ),
         (pair("a"), r"a\.jsonl:2 needs a prompt and a completion, both texts or both lists of messages"),
         (pair(completion="a"), r"a\.jsonl:2 needs a prompt and a completion"),
         (pair("a", messages([("assistant", "b")])), r"a\.jsonl:2 needs a prompt and a completion, both texts or both"),
@@ -222,10 +225,10 @@ GOOD = line(("user", "Hi"), ("assistant", "Hello"))
         ),
         (
             pair(messages([("user", "a")]), messages([("user", "b")])),
-            r"a\.jsonl:2 has no turn of the assistant in its completion; remove the line",
+            r"a\.jsonl:2 has no assistant turn in its completion; remove the line",
         ),
         (pair(messages([("user", "a")]), [1]), r"a\.jsonl:2 has no list of messages as its completion, each with a"),
-        (pair(messages([("user", "a")]), messages([("assistant", "")])), r"a\.jsonl:2 has an empty turn of the assist"),
+        (pair(messages([("user", "a")]), messages([("assistant", "")])), r"a\.jsonl:2 has an empty assistant turn"),
     ],
 )
 def test_unreadable_conversation_is_named(tmp_path, bad, words):

@@ -182,7 +182,7 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
     [
         ({"lora": 0}, "lora"),
         ({"lora": 4, "lora_alpha": 0}, "lora_alpha"),
-        ({"lora": 4, "lora_targets": "q_proj,qv_proj"}, "lora_targets names 'qv_proj', which is no linear layer"),
+        ({"lora": 4, "lora_targets": "q_proj,qv_proj"}, "lora_targets names 'qv_proj', which is not a linear layer"),
         ({"lora": 4, "lora_targets": ""}, "lora_targets names ''"),
         ({"lora_targets": "q_proj"}, "--lora-targets needs --lora"),
         ({"base": "f32"}, "--base needs --lora"),

@@ -18,7 +18,7 @@ def shown(pieces, **options):
 
 def test_pipe_marks_what_counts_with_brackets_and_escapes_control_characters():
     assert shown(CHAT) == (
-        "the first row of the data as the model sees it; what is in [[ ]] counts:\n"
+        "the first row of the data as the model sees it; the loss counts what is in [[ ]]:\n"
         "  <s>user\\nHi\\x1b[2J[[[Größe] 日本\\n]]</s>\n"
     )
     assert shown([]) == ""

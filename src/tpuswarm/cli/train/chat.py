@@ -31,7 +31,7 @@ from tpuswarm.train.process.waiting import waiting
 
 def chat(
     run: Annotated[str, typer.Argument(help=f"{RUN_HELP} Or hf:ORG/NAME or hf:DIR.", autocompletion=complete_runs)],
-    tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    tokens: Annotated[int, typer.Option(help="At most this many tokens per answer.")] = 512,
     temperature: Temperature = 0.8,
     top_k: TopK = None,
     top_p: TopP = None,

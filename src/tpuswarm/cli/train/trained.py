@@ -35,9 +35,11 @@ FILM_EXTENSIONS = (".gif", ".png", ".webp")
 FRAME_MS = 40
 
 Temperature = Annotated[float, typer.Option(help="0: always the most likely token; 1: the model's own distribution.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: fewer tokens that the text has already.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Draw from the most likely tokens that together reach this probability.")
+]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: repeat fewer tokens of the text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.", show_default=False)]
 
 
@@ -109,7 +111,7 @@ def check_sampling(
     if repetition_penalty is not None:
         check_number(repetition_penalty, "repetition_penalty", above=0)
     if "" in (stop or ()):
-        raise InputError("--stop is empty, which every text begins with; leave it out")
+        raise InputError("--stop is empty: leave it out")
 
 
 def _sample_pictures(

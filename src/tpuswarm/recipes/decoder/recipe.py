@@ -364,7 +364,9 @@ def _adapters(
         check_number(alpha, "lora_alpha", above=0)
     names = [*TARGETS] if targets is None else [name.strip() for name in targets.split(",")]
     if (unknown := next((name for name in names if name not in TARGETS), None)) is not None:
-        raise InputError(f"lora_targets names {unknown!r}, which is no linear layer; {did_you_mean(unknown, TARGETS)}")
+        raise InputError(
+            f"lora_targets names {unknown!r}, which is not a linear layer; {did_you_mean(unknown, TARGETS)}"
+        )
     if base not in (None, *BASES):
         raise InputError(f"unknown base {base!r}; {did_you_mean(str(base), BASES)}")
     return Lora(

@@ -19,7 +19,7 @@ def print_preview(console: Console, pieces: Sequence[Piece]) -> None:
     if not pieces:
         return
     has_colours = bool(console.color_system) and not console.no_color
-    counted = "what is green counts" if has_colours else "what is in [[ ]] counts"
+    counted = "the loss counts what is green" if has_colours else "the loss counts what is in [[ ]]"
     console.print(f"the first row of the data as the model sees it; {counted}:", markup=False, soft_wrap=True)
     text = Text()
     for piece, counts in pieces:

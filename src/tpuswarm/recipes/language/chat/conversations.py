@@ -34,7 +34,7 @@ def read_conversations(text: Text, advance: Advance | None = None) -> Iterator[C
     for path in text.files:
         if not ROWS.search(path):
             raise InputError(
-                f"{path} is no .jsonl or .parquet file, so it holds no conversations; remove it, or use other --data"
+                f"{path} is not a .jsonl or .parquet file, so it holds no conversations; remove it, or use other --data"
             )
         with text.open_rows(path, advance) as lines:
             for number, line in enumerate(lines, 1):
@@ -48,13 +48,13 @@ def _parse(line: bytes, where: str) -> Conversation | Completion:
     except ValueError as error:
         raise InputError(f"{where} is not JSON ({error}); fix or remove this line") from error
     if not isinstance(facts, dict):
-        raise InputError(f"{where} is no object with {MESSAGES}, or with a {PROMPT} and a {COMPLETION}")
+        raise InputError(f"{where} is not an object with {MESSAGES}, or with a {PROMPT} and a {COMPLETION}")
     if COMPLETION in facts or (PROMPT in facts and MESSAGES not in facts):
         return _parse_completion(facts, where)
     messages: Any = facts.get(MESSAGES)
     _check_messages(messages, f"list of {MESSAGES}", where)
     if not _has_answer(messages):
-        raise InputError(f"{where} has no turn of the assistant, so nothing to learn; remove the line")
+        raise InputError(f"{where} has no assistant turn to learn from; remove the line")
     return Conversation(messages, _parse_tools(facts.get(TOOLS), where), where)
 
 
@@ -75,7 +75,7 @@ def _parse_completion(facts: dict[str, Any], where: str) -> Conversation | Compl
     _check_messages(prompt, f"list of messages as its {PROMPT}", where)
     _check_messages(completion, f"list of messages as its {COMPLETION}", where)
     if not _has_answer(completion):
-        raise InputError(f"{where} has no turn of the assistant in its {COMPLETION}; remove the line")
+        raise InputError(f"{where} has no assistant turn in its {COMPLETION}; remove the line")
     return Conversation(prompt + completion, _parse_tools(facts.get(TOOLS), where), where, len(prompt))
 
 
@@ -86,7 +86,7 @@ def _parse_tools(tools: Any, where: str) -> list[Any] | None:
     except ValueError:
         found = tools
     if found is not None and not isinstance(found, list):
-        raise InputError(f"{where} has {TOOLS} that are no list, nor one as JSON")
+        raise InputError(f"{where} has {TOOLS} that are neither a list nor a list as JSON")
     return found
 
 
@@ -99,9 +99,9 @@ def _check_messages(messages: Any, what: str, where: str) -> None:
             raise InputError(f"{where} has the role {role!r}, which is unknown; {did_you_mean(str(role), ROLES)}")
         has_calls = role == "assistant" and bool(message.get("tool_calls"))
         if not isinstance(content, str) and not has_calls:
-            raise InputError(f"{where} has a message of the {role} whose content is no text")
+            raise InputError(f"{where} has a {role} message whose content is not text")
         if role == "assistant" and not has_calls and not content.strip():
-            raise InputError(f"{where} has an empty turn of the assistant; remove the turn or the line")
+            raise InputError(f"{where} has an empty assistant turn; remove the turn or the line")
 
 
 def _has_answer(messages: Sequence[Message]) -> bool:

@@ -38,7 +38,7 @@ class ChatSource:
         """What there is to train on."""
         notes = [
             f"{self.cut:,} are longer than the context of {self._context:,} and end there" if self.cut else "",
-            f"{self.left_out:,} more are left out, as their answers begin behind it" if self.left_out else "",
+            f"{self.left_out:,} more are left out, because their answers begin after it" if self.left_out else "",
         ]
         note = "; ".join(filter(None, notes))
         total = f"{self.conversations:,} conversations in {self.rows_per_epoch:,} rows to train on"

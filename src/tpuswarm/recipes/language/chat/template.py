@@ -190,7 +190,7 @@ def read_template(place: Published) -> ChatTemplate | None:
         facts = json.loads(config.read_text(encoding="utf-8")) if config else {}
         text = file.read_text(encoding="utf-8") if file else facts.get("chat_template")
         if isinstance(text, list):  # several by name
-            text = next((each["template"] for each in text if each["name"] == "default"), None)
+            text = next((entry["template"] for entry in text if entry["name"] == "default"), None)
         found = {name: value.get("content") if isinstance(value, dict) else value for name, value in facts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the {TOKENIZER_CONFIG_FILE} of {place.name} cannot be read: {first_line(error)}") from error

@@ -80,13 +80,14 @@ def test_unknown_optimizer_options_are_refused(options, words):
 
 
 @pytest.mark.parametrize(
-    ("begun", "words"),
+    ("begun", "now", "words"),
     [
-        ({"z_loss": 0.1}, "z_loss was 0.1, now the default"),
-        ({"schedule": "wsd"}, "schedule was wsd, now the default"),
+        ({"z_loss": 0.1}, {}, "z_loss was 0.1, now the default"),
+        ({"schedule": "wsd"}, {}, "schedule was wsd, now the default"),
+        ({}, {"schedule": "wsd"}, "schedule was the default, now wsd"),
     ],
 )
-def test_option_of_a_run_cannot_return_to_its_default(tmp_path, begun, words):
+def test_option_of_a_run_cannot_change_from_or_to_its_default(tmp_path, begun, now, words):
     Trainer(devices=1).fit(gpt2("adamw", **begun), steps=1, batch=8, run=tmp_path / "run")
     with pytest.raises(InputError, match=words):
-        Trainer(devices=1).fit(gpt2("adamw"), steps=1, batch=8, run=tmp_path / "run")
+        Trainer(devices=1).fit(gpt2("adamw", **now), steps=1, batch=8, run=tmp_path / "run")

@@ -110,11 +110,12 @@ def request(settings: Mapping[str, Any]) -> Request:
 
 def _option_differences(config: Mapping[str, Any], recipe: Recipe, requested: Mapping[str, Any]) -> list[str]:
     """Return differences between stored and current options; equal data may have another path."""
-    stored, options = config["recipe"]["options"], recipe.options()
-    absent = dict.fromkeys(stored.keys() - options.keys(), "the default")
+    stored, options = dict(config["recipe"]["options"]), recipe.options()
     if requested["data"] is not None and config["train"].get("data") == requested["data"]:
-        options.pop("data", None)
-    return differences(stored, absent | options)
+        for values in (stored, options):
+            values.pop("data", None)
+    defaults = dict.fromkeys([*options, *stored], "the default")
+    return differences(defaults | stored, defaults | options)
 
 
 def held_out(recipe: Recipe, required: bool) -> FiniteSource | None:

@@ -249,6 +249,51 @@ def test_adapters_saved_by_peft_are_read(adapted, tmp_path):
     place = Published(f"hf:{tmp_path}", tmp_path)
     found = adapter_config.read_options(place)
     assert (found["lora"], found["lora_alpha"], found["lora_targets"]) == (4, 6.0, ",".join(LORA.targets))
+    assert "lora_base" not in found  # theirs has no name
     adapters = lora.split(params)[1]
     read = weights.load_adapters(place, config, LORA, adapters)
     jax.tree.map(np.testing.assert_array_equal, read, adapters)
+
+
+def test_dropout_and_rslora_are_those_of_peft_in_distribution():
+    peft = pytest.importorskip("peft")
+    config = transformers.AutoConfig.for_model("llama", **SHAPE | {"num_hidden_layers": 1}, attn_implementation="eager")
+    torch.manual_seed(0)
+    form = peft.LoraConfig(
+        r=4, lora_alpha=6.0, lora_dropout=0.3, use_rslora=True, target_modules=["down_proj"], task_type="CAUSAL_LM"
+    )
+    wrapped = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), form)
+    layer = wrapped.base_model.model.model.layers[0].mlp.down_proj
+    with torch.no_grad():
+        layer.lora_B.default.weight.normal_()
+    p = {
+        "w": layer.base_layer.weight.detach().numpy().T, "lora_a": layer.lora_A.default.weight.detach().numpy().T,
+        "lora_b": layer.lora_B.default.weight.detach().numpy().T,
+    }  # fmt: skip
+    inputs = np.random.default_rng(0).normal(size=(1, p["w"].shape[0])).astype(np.float32)
+    ours_config = replace(
+        architecture.parse_config(config.to_dict() | {"pad_token_id": 0}, "theirs"),
+        lora=Lora(4, 6.0, ("down_proj",), "f32", 0.3, by_root=True),
+    )
+    options = Options(precision="highest")
+
+    def ours(key):
+        with jax.default_matmul_precision("highest"):
+            return model.linear(
+                jnp.asarray(inputs), p | ({"dropout_key": key} if key is not None else {}), ours_config, options
+            )
+
+    wrapped.eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(ours(None), layer(torch.tensor(inputs)).numpy(), rtol=1e-5, atol=1e-5)
+        wrapped.train()
+        draws = 20_000
+        theirs = layer(torch.tensor(np.repeat(inputs, draws, 0))).numpy()
+    found = np.asarray(jax.vmap(ours)(jax.random.split(jax.random.key(0), draws)))[:, 0]
+    error = theirs.std(0) / draws**0.5
+    assert np.all(np.abs(found.mean(0) - theirs.mean(0)) < 6 * error)
+    np.testing.assert_allclose(found.std(0), theirs.std(0), rtol=0.04)
+    quantiles = np.linspace(0.05, 0.95, 19)
+    np.testing.assert_allclose(
+        np.quantile(found, quantiles, 0), np.quantile(theirs, quantiles, 0), atol=0.06 * theirs.std(0).max()
+    )

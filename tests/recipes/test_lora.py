@@ -1,5 +1,6 @@
 """LoRA: adapters alone are trained, and leave a run as peft's files or as a whole model."""
 
+import hashlib
 import json
 import shutil
 from contextlib import contextmanager
@@ -16,8 +17,12 @@ from tests.recipes.test_decoder import FACTS, like, publish
 from tpuswarm import load
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.decoder import lora, model
-from tpuswarm.recipes.decoder.config import Lora
+from tpuswarm.recipes.decoder.config import TARGETS, Lora
 from tpuswarm.recipes.decoder.recipe import Decoder
+from tpuswarm.recipes.decoder.weights import ADAPTER_FILE
+from tpuswarm.recipes.language.dropout import dropout
+from tpuswarm.recipes.language.hub import open_published
+from tpuswarm.recipes.language.weight_files import digest
 from tpuswarm.train.paths import by_path
 from tpuswarm.train.recipe import Options
 from tpuswarm.train.run.loaded import load_run
@@ -166,6 +171,9 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
         ({"r": 4}, "do not fit this recipe: lora was 4, now 3"),
         ({"base_model_name_or_path": "qwen/qwen"}, "do not fit this recipe: lora_base was hf:qwen/qwen, now hf:"),
         ({"use_dora": True}, "have use_dora True, which is not supported"),
+        ({"use_rslora": True}, "do not fit this recipe: rslora was True, now False"),
+        ({"use_rslora": "yes"}, "is damaged: use_rslora is yes"),
+        ({"base_model_name_or_path": 7}, "is damaged: use_rslora is False, its base 7"),
         ({"alora_invocation_tokens": [1]}, "have alora_invocation_tokens .1., which is not supported"),
         ({"target_modules": ["fc1"]}, "have target_modules .'fc1'., which is not supported"),
         ({"lora_alpha": None}, "is damaged: TypeError"),
@@ -185,6 +193,9 @@ def test_another_run_goes_on_with_adapters_of_the_same_form_and_base_alone(base,
         ({"lora": 4, "lora_targets": "q_proj,qv_proj"}, "lora_targets names 'qv_proj', which is not a linear layer"),
         ({"lora": 4, "lora_targets": ""}, "lora_targets names ''"),
         ({"lora_targets": "q_proj"}, "--lora-targets needs --lora"),
+        ({"lora_dropout": 0.1}, "--lora-dropout needs --lora"),
+        ({"lora": 4, "lora_dropout": 1.0}, "lora_dropout"),
+        ({"rslora": True}, "--rslora needs --lora"),
         ({"base": "f32"}, "--base needs --lora"),
         ({"lora": 4, "base": "int4"}, "unknown base 'int4'; did you mean int8"),
         ({"lora": 4, "architecture": None}, "--lora adapts a published model"),
@@ -226,6 +237,93 @@ def test_base_in_int8_is_the_published_model_rounded_by_column(base, tmp_path):
     merged = whole["blocks/attention/q/w"][1] + np.matmul(q["lora_a"][1], q["lora_b"][1])
     found = tensors["model.layers.1.self_attn.q_proj.weight"].T
     np.testing.assert_allclose(found, merged, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("base_name", [None, ""])
+def test_adapters_that_do_not_name_their_model_go_onto_the_one_that_is_given(base_name, base, trained, tmp_path):
+    trained.recipe.export(trained.state, tmp_path)
+    about, place = tmp_path / "adapter_config.json", f"hf:{tmp_path}"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"base_model_name_or_path": base_name}))
+    with pytest.raises(
+        InputError, match=f"a model without a name: train hf:ORG/NAME or hf:DIR, .* --init-from {place}"
+    ):
+        Decoder(architecture=place, data="fake")
+    recipe = Decoder(**Decoder.options_at(place) | {"architecture": f"hf:{base[0]}", "data": "fake"})
+    loaded = recipe.load_shared(place, like(recipe))
+    jax.tree.map(np.testing.assert_array_equal, loaded, trained.state.params)
+    assert recipe.shared_digest(place) == f"{digest(open_published(place), [ADAPTER_FILE])} on " + recipe.shared_digest(
+        f"hf:{base[0]}"
+    )
+    nameless = Decoder(**Decoder.options_at(place) | {"architecture": json.dumps(FACTS), "data": "fake"})
+    with pytest.raises(InputError, match=f"do not name their model: train it with --init-from {place}"):
+        nameless.load_shared(place, like(nameless))
+
+
+def test_base_model_is_hashed_once(base, trained, monkeypatch, tmp_path):
+    monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path))
+    read = []
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: read.append(1) or hashlib.sha256())
+    assert trained.recipe.shared_digest(f"hf:{base[0]}") == trained.recipe.shared_digest(f"hf:{base[0]}")
+    assert len(read) == 1
+
+
+def loss_of(recipe, params, key, **options):
+    """The loss of three rows, and its gradient by the adapters."""
+    batch = {"tokens": np.random.default_rng(0).integers(1, 60, (4, recipe.context + 1)).astype(np.int32)}
+    program = recipe.program(Options(**options))
+    state = program.init(jax.random.key(0), params)
+    gradient = lora.split(program.batch_gradient(state, batch, key))[1]
+    return float(program.evaluate(state, batch)["loss"]), gradient
+
+
+def test_dropout_of_adapters_is_off_in_evaluation_and_drawn_from_the_key_of_the_step():
+    options = {"architecture": json.dumps(FACTS), "data": "fake", "lora": 4, "base": "f32"}
+    plain, zero, half = (Decoder(**options, lora_dropout=rate) for rate in (None, 0.0, 0.5))
+    params = model.init(jax.random.key(0), plain.config)
+    for part, layer in TARGETS.values():
+        params["blocks"][part][layer]["lora_b"] += 0.1
+    one, two = jax.random.key(1), jax.random.key(2)
+    expected = loss_of(plain, params, one)
+    jax.tree.map(np.testing.assert_array_equal, loss_of(zero, params, two), expected)
+    loss, first = loss_of(half, params, one)
+    assert loss == expected[0] and zero.options() == plain.options() and half.options()["lora_dropout"] == 0.5
+    jax.tree.map(np.testing.assert_array_equal, loss_of(half, params, one)[1], first)
+    for remat in ("full", "dots"):  # the backward pass draws the same again
+        again = loss_of(half, params, one, remat=remat)[1]
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), again, first)
+    _, second = loss_of(half, params, two)
+    for gradient in jax.tree.leaves(second):
+        assert np.any(gradient)
+    different = jax.tree.map(lambda a, b: np.any(a != b), first, second)
+    assert all(jax.tree.leaves(different))
+
+
+def test_each_adapter_drops_inputs_of_its_own_at_the_rate(monkeypatch):
+    config = Decoder(architecture=json.dumps(FACTS), data="fake", lora=4, lora_dropout=0.25).config
+    keys = lora.with_keys(model.init(jax.random.key(0), config), jax.random.key(3), config.lora)["blocks"]
+    kept = [
+        np.asarray(dropout(jnp.ones((2000,)), 0.25, key)) > 0
+        for part, layer in TARGETS.values()
+        for key in keys[part][layer]["dropout_key"]
+    ]
+    assert len(kept) == 7 * FACTS["num_hidden_layers"]
+    correlations = np.corrcoef(np.float64(kept))
+    assert np.abs(correlations - np.eye(len(kept))).max() < 0.12  # five standard deviations
+    assert abs(np.mean(kept) - 0.75) < 5 * (0.75 * 0.25 / np.size(kept)) ** 0.5
+
+
+def test_rslora_divides_alpha_by_the_root_of_the_rank_and_is_peft_s_field(base, trained, tmp_path):
+    options = trained.recipe.options() | {"rslora": True, "lora_dropout": 0.1, "data": "fake"}
+    recipe = Decoder(**options)
+    assert recipe.config.lora.factor == pytest.approx(6 / 3**0.5) and recipe.options()["rslora"] is True
+    recipe.export(trained.state, tmp_path)
+    about = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert about["use_rslora"] is True and about["lora_dropout"] == 0.1
+    found = Decoder.options_at(f"hf:{tmp_path}")
+    assert Decoder(**found, data="fake").config.lora.by_root
+    recipe.load_shared(f"hf:{tmp_path}", like(recipe))
+    with pytest.raises(InputError, match="do not fit this recipe: rslora was True, now False"):
+        trained.recipe.load_shared(f"hf:{tmp_path}", like(trained.recipe))
 
 
 def test_learning_rate_of_adapters_is_that_of_the_papers():

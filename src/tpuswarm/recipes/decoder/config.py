@@ -13,6 +13,8 @@ TARGETS = {
 """Linear layers of a block by transformers' names → their places in our parameters."""
 LORA_LEAVES = ("lora_a", "lora_b")
 """Parameters of an adapter, beside w of its layer: float32[layers, inputs, rank] and [layers, rank, outputs]."""
+DROPOUT_KEY = "dropout_key"
+"""Beside them in training with dropout: a key of each layer."""
 SCALE = "w_scale"
 """Beside an int8 w: float32[layers, outputs], by which its columns are multiplied."""
 Base = Literal["bf16", "int8", "f32"]
@@ -50,10 +52,14 @@ class Lora:
     targets: tuple[str, ...] = tuple(TARGETS)
     base: Base = "bf16"
     """Dtype of the base's parameters; int8: of its linear layers, the others are bf16."""
+    dropout: float = 0.0
+    """Share of the adapters' inputs that is dropped in training."""
+    by_root: bool = False
+    """Whether the factor is alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023)."""
 
     @property
     def factor(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (self.rank**0.5 if self.by_root else self.rank)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuswarm.recipes.decoder import adapter_config, weights
-from tpuswarm.recipes.decoder.config import LORA_LEAVES, SCALE, TARGETS, Base, Config, Lora
+from tpuswarm.recipes.decoder.config import DROPOUT_KEY, LORA_LEAVES, SCALE, TARGETS, Base, Config, Lora
 from tpuswarm.recipes.language.weight_files import save_one
 from tpuswarm.train.paths import leaf_paths, select
 
@@ -37,6 +37,16 @@ def init(key: jax.Array, params: Any, lora: Lora) -> Any:
         a = jax.random.uniform(key_of_layer, (layers, inputs, lora.rank), jnp.float32, -bound, bound)
         b = jnp.zeros((layers, lora.rank, outputs), jnp.float32)
         blocks[part] = blocks[part] | {layer: blocks[part][layer] | {"lora_a": a, "lora_b": b}}
+    return params | {"blocks": blocks}
+
+
+def with_keys(params: Any, key: jax.Array, lora: Lora) -> Any:
+    """Return parameters with a key for the dropout of each adapter."""
+    blocks = dict(params["blocks"])
+    for name, key_of_target in zip(lora.targets, jax.random.split(key, len(lora.targets)), strict=True):
+        part, layer = TARGETS[name]
+        keys_L = jax.random.split(key_of_target, len(blocks[part][layer]["w"]))
+        blocks[part] = blocks[part] | {layer: blocks[part][layer] | {DROPOUT_KEY: keys_L}}
     return params | {"blocks": blocks}
 
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpuswarm.recipes.decoder import lora
-from tpuswarm.recipes.decoder.config import LORA_LEAVES, SCALE, Config
+from tpuswarm.recipes.decoder.config import DROPOUT_KEY, LORA_LEAVES, SCALE, Config
 from tpuswarm.recipes.language import loss
+from tpuswarm.recipes.language.dropout import dropout
 from tpuswarm.train.program.attention import ATTENTION, Form, kernel, recomputed, usable_form
 from tpuswarm.train.program.mesh import gathered, gathered_as
 from tpuswarm.train.program.rounding import broadcast_then_round
@@ -226,6 +227,7 @@ def linear(x: jax.Array, p: Params, config: Config, options: Options) -> jax.Arr
     outputs = multiply(inputs, p["w"], p.get(SCALE))
     if config.lora and "lora_a" in p:
         a, b = (gathered(p[name].astype(x.dtype)) for name in LORA_LEAVES)
+        inputs = dropout(inputs, config.lora.dropout, p.get(DROPOUT_KEY))
         outputs += (inputs @ a * jnp.asarray(config.lora.factor, x.dtype)) @ b
     outputs = outputs.reshape(*x.shape[:-1], -1)
     return outputs + broadcast_then_round(p["b"], outputs) if "b" in p else outputs

@@ -58,12 +58,23 @@ class Decoder(LanguageModel):
     - context: tokens of a row, at most those that the model was made for.
     - lora: rank of the adapters (LoRA), which are trained instead of a published model's own parameters.
     - lora_alpha: alpha / rank is the factor of the adapters' outputs; by default the rank, for a factor of 1.
+    - lora_dropout: share of the adapters' inputs that is dropped in training.
+    - rslora: true divides alpha by the square root of the rank instead (rsLoRA).
     - lora_targets: layers with adapters, such as q_proj,v_proj; by default all linear layers of the blocks.
     - lora_base: the published model that the adapters belong to; by default that of the architecture.
     - base: dtype of the parameters that are not trained, with --lora: bf16, f32, or int8 for the linear layers.
     """
 
-    identity = (*LanguageModel.identity, "architecture", "lora", "lora_alpha", "lora_targets", "lora_base", "base")
+    identity = (
+        *LanguageModel.identity,
+        "architecture",
+        "lora",
+        "lora_alpha",
+        "lora_targets",
+        "lora_base",
+        "base",
+        "rslora",
+    )
     target = "tpuswarm.recipes.decoder.recipe:Decoder"
     takes_conversations = True
 
@@ -87,6 +98,8 @@ class Decoder(LanguageModel):
         context: int | None = None,
         lora: int | None = None,
         lora_alpha: float | None = None,
+        lora_dropout: float | None = None,
+        rslora: bool | None = None,
         lora_targets: str | None = None,
         lora_base: str | None = None,
         base: str | None = None,
@@ -105,7 +118,7 @@ class Decoder(LanguageModel):
     ):
         given = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp_width": mlp_width}
         given = {name: value for name, value in given.items() if value is not None}
-        self._lora = _adapters(lora, lora_alpha, lora_targets, base, lora_base)
+        self._lora = _adapters(lora, lora_alpha, lora_dropout, rslora, lora_targets, base, lora_base)
         if self._lora and architecture is None:
             raise InputError(
                 "--lora adapts a published model: train hf:ORG/NAME or hf:DIR; of a run, `tpuswarm export` makes one"
@@ -121,9 +134,10 @@ class Decoder(LanguageModel):
                 )
             published = open_published(architecture) if architecture.startswith(PREFIX) else None
             if published and (found := adapter_config.read_options(published)):
-                their_base = found["lora_base"]
+                their_base = found.get("lora_base", "")
                 raise InputError(
-                    f"{architecture} has adapters of {their_base}: train {their_base} --init-from {architecture}"
+                    f"{architecture} has adapters of {their_base or 'a model without a name'}: train "
+                    f"{their_base or f'{PREFIX}ORG/NAME or {PREFIX}DIR, their model,'} --init-from {architecture}"
                 )
             tokenizer = tokenizer or (architecture if published else None)
             self._facts = shapes.facts_of(published) if published else _parsed(architecture)
@@ -192,8 +206,10 @@ class Decoder(LanguageModel):
             options = {
                 "architecture": json.dumps(self._facts), "lora": self._lora.rank, "lora_alpha": self._lora.alpha,
                 "lora_targets": ",".join(self._lora.targets), "base": self._lora.base,
+                "lora_dropout": self._lora.dropout or None, "rslora": self._lora.by_root or None,
+                "lora_base": self.base_model,
             }  # fmt: skip
-            return options | ({"lora_base": self.base_model} if self.base_model else {})
+            return {name: value for name, value in options.items() if value is not None}
         if self._size:
             return {"size": self._size, **{name: self._facts[field] for name, field in FIELDS.items()}}
         return {"architecture": json.dumps(self._facts)}
@@ -230,6 +246,8 @@ class Decoder(LanguageModel):
 
         def loss(params: Any, batch: Batch, key: Any, how: "LossOptions") -> Any:
             tokens_BxT1, counted_BxT = batch["tokens"], batch.get("counted")
+            if self._lora and self._lora.dropout and key is not None:
+                params = lora.with_keys(params, key, self._lora)
             x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options, batch.get("segments"))
             return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, how, counted_BxT)
 
@@ -253,7 +271,7 @@ class Decoder(LanguageModel):
         """
         published = open_published(place)  # before JAX loads
         if adapters := adapter_config.read_options(published):
-            return cls.options_at(adapters["lora_base"]) | adapters
+            return (cls.options_at(adapters["lora_base"]) if "lora_base" in adapters else {}) | adapters
         from tpuswarm.recipes.language.published_tokenizer import read_tokenizer
         from tpuswarm.recipes.language.tokenizer import Characters
 
@@ -285,12 +303,21 @@ class Decoder(LanguageModel):
                 raise InputError(f"these are adapters of {self.base_model}: to adapt {place}, train {place} --lora")
             adapters = lora.fresh(jax.random.key(self._seed), like, self._lora)
         else:
-            ours = {name: value for name, value in self._shape_options().items() if name in theirs}
-            if different := differences(theirs | {"lora_base": absolute_place(theirs["lora_base"])}, ours):
+            base_place = self._base_of(theirs, place)
+            options = self._shape_options() | {"rslora": self._lora.by_root}
+            ours = {name: options.get(name) for name in theirs}
+            if different := differences(theirs | {"lora_base": absolute_place(base_place)}, ours):
                 raise InputError(f"the adapters of {place} do not fit this recipe: {'; '.join(different)}")
             adapters = weights.load_adapters(published, self.config, self._lora, adapters)
-            place = theirs["lora_base"]
+            place = base_place
         return overlay(adapters, self._load_whole(place, base))
+
+    def _base_of(self, adapters: dict[str, Any], place: str) -> str:
+        """Return the model that adapters belong to: the one they name, or this recipe's."""
+        base = adapters.get("lora_base", self.base_model)
+        if base is None:
+            raise InputError(f"the adapters of {place} do not name their model: train it with --init-from {place}")
+        return str(base)
 
     def _load_whole(self, place: str, like: Any) -> Any:
         from tpuswarm.recipes.decoder import weights
@@ -323,7 +350,7 @@ class Decoder(LanguageModel):
 
         published = open_published(place)
         if adapters := adapter_config.read_options(published):
-            return f"{digest(published, [ADAPTER_FILE])} on {self.shared_digest(adapters['lora_base'])}"
+            return f"{digest(published, [ADAPTER_FILE])} on {self.shared_digest(self._base_of(adapters, place))}"
         return digest(published)
 
     def export(self, state: Any, folder: Path) -> None:
@@ -351,17 +378,22 @@ class Decoder(LanguageModel):
 
 
 def _adapters(
-    rank: int | None, alpha: float | None, targets: str | None, base: str | None, model: str | None
-) -> Lora | None:
+    rank: int | None, alpha: float | None, dropout: float | None, by_root: bool | None, targets: str | None,
+    base: str | None, model: str | None,
+) -> Lora | None:  # fmt: skip
     """Return the adapters that the options describe. Raises InputError for impossible ones."""
     if rank is None:
-        given = {"lora-alpha": alpha, "lora-targets": targets, "lora-base": model, "base": base}
+        given = {
+            "lora-alpha": alpha, "lora-dropout": dropout, "rslora": by_root, "lora-targets": targets,
+            "lora-base": model, "base": base,
+        }  # fmt: skip
         if needless := next((name for name, value in given.items() if value is not None), None):
             raise InputError(f"--{needless} needs --lora")
         return None
     check_number(rank, "lora", least=1)
     if alpha is not None:
         check_number(alpha, "lora_alpha", above=0)
+    check_number(dropout or 0.0, "lora_dropout", least=0, below=1)
     names = [*TARGETS] if targets is None else [name.strip() for name in targets.split(",")]
     if (unknown := next((name for name in names if name not in TARGETS), None)) is not None:
         raise InputError(
@@ -374,6 +406,8 @@ def _adapters(
         float(rank if alpha is None else alpha),
         tuple(name for name in TARGETS if name in names),
         next(known for known in BASES if known == (base or "bf16")),
+        dropout or 0.0,
+        bool(by_root),
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from tpuswarm.recipes.gpt2.config import Config
+from tpuswarm.recipes.language.dropout import dropout
 from tpuswarm.train.program.attention import ATTENTION, Form, kernel, usable_form
 from tpuswarm.train.recipe import Options
 
@@ -16,15 +17,6 @@ def form_of(config: Config, options: Options) -> Form:
         return "xla"
     bf16, tokens = options.precision == "bf16", config.context
     return usable_form(options.attention, bf16=bf16, head_width=config.head_width, queries=tokens, keys=tokens)
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout; the identity without a key."""
-    if key is None or rate == 0:
-        return x
-    is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    scaled = (x.astype(jnp.float32) / (1 - rate)).astype(x.dtype)  # 1 - rate is not a bfloat16
-    return jnp.where(is_kept, scaled, jnp.zeros_like(x))
 
 
 def attend(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from tpuswarm.recipes.gpt2 import attention
 from tpuswarm.recipes.gpt2.config import Config
+from tpuswarm.recipes.language.dropout import dropout
 from tpuswarm.train.program.attention import recomputed
 from tpuswarm.train.program.mesh import gathered, gathered_as
 from tpuswarm.train.program.rounding import broadcast_then_round
@@ -80,7 +81,7 @@ def run_blocks(
     keys_L = None
     if key is not None and config.dropout > 0:
         key, embed_key = jax.random.split(key)
-        x_BxTxD = attention.dropout(x_BxTxD, config.dropout, embed_key)
+        x_BxTxD = dropout(x_BxTxD, config.dropout, embed_key)
         keys_L = jax.random.split(key, config.layers)
 
     def body(x_BxTxD: jax.Array, layer: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Any]:
@@ -108,10 +109,10 @@ def block(
     q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in jnp.split(qkv_BxTx3D, 3, axis=-1))
     mixed_BxTxHxK, extra = attend(q, k, v, attn_key)
     mixed_BxTxD = linear(mixed_BxTxHxK.reshape(B, T, D), layer["attn"]["proj"], options)
-    x_BxTxD = x_BxTxD + attention.dropout(mixed_BxTxD, config.dropout, proj_key)
+    x_BxTxD = x_BxTxD + dropout(mixed_BxTxD, config.dropout, proj_key)
     h_BxTx4D = linear(layer_norm(x_BxTxD, layer["ln_2"]), layer["mlp"]["fc"], options)
     mlp_BxTxD = linear(jax.nn.gelu(h_BxTx4D, approximate=True), layer["mlp"]["proj"], options)
-    return x_BxTxD + attention.dropout(mlp_BxTxD, config.dropout, mlp_key), extra
+    return x_BxTxD + dropout(mlp_BxTxD, config.dropout, mlp_key), extra
 
 
 def linear(x: jax.Array, p: Params, options: Options) -> jax.Array:

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from tpuswarm.errors import InputError
 from tpuswarm.recipes.language.hub import Published
+from tpuswarm.train.data.contents import contents_digest
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -90,8 +91,7 @@ def digest(place: Published, parts: Sequence[str] | None = None) -> str:
     for part in parts or _file_names(place):
         path = place.get(part, WEIGHTS_WORDS)
         try:
-            with path.open("rb") as file:
-                total.update(f"{part} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            total.update(f"{part} {contents_digest(path)}\n".encode())
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error}") from error
     return total.hexdigest()

@@ -16,7 +16,10 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.stylegan2.recipe import StyleGAN2
 from tpuswarm.train.user_code import option_types
 
-OTHER_OPTIONS = {"--clear-soft-delete", "--init", "--logdir", "--net", "--peers", "--privileged", "--quick", "--rm"}
+OTHER_OPTIONS = {
+    "--clear-soft-delete", "--init", "--logdir", "--net", "--no-tls-verify", "--peers", "--privileged", "--quick",
+    "--rm", "--url",
+}  # fmt: skip
 """Options of other programs and of our benchmarks."""
 
 

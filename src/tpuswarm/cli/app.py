@@ -38,9 +38,8 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Train": {
         "train": "train.train:train", "status": "train.status:status", "logs": "train.logs_and_stop:logs",
         "stop": "train.logs_and_stop:stop", "sample": "train.trained:sample",
-        "chat": "train.chat:chat", "join": "train.join:join",
+        "chat": "train.chat:chat", "join": "train.join:join", "invite": "train.invite:invite",
         "evaluate": "train.trained:evaluate", "export": "train.trained:export", "project": "train.trained:project",
-        "profile": "train.profile:profile",
     },
     "Get TPUs": {
         "init": "fleet.init:init", "up": "fleet.up:up", "list": "fleet.view:list_", "down": "fleet.up:down",
@@ -56,7 +55,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
         "page": "look.page:page", "doctor": "look.doctor:doctor", "notebook": "look.notebook:notebook",
         "top": "look.top:top", "tensorboard": "look.tensorboard:tensorboard",
-        "measure": "look.measure:measure", "ledger": "train.ledger:app",
+        "measure": "look.measure:measure", "profile": "train.profile:profile", "ledger": "train.ledger:app",
     },
 }  # fmt: skip
 """All commands by group, in the order of `--help`, each with its module in this package and its name there."""

@@ -51,7 +51,12 @@ EXAMPLES = {
         "tpuswarm train gpt2-tiny --run runs/long --detach",
         "tpuswarm train run.toml",
     ),
-    "join": ("tpuswarm join 10.0.0.2:38123 --token-file token",),
+    "join": ("tpuswarm join 10.0.0.2:38123 --token-file token", "tpuswarm join -  # reads an invite"),
+    "invite": (
+        "tpuswarm invite last ada",
+        "tpuswarm invite last bob --expires 7d",
+        "tpuswarm invite last ada --revoke",
+    ),
     "status": ("tpuswarm status", "tpuswarm status last --watch"),
     "logs": ("tpuswarm logs last -f", "tpuswarm logs runs/swarm m0", "tpuswarm logs train -f"),
     "stop": ("tpuswarm stop last", "tpuswarm stop train"),

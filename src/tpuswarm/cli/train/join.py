@@ -1,7 +1,9 @@
 """`tpuswarm join`: join a running swarm with this machine."""
 
+import os
+import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -10,12 +12,21 @@ from tpuswarm.train.hosts.host_group import PORT
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.storage.folders import is_url
 
+INVITE, INVITE_PREFIX = "TPUSWARM_INVITE", "tps1-"
+"""Variable with an invite, and how one begins."""
+
 
 def join(
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS|RUN", help="HOST:PORT, as printed by `train --members`; or gs://….")
-    ],
-    token_file: Annotated[Path, typer.Option(help="A copy of the file `token` in the run's folder.")],
+        str | None,
+        typer.Argument(
+            metavar="INVITE|ADDRESS|RUN",
+            help="An invite (tps1-…, or in TPUSWARM_INVITE, or - for stdin); HOST:PORT, as `train` prints it; gs://….",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A copy of the file `token` in the run's folder; not with an invite.")
+    ] = None,
     hosts: Annotated[
         int | None, typer.Option(help="Hosts that form one member, such as a slice's; run this on each.")
     ] = None,
@@ -40,6 +51,18 @@ def join(
 
     A run in a bucket is followed to whichever machine its head is on.
     """
+    if address is not None and address.startswith(INVITE_PREFIX):
+        _hide(address)
+    address = address or os.environ.pop(INVITE, None)
+    if address is None:
+        raise InputError("name what to join: an invite, an address or a run; `-` reads an invite from stdin")
+    if address == "-":
+        address = sys.stdin.readline().strip()
+    if address.startswith(INVITE_PREFIX):
+        _join_by_invite(address, name, batch, [token_file, hosts, host, hosts_at, ports, of_machine, role != "member"])
+        return
+    if token_file is None:
+        raise InputError("--token-file is missing: copy the file `token` of the run's folder here and name it")
     from tpuswarm.swarm.engines.ports import parse_ports
     from tpuswarm.swarm.member.group import Group
     from tpuswarm.swarm.supervision import join as joining
@@ -66,3 +89,18 @@ def join(
         raise InputError("--role aggregators has no member here: omit --hosts and --batch")
     start = joining.join_run if is_url(address) else joining.join
     start(address, name, group, token_file, lambda text: echo(text, err=True), ray_ports, batch, role)
+
+
+def _join_by_invite(invite: str, name: str | None, batch: int | None, others: list[Any]) -> None:
+    from tpuswarm.swarm.anywhere.join import join_by_invite
+
+    if any(others):
+        raise InputError("with an invite, join takes only --name and --batch: everything else goes through the invite")
+    join_by_invite(invite, name, batch, lambda text: echo(text, err=True))
+
+
+def _hide(invite: str) -> None:
+    """Start this command again without the invite in its arguments, which all users of a machine can list."""
+    os.environ[INVITE] = invite
+    words = [word for word in sys.argv[1:] if word != invite]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "tpuswarm", *words])

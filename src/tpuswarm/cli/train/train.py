@@ -140,6 +140,12 @@ def train(
     ports: Annotated[
         str | None, option("TCP ports on which Ray listens, such as 20000-20999. Default: any.", SWARM)
     ] = None,
+    listen: Annotated[
+        str | None, option("HOST:PORT on which this machine admits members from anywhere, by HTTPS.", SWARM)
+    ] = None,
+    address: Annotated[
+        str | None, option("Where they reach it: HOST:PORT, or the https:// address of a tunnel.", SWARM)
+    ] = None,
     paid: Annotated[bool, option("Pay for TPUs that no grant covers.", FLEET, flag="--paid")] = False,
     yes: Annotated[bool, option("Rent the machines of the fleet without asking.", FLEET, flag="--yes")] = False,
     accept_code: Annotated[

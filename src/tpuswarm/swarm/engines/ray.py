@@ -119,6 +119,10 @@ class ActorHandle:
     def leave(self) -> None:
         self._actor.leave.remote()
 
+    def send(self, method: str, arguments: tuple[Any, ...]) -> None:
+        """Make a call without waiting for an answer."""
+        self._actor.call.remote(method, arguments)
+
     def kill(self) -> None:
         ray.kill(self._actor)
 
@@ -145,7 +149,7 @@ class Cluster:
         self.is_open = is_open
         """Whether a Ray that is started here listens for other machines."""
         self._ports, self._dashboard = ports, dashboard
-        self.state_bytes = state
+        self.state_bytes, self.largest = state, largest
         """Size of the shared parameters."""
         self._store_bytes = store_bytes(largest)
         self._run, self.token, self._address, self._devices = run, token, address, devices

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class MemberSpec:
     """Called when the member is ready to train."""
     files_from: str = ""
     """Address of the process that serves the run's data files."""
+    requires_code: bool = True
+    """Whether its code must be the swarm's. A member that dials in may have other versions of the same protocol."""
 
 
 @dataclass
@@ -146,6 +148,8 @@ class MemberProcess:
             follower.send_plan(hosts, plan, data, spec.evaluates, spec.batch)
             devices = jax.devices() if spec.group else platform.local_devices()
             program = make_program(plan, data, devices, spec.evaluates, self._record_step, spec.say, spec.batch)
+            if not spec.requires_code:
+                program = replace(program, digests=replace(program.digests, code=plan.code))
             hosts.require_equal(program.facts())
             spec.on_compiled()
             programs = Leader(hosts, program.make_state, program.initialize) if hosts.count > 1 else program

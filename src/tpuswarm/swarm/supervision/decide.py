@@ -55,6 +55,10 @@ class SwarmOptions:
     """Number of members that will join."""
     ports: Ports | None = None
     """Ports of the Ray that is started here; None for any."""
+    listen: str | None = None
+    """HOST:PORT on which this machine listens for members that dial in."""
+    address: str | None = None
+    """Where they reach it: HOST:PORT, or https://… if a tunnel has a certificate of its own."""
     wandb: str | None = None
     """Project of Weights & Biases for metrics rows."""
     demo: bool = False
@@ -88,7 +92,9 @@ def decide(
     """Derive the run's settings from the options and the existing run. Raise InputError for impossible options."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
-    check_settings({name: value for name, value in asdict(swarm).items() if name not in ("token", "ports")})
+    check_settings(
+        {name: value for name, value in asdict(swarm).items() if name not in ("token", "ports", "listen", "address")}
+    )
     jax.config.update("jax_platforms", "cpu")  # the members use the devices
     swarm_hooks(recipe)
     config = run.config()

@@ -77,6 +77,13 @@ def file_server(store: str, data: str, calls: Calls) -> ServerWork:
     return ServerWork(Shard(Store(store), Path(data), 0, 1), calls, _idle())
 
 
+def gateway(store: str, listen: tuple[str, int], largest: int, calls: Calls) -> Any:
+    from tpuswarm.swarm.anywhere.gateway import Gateway  # these import a web server
+    from tpuswarm.swarm.anywhere.server import GatewayWork
+
+    return GatewayWork(Gateway(calls, time.monotonic), Path(store), listen, largest)
+
+
 def folder_for_copies(url: str) -> Path:
     """Return a new folder for this process's copies of a run's files; remove those of processes that have ended."""
     folders, mine = cache_folder("aggregators"), f"{socket.gethostname()}-"  # machines may share the home folder

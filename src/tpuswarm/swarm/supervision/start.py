@@ -13,6 +13,7 @@ import jax
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, TpuswarmError, message_of
+from tpuswarm.swarm.anywhere.invites import GUEST, InviteBook, open_door
 from tpuswarm.swarm.core.arithmetic.fragments import fragment_sizes
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
@@ -165,6 +166,8 @@ class _PreparedRun:
     """Size of a member's whole state."""
     wandb: str | None
     """Project of Weights & Biases for metrics rows."""
+    listen: tuple[str, int] | None
+    """Where the gateway listens for members that dial in."""
 
 
 def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> _PreparedRun:
@@ -221,6 +224,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
     for change in spec.changed:
         run.write_event("note", message=f"accepted: {change}")
     environment = machine.environments(kind, spec.devices, spec.per_member, swarm.members)
+    listen = open_door(run.folder, options.listen, options.address) if options.listen else None
     cluster = Cluster(
         swarm.run,
         options.token or run.folder / TOKEN,
@@ -230,9 +234,9 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         sizes.exchanged,
         options.ports,
         bool(options.dashboard),
-        is_open=bool(swarm.expected or options.ports or options.token) or not swarm.members,
+        is_open=bool(swarm.expected or options.ports or options.token) or not (swarm.members or listen),
     )
-    return _PreparedRun(plan, environment, cluster, notes, sizes.state, options.wandb)
+    return _PreparedRun(plan, environment, cluster, notes, sizes.state, options.wandb, listen)
 
 
 def _average(spec: RunSpec) -> MovingAverage | None:
@@ -356,7 +360,10 @@ def _supervise(
                 screen.note(f"to add a machine: `tpuswarm join {cluster.join_address} --token-file {cluster.token}`")
             if cluster.dashboard:
                 screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
-            supervisor = Supervisor(run, plan, cluster, screen, prepared.environment, watch, log_row)
+            if prepared.listen:
+                invitation = InviteBook(run.folder).invite(GUEST)
+                screen.note(f"to join from anywhere: `tpuswarm join {invitation}`")
+            supervisor = Supervisor(run, plan, cluster, screen, prepared.environment, watch, log_row, prepared.listen)
             ended = supervisor.run_to_end()
     except TpuswarmError as error:
         run.write_event("failed", message=str(error))

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from tpuswarm.swarm.core.alarms import COMPARED_STEP_COUNT, MAX_REMEMBERED_STEPS, Step
-from tpuswarm.swarm.engines.ray import ANYWHERE, ActorHandle
+from tpuswarm.swarm.engines.ray import ANYWHERE
 from tpuswarm.swarm.views.status import MemberStatus
 
 SILENCE_S = 5.0
@@ -33,7 +33,8 @@ class SupervisedProcess:
     """Ray's node of a process that is not on this machine; see Cluster.start."""
     machine: str = ""
     """Name of the machine that an aggregator is on; empty for this one."""
-    actor: ActorHandle | None = None
+    actor: Any = None
+    """An ActorHandle, or the RemoteHandle of a member that dialled in."""
     started_at: float = 0.0
     restart_at: float = 0.0
     deaths: int = 0
@@ -102,7 +103,7 @@ class SupervisedProcess:
         limit = STARTUP_S if self.pid is None else HUNG_MEMBER_S if self.is_member else HUNG_S
         return now - self.last_answer > limit
 
-    def set_started(self, actor: ActorHandle, now: float) -> None:
+    def set_started(self, actor: Any, now: float) -> None:
         """Note that it runs as a new actor."""
         self.actor, self.started_at, self.last_answer = actor, now, now
         self.pid, self.report, self.rows = None, None, 0

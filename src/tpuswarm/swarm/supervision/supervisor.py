@@ -6,12 +6,13 @@ command then resumes from the ledger.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from signal import SIGHUP, SIGINT
 from typing import Any, NamedTuple
 
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
+from tpuswarm.swarm.anywhere.gateway import GATEWAY
 from tpuswarm.swarm.core.alarms import Step
 from tpuswarm.swarm.core.arithmetic.quantize import bytes_per_element
 from tpuswarm.swarm.core.ledger_view import LedgerView
@@ -25,6 +26,7 @@ from tpuswarm.swarm.processes.run_plan import COORDINATOR, FILE_SERVER, RunPlan,
 from tpuswarm.swarm.supervision.fatal_line import fatal_line, names_cause
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.placement import Placement
+from tpuswarm.swarm.supervision.remote_members import RemoteHandle, RemoteMembers
 from tpuswarm.swarm.supervision.run_reporter import RunReporter
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess, guest_name
 from tpuswarm.swarm.supervision.traces import TraceCollector
@@ -69,9 +71,11 @@ class Supervisor:
         environment: Callable[[int | None], dict[str, str]],
         watch: Callable[["Supervisor"], None] = lambda supervisor: None,
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+        listen: tuple[str, int] | None = None,
     ):
         """environment: returns a member's variables by its number, or for None those of a joined one; watch: called in
-        each round, for a demo; on_row: called with each metrics row of a member.
+        each round, for a demo; on_row: called with each metrics row of a member; listen: host and port for members
+        that dial in.
         """
         self.run, self.plan, self.screen = run, plan, screen
         self._unit = token_unit(plan.tokens_per_row)
@@ -79,6 +83,7 @@ class Supervisor:
         state_bytes = self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize)
         self._ledger = LedgerFollower(run.folder, state_bytes)
         self.reporter = RunReporter(run, plan, screen, cluster.join_address, on_row)
+        self._listen = listen
         self._placement = Placement(cluster, run.folder, self.reporter.event)
         self._summary: Summary | None = None
         commits = (row["version"] for row in read_rows_back(run.folder / EVENTS) if row["event"] == "commit")
@@ -158,6 +163,10 @@ class Supervisor:
         if self.run.in_bucket and self._cluster.join_address and plan.files:
             files_from = FILE_SERVER
             self._add(SupervisedProcess(files_from, f"{entry}:file_server", {"store": str(folder), "data": data}))
+        if self._listen:
+            given = {"store": str(folder), "listen": self._listen, "largest": self._cluster.largest}
+            self._add(SupervisedProcess(GATEWAY, f"{entry}:gateway", given))
+            self._remote = RemoteMembers(self, plan, shards, files_from)
         self._member_arguments = {
             "plan": plan, "shards": shards, "data": data, "files_from": files_from, "evaluates": False,
         }  # fmt: skip
@@ -232,9 +241,8 @@ class Supervisor:
         if process.name == COORDINATOR and process.started_at:
             arguments = {**arguments, "alone": False}
         if process.is_member:
-            process.row = process.row or self._last_row(process.name)
-            now = {"steps": process.row.get("step", 0), "evaluates": self._should_evaluate(process)}
-            process.arguments = arguments = {**arguments, **now}
+            steps, evaluates = self.begin_member(process)
+            process.arguments = arguments = {**arguments, "steps": steps, "evaluates": evaluates}
         log = (self.run.folder / "logs" / f"{process.name}.log").resolve()
         if not process.node:
             process.log, process.log_start = log, log.stat().st_size if log.exists() else 0
@@ -244,6 +252,23 @@ class Supervisor:
         process.set_started(actor, self._clock())
         if process.is_aggregator:
             self._placement.log_start(process)
+
+    def begin_member(self, process: SupervisedProcess) -> tuple[int, bool]:
+        """Return how many steps a member made before, and whether it shall evaluate."""
+        process.row = process.row or self._last_row(process.name)
+        return process.row.get("step", 0), self._should_evaluate(process)
+
+    def change_remote(self, name: str, instance: str, change: Mapping[str, Any]) -> None:
+        """Change fields of a member of the gateway."""
+        if (actor := self.processes[GATEWAY].actor) is not None:
+            actor.send("update", (name, instance, change))
+
+    def report_dialled_in(self, name: str, facts: Mapping[str, str]) -> None:
+        versions = ", ".join(f"{package} {version}" for package, version in facts.items())
+        self.reporter.event("note", member=name, message=f"{name} dialled in ({versions})")
+
+    def report_lost(self, process: SupervisedProcess, reason: str) -> None:
+        self.reporter.event("lost", message=reason, own_machine=process.is_guest, **self._loss(process))
 
     def _should_evaluate(self, process: SupervisedProcess) -> bool:
         others = [other for other in self.processes.values() if other.is_member and other is not process]
@@ -263,8 +288,7 @@ class Supervisor:
                 self._report_left(process)
             elif refused:
                 self.reporter.event("note", member=process.name, message=outcome.reason)
-                if process.is_guest and process.node:
-                    self._cluster.dismiss(process.node, outcome)
+                self._dismiss(process, outcome)
             if process.is_guest and process.actor:
                 process.actor.kill()  # its machine waits for that
             return
@@ -293,7 +317,7 @@ class Supervisor:
                 self._report_left(process)
             elif process.pid or outcome.how != "dead" or not process.is_guest:  # else Ray lists a lost machine's node
                 reason = error or ("killed" if outcome.how == "dead" else outcome.reason)
-                self.reporter.event("lost", message=reason, own_machine=process.is_guest, **self._loss(process))
+                self.report_lost(process, reason)
         else:
             reason = f"it died{error and f' ({error})'}" if outcome.how == "dead" else outcome.reason
             kind = "coordinator" if process.name == COORDINATOR else "shard"
@@ -316,12 +340,18 @@ class Supervisor:
         if process.is_guest:
             process.left = True
             self.reporter.event("note", member=process.name, message=f"{sentence}; giving up on its machine")
-            if process.node:
-                self._cluster.dismiss(process.node, Outcome("failed", sentence))
+            self._dismiss(process, Outcome("failed", sentence))
         elif process.is_member:
             self._set_aside(process, RunFailed(sentence), now)
         else:
             raise RunFailed(sentence)
+
+    def _dismiss(self, process: SupervisedProcess, outcome: Outcome) -> None:
+        """Tell the command on a guest's machine why its member ends."""
+        if isinstance(process.actor, RemoteHandle):
+            process.actor.dismiss(outcome.reason)
+        elif process.is_guest and process.node:
+            self._cluster.dismiss(process.node, outcome)
 
     def _set_aside(self, process: SupervisedProcess, why: TpuswarmError, now: float) -> None:
         """Set a member of this machine aside. Raise `why` if no other one may train and the run has not ended."""
@@ -331,7 +361,7 @@ class Supervisor:
         process.set_aside_reason, process.restart_at = str(why), now + SET_ASIDE_RETRY_S
 
     def _collect_reports(self) -> None:
-        for process in self.processes.values():
+        for process in list(self.processes.values()):
             if process.actor:
                 self._handle_report(process, process.actor.report(process.rows))
             if process.actor and process.is_hung(now := self._clock()):
@@ -355,6 +385,8 @@ class Supervisor:
         process.last_answer = self._clock()
         if process.name == COORDINATOR:
             self._summary = report or self._summary
+        if process.name == GATEWAY and report is not None:
+            self._remote.update(report, self._clock())
         if not process.is_member or report is None:
             return
         if report["incarnation"] and report["incarnation"] != process.incarnation:

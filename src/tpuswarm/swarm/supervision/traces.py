@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from tpuswarm.swarm.engines.ray import ActorHandle
 from tpuswarm.swarm.member.trace import TracePart
+from tpuswarm.swarm.supervision.remote_members import RemoteHandle
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
 from tpuswarm.train.look.profile import (
     REQUEST_POLL_INTERVAL_S,
@@ -65,6 +66,8 @@ class TraceCollector:
         if member is None or not member.is_member or member.actor is None or member.incarnation is None:
             message = f"{request.member} does not train; `tpuswarm status {self._run}` shows who does"
             self._answer(request.member, request.id, message)
+        elif isinstance(member.actor, RemoteHandle):
+            self._answer(member.name, request.id, f"{member.name} dialled in: its trace cannot be taken from here")
         elif member.name in self._pending:
             self._answer(member.name, request.id, f"{member.name} is traced already; ask again when that trace is done")
         else:

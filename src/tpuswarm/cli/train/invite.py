@@ -1,0 +1,59 @@
+"""`tpuswarm invite`: let people take part in a run from anywhere."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpuswarm.cli.completion import complete_runs
+from tpuswarm.config.units import parse_seconds
+from tpuswarm.errors import InputError
+from tpuswarm.swarm.anywhere.invites import GUEST, InviteBook, refusal
+from tpuswarm.train.process.terminal import echo
+from tpuswarm.train.run.listing import find_run
+from tpuswarm.train.storage.folders import shown
+
+
+def invite(
+    run: Annotated[str, typer.Argument(help="A run's directory, its name, or `last`.", autocompletion=complete_runs)],
+    person: Annotated[str, typer.Argument(help="Who is invited; their members carry this name.")] = GUEST,
+    expires: Annotated[str | None, typer.Option(help="Make a new invite that ends after a time, such as 7d.")] = None,
+    revoke: Annotated[bool, typer.Option("--revoke", help="End this person's access, at once.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List all invites, without their secrets.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print a person's invite to a run that listens (`train --listen`), or revoke it."""
+    folder = Path(find_run(run))
+    book = InviteBook(folder)
+    if list_all:
+        _list(book, as_json)
+        return
+    if revoke:
+        if expires is not None:
+            raise InputError("--revoke and --expires exclude each other")
+        book.revoke(person)
+        echo(f"{person} can reach {shown(folder)} no longer", err=True)
+        return
+    invitation = book.invite(person, None if expires is None else parse_seconds(expires, "--expires"))
+    if as_json:
+        print(json.dumps({"person": person, "address": invitation.address, "invite": str(invitation)}))
+        return
+    echo(f"{person} joins with `tpuswarm join` and this invite, which is a secret:", err=True)
+    print(invitation)
+
+
+def _list(book: InviteBook, as_json: bool) -> None:
+    access = book.access()
+    rows = [
+        {"person": one.person, "expires": one.expires, "state": refusal(one, time.time()) or "holds"}
+        for one in (access.invites.values() if access else ())
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        echo(f"{row['person']:24}  {row['state']}")
+    if not rows:
+        echo("nobody was invited", err=True)

@@ -1,0 +1,174 @@
+"""The gateway: admits members that dial in, passes their requests on, and collects their reports.
+
+It answers for one member at a time what the coordinator and the aggregators answer, and nothing else. It holds no state
+that matters: after its death members are admitted again, under the same name.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpuswarm.swarm.anywhere.reports import Report, check_report
+from tpuswarm.swarm.core.messages import Refused
+from tpuswarm.swarm.engines.actor import Outcome
+from tpuswarm.swarm.processes.coordinator import Wait
+from tpuswarm.swarm.processes.effects import Call, Unreachable
+from tpuswarm.swarm.processes.requests import MemberName, request
+
+GATEWAY = "gateway"
+"""Address of its process, and of the calls that it answers itself."""
+MEMBER_REQUESTS: dict[str, Callable[..., str | None]] = {
+    "hello": lambda member, *more: member,
+    "beat": lambda report: report.incarnation.member,
+    "push": lambda header: header.identity.incarnation.member,
+    "leave": lambda incarnation: incarnation.member,
+    "put": lambda identity, *more: identity.incarnation.member,
+    **dict.fromkeys(("found", "fetch", "average", "updates", "file"), lambda *arguments: None),
+}
+"""Requests of coordinator and aggregators that members make; each function returns the member that one names."""
+MAX_REMEMBERED_S = 600.0
+"""A member that is silent for this long is forgotten; the coordinator has given its rows to others long before."""
+MAX_MEMBERS_OF_A_PERSON = 64
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A member's place in the run, and what its process needs to know."""
+
+    member: str
+    plan: str
+    """The RunPlan as JSON."""
+    shards: tuple[str, ...]
+    files_from: str
+    steps: int
+    """Steps that this member made before."""
+    evaluates: bool
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Answer to a report."""
+
+    rows: int
+    """Metrics rows of this instance that are stored."""
+    should_leave: bool
+
+
+@dataclass
+class RemoteMember:
+    """A member that dialled in."""
+
+    person: str
+    instance: str
+    """Drawn by its command: another instance of the same member has replaced this one."""
+    facts: Mapping[str, str]
+    """Versions of its software."""
+    pid: int
+    seen: float
+    admitted: Admitted | None = None
+    should_leave: bool = False
+    dismissed: str = ""
+    """Why it may not go on."""
+    outcome: Outcome | None = None
+    """How it ended."""
+    report: Report | None = None
+    """Its last report, with the rows that are not stored."""
+    reports: int = 0
+    """How many there were."""
+    rows_stored: int = 0
+
+
+@dataclass
+class Gateway:
+    """Members by name. Any thread may call it."""
+
+    calls: Callable[[Call], Any]
+    clock: Callable[[], float]
+    members: dict[str, RemoteMember] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def serve(self, person: str, call: Call) -> Any:
+        """Execute a request of a person's member. Raise Unreachable if no answer comes."""
+        if call.address == GATEWAY:
+            with self._lock:
+                self._forget_silent_members()
+                handler = {"join": self.join, "report": self.take_report}.get(call.method)
+                return handler(person, *call.arguments) if handler else Refused(f"there is no request {call.method!r}")
+        find_member = MEMBER_REQUESTS.get(call.method)
+        if find_member is None:
+            return Refused(f"members do not request {call.method!r}")
+        try:
+            named = find_member(*call.arguments)
+        except (AttributeError, TypeError):
+            return Refused(f"{call.method} is malformed")
+        if named is not None and owner(named) != person:
+            return Refused(f"{named} is not a member of {person}")
+        return self.calls(call)
+
+    @request
+    def join(
+        self, person: str, member: MemberName, instance: str, pid: int, facts: dict[str, str]
+    ) -> Admitted | Refused | Wait:
+        """Ask for a place until the supervisor has given one. A newer instance of a member replaces the older one."""
+        if owner(member) != person:
+            return Refused(f"{member} is not a member of {person}")
+        known = self.members.get(member)
+        if known is None or known.instance != instance:
+            theirs = [other for other in self.members.values() if other.person == person and other.outcome is None]
+            if known is None and len(theirs) >= MAX_MEMBERS_OF_A_PERSON:
+                return Refused(f"{person} has {len(theirs)} members already")
+            self.members[member] = known = RemoteMember(person, instance, facts, pid, self.clock())
+        known.seen = self.clock()
+        if known.dismissed:
+            return Refused(known.dismissed)
+        return known.admitted or Wait()
+
+    @request
+    def take_report(
+        self, person: str, member: MemberName, instance: str, report: dict[str, Any] | None, how: str, reason: str
+    ) -> Reported | Refused | Unreachable:
+        """Take a member's report, and how it ended if it has; Unreachable asks a member to join again.
+
+        how: a word of Outcome, empty while it works.
+        """
+        known = self.members.get(member)
+        if known is None or known.person != person:
+            return Unreachable()
+        if known.instance != instance:
+            return Refused(f"another process took the place of {member}")
+        known.seen = self.clock()
+        if report is not None:
+            try:
+                known.report, known.reports = check_report(report, member), known.reports + 1
+            except ValueError as error:
+                return Refused(f"the report is malformed: {error}")
+        if how:
+            known.outcome = Outcome(how, reason)  # type: ignore[arg-type]  # shown only
+        if known.dismissed:
+            return Refused(known.dismissed)
+        return Reported(known.rows_stored, known.should_leave)
+
+    def state(self) -> dict[str, RemoteMember]:
+        """Return all members, for the supervisor."""
+        with self._lock:
+            return dict(self.members)
+
+    def update(self, member: str, instance: str, change: Mapping[str, Any]) -> None:
+        """Let the supervisor change fields of a member, unless another instance has replaced it."""
+        with self._lock:
+            known = self.members.get(member)
+            if known is not None and known.instance == instance:
+                for name, value in change.items():
+                    setattr(known, name, value)
+
+    def _forget_silent_members(self) -> None:
+        now = self.clock()
+        for name, known in list(self.members.items()):
+            if now - known.seen > MAX_REMEMBERED_S:
+                del self.members[name]
+
+
+def owner(member: Any) -> str:
+    """Return the person whose member this is, as its name says: `PERSON-MACHINE`."""
+    return str(member).partition("-")[0]

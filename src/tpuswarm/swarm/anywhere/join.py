@@ -1,0 +1,132 @@
+"""`tpuswarm join tps1-…`: keep a member on this machine alive that reaches its swarm by HTTPS."""
+
+import fcntl
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.anywhere.invites import Invitation, parse_invitation
+from tpuswarm.swarm.engines.node import wait
+from tpuswarm.swarm.engines.notice import NOTICE_S
+from tpuswarm.train.hosts.control_channel import ExitStatus
+from tpuswarm.train.process.platform import cache_folder
+from tpuswarm.train.process.stop import StopSignals
+
+MAX_DEATHS = 4
+"""The machine gives up after its process has died this often in a row without living a minute."""
+MIN_LIFE_S = 60.0
+RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 60.0
+ABSENT_PAUSE_S = 5.0
+"""Wait between two searches for a head that does not answer."""
+SILENCE_TIMEOUT_S = 600.0
+"""The command ends when the head has been silent for this long."""
+MAX_MACHINE_CHARS = 32
+MAX_MEMBERS_HERE = 64
+
+Say = Callable[[str], None]
+
+
+def join_by_invite(text: str, name: str | None, batch: int | None, say: Say) -> None:
+    """Take part until Ctrl-C, SIGTERM or the end of the run.
+
+    text: the invite; name: of this machine, by default its hostname; batch: rows of a step here, by default the run's.
+    Raise InputError for an invite that does not hold and for a refusal, RunFailed if the member cannot live here.
+    """
+    invitation = parse_invitation(text)
+    with _member_name(invitation, name) as member, StopSignals() as stop:
+        say(f"joining {invitation.address} as {member}; Ctrl-C leaves")
+        _keep_alive(invitation, member, batch, stop, say)
+
+
+@contextmanager
+def _member_name(invitation: Invitation, name: str | None) -> Iterator[str]:
+    """Yield the same name at each start on this machine, or one with a number if that member is at work."""
+    machine = re.sub(r"[^A-Za-z0-9._]+", "-", name or socket.gethostname())[:MAX_MACHINE_CHARS].strip("-") or "machine"
+    folder = cache_folder("anywhere")
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, MAX_MEMBERS_HERE + 1):
+        member = f"{invitation.person}-{machine}{f'-{number}' * (number > 1)}"
+        with (folder / f"{member}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield member
+            return
+    raise InputError(f"{MAX_MEMBERS_HERE} members of {invitation.person} are at work on this machine already")
+
+
+def _keep_alive(invitation: Invitation, member: str, batch: int | None, stop: StopSignals, say: Say) -> None:
+    deaths, silent_since, told = 0, None, ""
+    while True:
+        began = time.monotonic()
+        status, last_line = _run_process(invitation, member, batch, stop, say)
+        if stop.requested is not None or status == ExitStatus.LEFT:
+            say("left" if stop.requested is not None else "the run has ended")
+            return
+        if status == ExitStatus.WRONG_INPUT:
+            raise InputError(last_line)
+        if status == ExitStatus.ABSENT:
+            silent_since = silent_since or began
+            if time.monotonic() - silent_since > SILENCE_TIMEOUT_S:
+                raise RunFailed(f"{last_line} for {SILENCE_TIMEOUT_S / 60:.0f} minutes; is the run still alive?")
+            if told != last_line:
+                say(f"{last_line}; waiting for it")
+            told = last_line
+            if wait(ABSENT_PAUSE_S, stop):
+                return
+            continue
+        silent_since, told = None, ""
+        deaths = 1 if time.monotonic() - began > MIN_LIFE_S else deaths + 1
+        why = f"its process was killed by signal {-status}" if status < 0 else last_line or f"it ended with {status}"
+        if deaths >= MAX_DEATHS:
+            raise RunFailed(f"{member} failed {deaths} times in a row: {why}")
+        pause = min(RESTART_PAUSE_S * 2 ** (deaths - 1), MAX_RESTART_PAUSE_S)
+        say(f"{member} stopped: {why}; starting again in {pause:.0f} s")
+        if wait(pause, stop):
+            return
+
+
+def _run_process(
+    invitation: Invitation, member: str, batch: int | None, stop: StopSignals, say: Say
+) -> tuple[int, str]:
+    """Run one process to its end; return its exit status and the last line that it wrote on stderr."""
+    from tpuswarm.swarm.anywhere.errand import Errand, to_json
+
+    command = [sys.executable, "-P", "-m", "tpuswarm.swarm.anywhere.remote_member"]  # -P: import nothing from here
+    errand = to_json(Errand(invitation, member, secrets.token_hex(16), batch))
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors, start_new_session=True, text=True
+        )
+        assert process.stdin is not None
+        try:
+            try:
+                process.stdin.write(f"{errand}\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass  # its end says why
+            told = False
+            while process.poll() is None:
+                if stop.requested is not None and not told:
+                    told = True
+                    say(f"pushing the last work, in at most {NOTICE_S:.0f} s; Ctrl-C again leaves at once")
+                    os.kill(process.pid, signal.SIGTERM)
+                if stop.requested is not None and stop.seconds_since_request() > NOTICE_S:
+                    break
+                time.sleep(0.2)
+        finally:
+            process.kill()
+            status = process.wait()
+        errors.seek(0)
+        lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
+    return status, lines[-1] if lines else ""

@@ -1,0 +1,195 @@
+"""The process of a member that dialled in: it is admitted, trains, and reports to the gateway."""
+
+import os
+import platform as machine
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter
+
+from tpuswarm.errors import InputError, TpuswarmError, message_of
+from tpuswarm.swarm.anywhere.client import HttpsCalls, NoSwarm
+from tpuswarm.swarm.anywhere.errand import Errand, from_json
+from tpuswarm.swarm.anywhere.gateway import GATEWAY, Admitted, Reported
+from tpuswarm.swarm.core.messages import Refused
+from tpuswarm.swarm.engines.notice import on_notice
+from tpuswarm.swarm.member.member_process import MemberProcess, MemberSpec
+from tpuswarm.swarm.processes.effects import Call, ProcessEnded, Unreachable
+from tpuswarm.swarm.processes.run_plan import RunPlan
+from tpuswarm.train.hosts.control_channel import ExitStatus
+from tpuswarm.train.process import platform
+from tpuswarm.train.run.trust import is_trusted
+
+RETRY_INTERVAL_S = 1.0
+REPORT_INTERVAL_S, URGENT_INTERVAL_S = 1.0, 0.1
+"""The short one holds while a push waits until its metrics rows are stored."""
+LAST_REPORT_S = 20.0
+"""How long the last report is tried."""
+PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
+
+
+class Reporter:
+    """Sends the reports of one process until the last one has arrived."""
+
+    def __init__(self, calls: HttpsCalls, errand: Errand, work: MemberProcess):
+        self._calls, self._errand, self._work = calls, errand, work
+        self._stored = 0
+        """Rows that the swarm has stored."""
+        self._lock = threading.Lock()
+        self.refusal = ""
+        """Why the swarm wants no more of this process."""
+        self.head_stops = False
+        """Whether the head has asked all members to push their work and leave."""
+
+    def run(self) -> None:
+        while not self.refusal:
+            try:
+                report = self._send("", "")
+            except Unreachable:
+                report = {}
+            time.sleep(URGENT_INTERVAL_S if report.get("awaits_storage") else REPORT_INTERVAL_S)
+
+    def finish(self, how: str, reason: str) -> None:
+        """Send the last rows, and how the process ended."""
+        end, has_arrived = time.monotonic() + LAST_REPORT_S, False
+        while time.monotonic() < end and not self.refusal:
+            try:
+                if not self._send(how, reason)["rows"]:
+                    return
+                has_arrived = True
+            except Unreachable:
+                if has_arrived:
+                    return  # the head has ended after reading it
+            time.sleep(URGENT_INTERVAL_S)
+
+    def _send(self, how: str, reason: str) -> dict[str, Any]:
+        with self._lock:
+            report = self._work.report(self._stored)
+            report.pop("trace")
+            report |= {"first": self._stored, "rows": tuple(map(_without_files, report["rows"]))}
+            about = (self._errand.member, self._errand.instance, report, how, reason)
+            answer = self._calls(Call(GATEWAY, "report", about))
+            if isinstance(answer, Unreachable):  # a new gateway
+                _join(self._calls, self._errand)
+            elif isinstance(answer, Refused):
+                self.refusal = answer.reason
+                self._work.leave()
+            elif isinstance(answer, Reported):
+                self._stored = max(self._stored, answer.rows)  # a new gateway begins at 0
+                if answer.should_leave:
+                    self.head_stops = True
+                    self._work.leave()
+            return report
+
+
+def _without_files(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out pictures and texts, which the swarm takes from its own members only."""
+    return {name: value for name, value in row.items() if value is None or isinstance(value, bool | int | float | str)}
+
+
+def facts() -> dict[str, str]:
+    """Return the versions of this machine's software; they may differ from the swarm's, and are recorded."""
+    packages = {name: version(name) for name in ("tpuswarm", "jax", "numpy")}
+    return {"python": machine.python_version(), **packages}
+
+
+def _join(calls: HttpsCalls, errand: Errand) -> Admitted | None:
+    """Ask for a place once; None if the swarm has not decided. Raise InputError if it refuses, Unreachable."""
+    answer = calls(Call(GATEWAY, "join", (errand.member, errand.instance, os.getpid(), facts())))
+    if isinstance(answer, Refused):
+        raise InputError(answer.reason)
+    return answer if isinstance(answer, Admitted) else None
+
+
+def run(errand: Errand) -> None:
+    """Be a member until the run ends or this process is asked to leave. Raise NoSwarm if the head has stopped."""
+    leaving = threading.Event()
+    works: list[MemberProcess] = []
+
+    def leave() -> None:
+        leaving.set()
+        for work in works:
+            work.leave()
+
+    on_notice(leave)
+    calls = HttpsCalls(errand.invitation)
+    calls.connect()
+    while (admitted := _try_join(calls, errand)) is None:
+        if leaving.wait(RETRY_INTERVAL_S):
+            return
+    plan = PLAN.validate_json(admitted.plan)
+    if not is_trusted(plan.target):
+        raise InputError(
+            f"the run executes code that is not part of tpuswarm: {plan.target} and what it imports. Get that file, "
+            "read it, and if you trust it, name it once: `tpuswarm train` with it, or --trust of another command"
+        )
+    _say(f"{admitted.member} is admitted")
+    spec = MemberSpec(
+        admitted.member, plan, admitted.shards, None, None, admitted.steps, admitted.evaluates, calls, _say,
+        errand.batch, platform.lower_priority, admitted.files_from, requires_code=False,
+    )  # fmt: skip
+    work = MemberProcess(spec)
+    works.append(work)
+    if leaving.is_set():
+        work.leave()
+    reporter = Reporter(calls, errand, work)
+    threading.Thread(target=reporter.run, name="reports", daemon=True).start()
+    try:
+        how, reason = work.run(), ""
+    except BaseException as error:
+        kind = "wrong" if isinstance(error, InputError) else "over" if isinstance(error, ProcessEnded) else "failed"
+        reporter.finish(kind, message_of(error))
+        raise
+    reporter.finish(how, reason)
+    if reporter.refusal:
+        raise InputError(reporter.refusal)
+    if reporter.head_stops and not leaving.is_set():
+        raise NoSwarm("the head has stopped the run")
+
+
+def _try_join(calls: HttpsCalls, errand: Errand) -> Admitted | None:
+    try:
+        return _join(calls, errand)
+    except Unreachable:
+        return None
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main() -> NoReturn:
+    """Run the process; its parent holds the other end of its stdin."""
+    errand = from_json(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    try:
+        run(errand)
+    except NoSwarm as error:
+        _exit(ExitStatus.ABSENT, str(error))
+    except InputError as error:
+        _exit(ExitStatus.WRONG_INPUT, str(error))
+    except (TpuswarmError, ProcessEnded) as error:
+        _exit(ExitStatus.FAILED, str(error))
+    _exit(ExitStatus.LEFT, "")
+
+
+def _exit(status: int, sentence: str) -> NoReturn:
+    if sentence:
+        sys.stderr.write(f"{sentence}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads may wait for the network
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(ExitStatus.LOST)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Members that dialled in, as the supervisor sees them: the gateway reports them, and passes its decisions on."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
+
+from tpuswarm.swarm.anywhere.gateway import Admitted, RemoteMember
+from tpuswarm.swarm.engines.actor import Outcome
+from tpuswarm.swarm.processes.run_plan import RunPlan
+from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
+
+DIALLED_IN = "dialled in"
+"""Instead of a node's name: the member reaches the swarm by the gateway."""
+MAKER = "tpuswarm.swarm.anywhere.remote_member:member"
+"""Names its kind; the supervisor does not start it."""
+FRESH_S = 10.0
+"""A lost member goes on once it was heard within this time."""
+_PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
+
+Change = Callable[[str, str, Mapping[str, Any]], None]
+"""Changes fields of a member of the gateway, by its name and its instance."""
+
+
+class RemoteHandle:
+    """A member that dialled in; it answers as an ActorHandle does."""
+
+    gone = False
+
+    def __init__(self, name: str, member: RemoteMember, change: Change):
+        self._name, self._change = name, change
+        self.member = member
+        """As the gateway reported it last."""
+        self._stored, self._reports_read, self._is_lost = member.rows_stored, 0, False
+
+    def outcome(self) -> Outcome | None:
+        """Return how it ended; None while it works, or has rows that are not stored."""
+        if self._is_lost:
+            return Outcome("dead", "it was silent for too long")
+        report = self.member.report
+        unread = report is not None and report["first"] + len(report["rows"]) > self._stored
+        return None if unread else self.member.outcome
+
+    def report(self, since: int, seconds: float = 0.0) -> tuple[int, Any] | None:
+        """Return a report once, with its rows from number `since` on; those before are stored."""
+        if since > self._stored:
+            self._stored = since
+            self._change(self._name, self.member.instance, {"rows_stored": since})
+        report = self.member.report
+        if report is None or self.member.reports == self._reports_read:
+            return None
+        self._reports_read = self.member.reports
+        rows = [dict(row) for row in report["rows"][max(0, since - report["first"]) :]]
+        return self.member.pid, {**report, "rows": rows}
+
+    def leave(self) -> None:
+        self._change(self._name, self.member.instance, {"should_leave": True})
+
+    def kill(self) -> None:
+        """Give it up until it comes back."""
+        self._is_lost = True
+
+    def dismiss(self, reason: str) -> None:
+        """Tell it why it may not go on."""
+        self._change(self._name, self.member.instance, {"dismissed": reason})
+
+    def trace(self, steps: int) -> None:
+        """Do nothing; see TraceCollector."""
+
+
+class Head(Protocol):
+    """The supervisor, as these members need it."""
+
+    processes: dict[str, SupervisedProcess]
+    """By name; members that dial in are added."""
+
+    def begin_member(self, process: SupervisedProcess) -> tuple[int, bool]:
+        """Return how many steps a member made before, and whether it shall evaluate."""
+        ...
+
+    def change_remote(self, name: str, instance: str, change: Mapping[str, Any]) -> None:
+        """Change fields of a member of the gateway."""
+        ...
+
+    def report_dialled_in(self, name: str, facts: Mapping[str, str]) -> None: ...
+
+    def report_lost(self, process: SupervisedProcess, reason: str) -> None: ...
+
+
+class RemoteMembers:
+    """All members that dialled in."""
+
+    def __init__(self, head: Head, plan: RunPlan, shards: tuple[str, ...], files_from: str):
+        self._head, self._plan = head, _PLAN.dump_json(plan).decode()
+        self._shards, self._files_from = shards, files_from
+
+    def update(self, members: Mapping[str, RemoteMember], now: float) -> None:
+        """Follow the gateway's report. now: by the supervisor's Clock."""
+        head = self._head
+        for name, member in members.items():
+            process = head.processes.get(name)
+            if process is None:
+                process = head.processes[name] = SupervisedProcess(name, MAKER, {"evaluates": False}, node=DIALLED_IN)
+            handle = process.actor
+            if isinstance(handle, RemoteHandle) and handle.member.instance == member.instance:
+                handle.member = member
+            elif member.outcome is None and not member.dismissed and _is_fresh(member):
+                if handle is not None and process.is_busy:
+                    head.report_lost(process, "killed")  # and started again before its silence was noticed
+                process.move(DIALLED_IN)
+                process.set_started(RemoteHandle(name, member, head.change_remote), now)
+                process.rows = member.rows_stored
+                head.report_dialled_in(name, member.facts)
+            if member.admitted is None and process.actor is not None:
+                steps, evaluates = head.begin_member(process)
+                process.arguments = {"evaluates": evaluates}
+                admitted = Admitted(name, self._plan, self._shards, self._files_from, steps, evaluates)
+                head.change_remote(name, member.instance, {"admitted": admitted})
+
+
+def _is_fresh(member: RemoteMember) -> bool:
+    """Whether a member has just been heard of; gateway and supervisor run on one machine, with one clock."""
+    return time.monotonic() - member.seen < FRESH_S

@@ -1,0 +1,136 @@
+"""Members that dial in, as real processes: with an invite alone, killed, without their gateway, and to the end."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.journeys.test_swarm import contributors, member, tree
+from tests.swarm.chaos import SMALL, Swarm
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
+from tpuswarm.train.run.directory import METRICS, read_rows
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def make_swarm(tmp_path):
+    swarms = []
+
+    def make(*words: str) -> Swarm:
+        arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--cycle", "8", "--outer", "average", *words]
+        swarm = Swarm(tmp_path / "run", [*arguments, "--listen", f"127.0.0.1:{free_port()}", "--address", "127.0.0.1"])
+        swarm.start()
+        swarms.append(swarm)
+        return swarm
+
+    yield make
+    for swarm in swarms:
+        swarm.end()
+
+
+@pytest.fixture
+def dial(tmp_path, monkeypatch):
+    """Start `tpuswarm join` for a person on a machine of their own: nothing but the invite comes from the swarm."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(swarm: Swarm, person: str, machine: str, argument: bool = False) -> subprocess.Popen[str]:
+        swarm.wait(lambda: (swarm.run / "invites.json").exists())
+        invite, _ = processes.run(["invite", str(swarm.run), person], tmp_path)
+        home = tmp_path / machine
+        home.mkdir(exist_ok=True)
+        monkeypatch.setenv("TPUSWARM_CACHE", str(home / "cache"))
+        word = invite.strip() if argument else "-"
+        join = processes.start(["join", word, "--name", machine], home, stdin=subprocess.PIPE)
+        monkeypatch.undo()
+        join.stdin.write(invite)
+        join.stdin.flush()
+        started.append(join)
+        return join
+
+    yield start
+    for join in started:
+        for pid in reversed(tree(join.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        join.communicate()
+
+
+def words_of(pids: list[int]) -> str:
+    return "\n".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.slow
+def test_members_of_people_come_die_and_leave(make_swarm, dial, tmp_path):
+    swarm = make_swarm("--members", "1", "--steps", "10M")
+    ada, bob = dial(swarm, "ada", "colab", argument=True), dial(swarm, "bob", "home")
+    swarm.wait(lambda: {"ada-colab", "bob-home"} <= contributors(swarm))
+    seen = words_of([*tree(ada.pid), *tree(bob.pid)])
+    assert "tpuswarm.swarm.anywhere" in seen and "tps1-" not in seen and "ray" not in seen
+
+    before = member(swarm, "ada-colab")
+    os.kill(before["pid"], signal.SIGKILL)
+    swarm.wait(lambda: member(swarm, "ada-colab")["incarnation"] not in (None, before["incarnation"]))
+    swarm.wait(lambda: any(event["member"] == "ada-colab" for event in swarm.events("lost")))
+    count = sum("ada-colab" in str(event["contributors"]) for event in swarm.events("commit"))
+    swarm.wait(lambda: sum("ada-colab" in str(event["contributors"]) for event in swarm.events("commit")) > count + 1)
+
+    first = swarm.status()["processes"]["gateway"]
+    os.kill(first, signal.SIGKILL)
+    swarm.wait(lambda: swarm.status()["processes"].get("gateway", first) != first)
+    now = {name: member(swarm, name)["incarnation"] for name in ("ada-colab", "bob-home")}
+    done = len(swarm.events("commit"))
+    swarm.wait(lambda: {"ada-colab", "bob-home"} <= {
+        part["member"] for event in swarm.events("commit")[done:] for part in event["contributors"]
+    })  # fmt: skip
+    assert {name: member(swarm, name)["incarnation"] for name in now} == now, "nobody had to begin again"
+
+    processes.run(["invite", str(swarm.run), "bob", "--revoke"], tmp_path)
+    _, err = bob.communicate(timeout=processes.PATIENCE)
+    assert bob.returncode == 2 and "was revoked" in err
+    ada.send_signal(signal.SIGINT)
+    _, err = ada.communicate(timeout=processes.PATIENCE)
+    assert ada.returncode == 0 and "left" in err.splitlines()[-1], err
+    swarm.wait(lambda: any(event["member"] == "ada-colab" for event in swarm.events("left")))
+    swarm.end()
+    assert verify(Store(swarm.run), print).problems == []
+    steps = [row["step"] for row in read_rows(swarm.run / "members" / "ada-colab" / METRICS) if "loss" in row]
+    assert steps == sorted(steps) and len(steps) == len(set(steps)), "its steps go on where they stopped"
+
+
+@pytest.mark.slow
+def test_run_of_dialled_in_members_alone_ends_and_is_evaluated(make_swarm, dial, tmp_path):
+    swarm = make_swarm("--members", "0", "--steps", "120", "--eval-every", "60")
+    joined = [dial(swarm, "guest", machine) for machine in ("one", "two")]
+    assert swarm.process.wait(processes.PATIENCE) == 0
+    for join in joined:
+        _, err = join.communicate(timeout=processes.PATIENCE)
+        assert join.returncode == 0 and "the run has ended" in err, err
+    assert contributors(swarm) == {"guest-one", "guest-two"}
+    rows = read_rows(swarm.run / METRICS)
+    assert any("eval_loss" in row for row in rows)
+    assert verify(Store(swarm.run), print).problems == []
+
+
+@pytest.mark.slow
+def test_member_waits_for_a_head_that_is_away(make_swarm, dial):
+    swarm = make_swarm("--members", "1", "--steps", "10M")
+    join = dial(swarm, "ada", "colab")
+    swarm.wait(lambda: "ada-colab" in contributors(swarm))
+    swarm.end()
+    began = len(swarm.events("commit"))
+    time.sleep(1.0)
+    swarm.start()
+    swarm.wait(lambda: "ada-colab" in str(swarm.events("commit")[began:]))
+    assert join.poll() is None

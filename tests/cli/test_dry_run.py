@@ -47,7 +47,7 @@ def test_first_conversation_is_shown_as_the_model_sees_it(typed, here):
     code, out, _ = typed("train", *words, "--dry-run")
     assert code == 0 and "\n  <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n[[" in out
     _, out, _ = typed("train", *words, "--dry-run", "--json")
-    assert json.loads(out)["preview"][1] == ["<think>\n\n</think>\n\nHello, you!<|im_end|>", True]
+    assert json.loads(out)["preview"][0][1] == ["<think>\n\n</think>\n\nHello, you!<|im_end|>", True]
     (here / "chat.jsonl").write_text('{"messages": [], "completion": "x"}')
     code, _, err = typed("train", *words, "--dry-run")
     assert code == 2 and "chat.jsonl:1 has messages and a completion; keep one of them" in err

@@ -351,9 +351,9 @@ def test_first_conversation_is_shown_before_and_at_the_start_of_a_run(place, tmp
         ("<think>\n\n</think>\n\nHello, you!<|im_end|>", True),
         ("\n", False),
     ]
-    assert decoder(place, data).preview(quick=True) == shown and not (tmp_path / "cache").exists()
-    assert decoder(place, data).preview() == shown
-    assert decoder(place, data, context=2).preview() == [("<|im_start|>us", False)]
+    assert decoder(place, data).preview(quick=True) == [shown] and not (tmp_path / "cache").exists()
+    assert decoder(place, data).preview() == [shown]
+    assert decoder(place, data, context=2).preview() == [[("<|im_start|>us", False)]]
     (tmp_path / "blank.jsonl").write_text("\n")
     assert decoder(place, tmp_path / "blank.jsonl", json_field="messages").preview(quick=True) == []
     (tmp_path / "a.txt").write_text("plain text")

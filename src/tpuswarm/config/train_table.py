@@ -23,6 +23,7 @@ class Train(StrictTable):
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Options of the recipe itself."""
     data: str | None = None
+    """Several places, each with a weight: a list, which is joined as lines."""
     steps: int | None = None
     tokens: int | None = None
     epochs: float | None = None
@@ -60,6 +61,12 @@ class Train(StrictTable):
     overlap: str | None = None
     ray_address: str | None = None
     dashboard: bool | None = None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _join_data(cls, value: Any) -> Any:
+        is_list = isinstance(value, list) and value and all(isinstance(place, str) for place in value)
+        return "\n".join(value) if is_list else value
 
     @field_validator("steps", "tokens", "batch", "eval_batch", "accumulate", mode="before")
     @classmethod

@@ -272,8 +272,8 @@ class Recipe(ABC):
         """Return words for the start of a run: any of `model` (its shape), `data` and `learning rate`."""
         return {}
 
-    def preview(self, *, quick: bool = False) -> Sequence[tuple[str, bool]]:
-        """Return the first row of the data as text, in pieces, each with whether its loss counts; empty if it has none.
+    def preview(self, *, quick: bool = False) -> Sequence[Sequence[tuple[str, bool]]]:
+        """Return the first row of each data set as text, in pieces with whether their loss counts; empty without text.
 
         quick: read only the beginning of the data.
         """

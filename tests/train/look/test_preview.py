@@ -12,7 +12,7 @@ CHAT = [("<s>user\nHi\x1b[2J", False), ("[Größe] 日本\n", True), ("</s>", Fa
 
 def shown(pieces, **options):
     console = Console(file=io.StringIO(), highlight=False, **{"width": 80, "_environ": {}} | options)
-    print_preview(console, pieces)
+    print_preview(console, [pieces] if pieces else [])
     return console.file.getvalue()
 
 
@@ -43,3 +43,11 @@ def test_long_text_takes_six_lines_and_keeps_the_ends_of_its_parts(width):
 def test_wide_letters_take_two_columns():
     lines = shown([("日本" * 40, True)], width=41).splitlines()[1:]
     assert [len(line) for line in lines[:4]] == [22, 21, 21, 21] and lines[0].startswith("  [[日")
+
+
+def test_each_data_set_has_lines_of_its_own():
+    console = Console(file=io.StringIO(), highlight=False, width=80, _environ={})
+    print_preview(console, [[("a: ", False), ("text", True)], [("b: ", False)]])
+    assert console.file.getvalue() == (
+        "the first row of each data set as the model sees it; the loss counts what is in [[ ]]:\n  a: [[text]]\n  b: \n"
+    )

@@ -63,6 +63,8 @@ def place_data(train: Train, run_url: str) -> tuple[str | None, tuple[Upload, ..
     bucket. Raises InputError for other settings that name local files which machines do not get, or get elsewhere.
     """
     data, sent, uploads = train.data, _SentFiles(), list[Upload]()
+    if data and "\n" in data:
+        raise InputError("train.data is a list, and a fleet trains on one data set: put the files into one folder")
     for name, text in local_paths(train).items():
         path = _to_path(text).resolve()
         files = _list_files(path)

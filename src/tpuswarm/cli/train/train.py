@@ -42,7 +42,9 @@ def train(
             autocompletion=complete_recipes,
         ),
     ] = None,
-    data: Annotated[str | None, option("Text: a file, folder or URL, or `fake`.", LENGTH)] = None,
+    data: Annotated[
+        list[str] | None, option("Text: a file, folder or URL, or `fake`. Several are mixed: a.txt:0.7.", LENGTH)
+    ] = None,
     steps: Annotated[str | None, option("Length of the whole run, in steps.", LENGTH)] = None,
     tokens: Annotated[str | None, option("Length of the whole run, in tokens, e.g. 10M.", LENGTH)] = None,
     epochs: Annotated[float | None, option("Length of the run, in passes over the data.", LENGTH)] = None,
@@ -284,7 +286,10 @@ def describe_dry_run(options: TrainOptions) -> dict[str, str]:
     table, recipe, folder = options.table, options.recipe, options.folder
     begun = read_config(folder) if folder is not None and has_begun(folder) else None
     defaults: Mapping[str, Any] = begun["train"] if begun else recipe.defaults
-    facts = {"recipe": recipe.name, "data": table.data or ("as before" if begun else "the recipe's own")}
+    facts = {
+        "recipe": recipe.name,
+        "data": (table.data or "").replace("\n", ", ") or ("as before" if begun else "the recipe's own"),
+    }
     length = next((name for name in LENGTH_KEYS if getattr(table, name) is not None), None)
     if length:
         facts["length"] = f"{getattr(table, length):,} {length}"

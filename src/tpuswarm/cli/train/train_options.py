@@ -57,7 +57,7 @@ def read_options(context: typer.Context) -> TrainOptions:
     params = context.params
     if (params["recipe"] or "").startswith("-"):
         raise InputError(f"the recipe comes first: tpuswarm train RECIPE {params['recipe']} …")
-    params |= {"recipe": params["recipe"] or _recipe_of_run(params["run"])}
+    params |= {"recipe": params["recipe"] or _recipe_of_run(params["run"]), "data": [*(params["data"] or ())] or None}
     table = _read_table(params, recipe_options(context.args, "train"))
     folder = refreshed_folder(table.run) if table.run else None
     if folder:

@@ -11,7 +11,7 @@ last trains adapters alone.
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ class Decoder(LanguageModel):
         *,
         size: str | None = None,
         architecture: str | None = None,
-        data: str | None = None,
+        data: str | list[str] | None = None,
         json_field: str | None = None,
         separator: str | None = None,
         held_out: float | None = None,
@@ -239,6 +239,7 @@ class Decoder(LanguageModel):
         import jax
 
         from tpuswarm.recipes.decoder import lora, model
+        from tpuswarm.recipes.language.loss import mean_by_set
         from tpuswarm.recipes.language.program import language_program
 
         def init(key: Any) -> Any:
@@ -249,11 +250,17 @@ class Decoder(LanguageModel):
             if self._lora and self._lora.dropout and key is not None:
                 params = lora.with_keys(params, key, self._lora)
             x_BxTxD = model.hidden(params, tokens_BxT1[:, :-1], self.config, options, batch.get("segments"))
-            return model.mean_loss(x_BxTxD, params, tokens_BxT1[:, 1:], self.config, how, counted_BxT)
+            mean = partial(model.mean_loss, x_BxTxD, params, tokens_BxT1[:, 1:], self.config, how)
+            if key is not None or not self.set_names:
+                return mean(counted_BxT)
+            counted_BxT = tokens_BxT1[:, 1:] >= 0 if counted_BxT is None else counted_BxT
+            return mean_by_set(mean, counted_BxT, batch["set"], self.set_names)
 
         tied = {"embed": "head"} if self.config.tied else {}
         base = lora.base_paths(jax.eval_shape(init, jax.random.key(0))) if self._lora else ()
-        return language_program(init, loss, self._context, options, self.optimizer(), tied, base, is_chat=self._is_chat)
+        return language_program(
+            init, loss, self._context, options, self.optimizer(), tied, base, self._is_chat, self.set_names
+        )
 
     def generate(
         self, params: Any, start: list[int], count: int, sampling: "Sampling", seed: int

@@ -48,7 +48,7 @@ class GPT2(LanguageModel):
         self,
         *,
         size: str = "tiny",
-        data: str | None = None,
+        data: str | list[str] | None = None,
         json_field: str | None = None,
         separator: str | None = None,
         held_out: float | None = None,
@@ -144,7 +144,7 @@ class GPT2(LanguageModel):
         """Return the program; it supports every option."""
         from tpuswarm.recipes.gpt2.program import gpt2_program
 
-        return gpt2_program(self.config, options, self.optimizer())
+        return gpt2_program(self.config, options, self.optimizer(), self.set_names)
 
     def generate(
         self, params: Any, start: list[int], count: int, sampling: "Sampling", seed: int

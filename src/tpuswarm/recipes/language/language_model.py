@@ -32,7 +32,8 @@ LIMITS: dict[str, Mapping[str, float]] = {
 class LanguageModel(TextRecipe):
     """A model of text; a subclass gives the model, and the defaults.
 
-    - data: path or URL of text, or `fake` for random tokens; without it, the Python standard library's source.
+    - data: path or URL of text, or `fake` for random tokens; without it, the Python standard library's source. Several
+      are mixed; each may end with its weight, as a.txt:0.7.
     - json_field: field with the text in .jsonl and .parquet files; `none` reads them as plain text, `messages` as
       conversations.
     - separator: `endoftext` puts the tokenizer's end of text between files and between .jsonl lines; `none` nothing.

@@ -1,5 +1,6 @@
 """Next-token cross-entropy in chunks, so that the float32 logits never exist at once."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,6 +78,14 @@ def mean_loss(
     form = _Form(vocab, cap, ignored, options.z_loss, options.label_smoothing)
     loss = _loss(x_NxBxCxD, wte_VxD, targets_NxBxC, form)
     return loss if counted_BxT is None else Weighted(loss, counted_BxT.sum(dtype=jnp.float32))
+
+
+def mean_by_set(
+    mean: Callable[[jax.Array], Weighted], counted_BxT: jax.Array, set_B: jax.Array, names: Sequence[str]
+) -> tuple[Weighted, dict[str, Weighted]]:
+    """Return the mean loss of all rows, and of those of each data set. mean: returns that of the counted targets."""
+    found = {f"loss_{name}": mean(counted_BxT & (set_B == number)[:, None]) for number, name in enumerate(names)}
+    return Weighted(sum(one.sum for one in found.values()), sum(one.weight for one in found.values())), found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,6 +1,6 @@
 """The training program of a language model: loss, optimizer, learning rate."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +38,11 @@ class Optimizer(NamedTuple):
 def language_program(
     init: Callable[[jax.Array], Any], loss: Loss, context: int, options: Options, optimizer: Optimizer,
     tied: Mapping[str, str], base: Collection[str] = (), is_chat: bool = False,
+    set_names: Sequence[str] = (),
 ) -> SupervisedProgram:  # fmt: skip
     """Return the program of a model of text; it supports every option. tied, base: as in SupervisedProgram.
 
-    is_chat: batches are those of ChatSource.
+    is_chat: batches are those of ChatSource; set_names: of data sets, whose number each row has.
     """
     moment_dtype = jnp.bfloat16 if optimizer.moments == "bf16" else None
     chunk_bytes = _gpu_chunk_bytes(options.memory) if options.platform == "gpu" else None
@@ -65,6 +66,8 @@ def language_program(
         arrays: dict[str, Any] = {"tokens": ((size, context + 1), np.int32)}
         if is_chat:
             arrays |= {"segments": ((size, context), np.int32), "counted": ((size, context), np.bool_)}
+        if set_names:
+            arrays["set"] = ((size,), np.int32)
         return {name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
 
     # The model casts itself: norms, softmax and loss stay in float32 under bf16.

@@ -1,6 +1,7 @@
 """The text of a language model: its options, its tokenizer, and the rows of its splits."""
 
 import json
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,6 +12,16 @@ from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, NoSuchSplit, TpuswarmError
 from tpuswarm.recipes.language.config import DEFAULT_HELD_OUT_SHARE, Kind
 from tpuswarm.recipes.language.hub import RELEASED, Published, absolute_place, is_place, open_published
+from tpuswarm.recipes.language.mixture import (
+    BLOCK_ROWS,
+    MAX_BLOCK_ROWS,
+    DataSet,
+    MixedSource,
+    divide,
+    parse_data,
+    set_names,
+)
+from tpuswarm.recipes.prepared import is_complete, read_description
 from tpuswarm.train.recipe import Recipe, Source
 
 if TYPE_CHECKING:
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
     from tpuswarm.recipes.language.tokens import Tokens
 
 SEPARATORS = ("endoftext", "none")
+PREVIEW_CHARS = 100
 
 
 class TextRecipe(Recipe):
@@ -32,7 +44,7 @@ class TextRecipe(Recipe):
     def __init__(
         self,
         *,
-        data: str | None,
+        data: str | list[str] | None,
         json_field: str | None,
         separator: str | None,
         held_out: float | None,
@@ -44,8 +56,9 @@ class TextRecipe(Recipe):
         context: int,
         seed: int,
     ):
-        self._is_local = data is not None and data != "fake" and "://" not in data
-        self._data = str(Path(str(data)).expanduser().absolute()) if self._is_local else data
+        sets = parse_data(data) if data is not None else []
+        self._sets = [one._replace(place=_absolute(one.place)) for one in sets]
+        self._data = "\n".join(one.text for one in self._sets) if sets else None
         self._json_field, self._separator, self._held_out = json_field, separator, held_out
         self._has_default_tokenizer = has_default_tokenizer
         self._published = absolute_place(tokenizer) if is_place(tokenizer) else None
@@ -66,7 +79,7 @@ class TextRecipe(Recipe):
         tokenizer_key = {self.tokenizer.kind: self.tokenizer.key} if self.tokenizer else {}
         return {
             "data": self._data,
-            "json_field": "messages" if self._is_chat else self._json_field,
+            "json_field": "messages" if self._is_chat and not self.set_names else self._json_field,
             "separator": self._separator,
             "held_out": self._held_out,
             "tokenizer": self._kind,
@@ -81,7 +94,37 @@ class TextRecipe(Recipe):
         """The model's vocabulary."""
         raise NotImplementedError
 
+    @cached_property
+    def set_names(self) -> list[str]:
+        """A name of each data set, if there are several."""
+        return set_names([one.place for one in self._sets]) if len(self._sets) > 1 else []
+
+    @cached_property
+    def _parts(self) -> "list[TextRecipe]":
+        """A recipe of each data set, if there are several, else this one.
+
+        Raises InputError if they would make different tokenizers.
+        """
+        if not self.set_names:
+            return [self]
+        if self._known_tokenizer is None and self._tokenizer_digest is None:
+            raise InputError(
+                f"several data sets need one tokenizer, and {self._kind} are made from one set: use --tokenizer bytes, "
+                "gpt2, hf:ORG/NAME or hf:DIR"
+            )
+        parts = [copy(self) for _ in self._sets]
+        for part, one in zip(parts, self._sets, strict=True):
+            part._data, part._sets, part.set_names = one.place, [DataSet(one.place, None)], []
+        return parts
+
     def _describe_data(self) -> str:
+        if self.set_names:
+            parts = zip(self.set_names, self._sets, self._parts, strict=True)
+            weights = [one.weight or 0.0 for one in self._sets]
+            return "; ".join(
+                f"{name}{f' ({one.weight / sum(weights):.1%})' if one.weight else ''}: {part._describe_data()}"
+                for name, one, part in parts
+            )
         if self._data == "fake":
             return "random tokens"
         if self._is_chat:
@@ -107,8 +150,9 @@ class TextRecipe(Recipe):
         """Raise InputError if a local path has no text; a server is contacted later, when its files are read."""
         from tpuswarm.recipes.language.text import open_text
 
-        if self._is_local:
-            open_text(self._data)
+        for one in self._sets:
+            if _is_path(one.place):
+                open_text(one.place)
 
     def share(self, folder: Path) -> dict[str, Any]:
         """Copy the tokens; fake ones need no files."""
@@ -116,8 +160,13 @@ class TextRecipe(Recipe):
             return {}
         from tpuswarm.recipes.language.tokens import share_tokens
 
-        share_tokens(self._tokens, folder)
-        return {"data": str(folder)}
+        if not self.set_names:
+            share_tokens(self._tokens, folder)
+            return {"data": str(folder)}
+        shared = [one._replace(place=str(folder / name)) for one, name in zip(self._sets, self.set_names, strict=True)]
+        for part, one in zip(self._parts, shared, strict=True):
+            share_tokens(part._tokens, Path(one.place))
+        return {"data": "\n".join(one.text for one in shared)}
 
     def keep(self, folder: Path) -> None:
         """Write a BPE's tokenizer.json, and its chat template."""
@@ -154,9 +203,15 @@ class TextRecipe(Recipe):
         """Whether the data holds conversations, or prompts and completions."""
         from tpuswarm.recipes.language.text import MESSAGES, ROWS, holds_conversations
 
+        if self.set_names:
+            return any(part._is_chat for part in self._parts)
         if not self.takes_conversations or self._data is None or self._json_field is not None:
             return self.takes_conversations and self._json_field == MESSAGES
-        return (self._is_local or ROWS.search(self._data) is not None) and holds_conversations(self._data)
+        if not _is_path(self._data):
+            return ROWS.search(self._data) is not None and holds_conversations(self._data)
+        if is_complete(Path(self._data)):
+            return bool(read_description(Path(self._data)).get("conversations"))
+        return holds_conversations(self._data)
 
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
@@ -211,12 +266,14 @@ class TextRecipe(Recipe):
         """The tokenizer; None for fake data."""
         if self._data == "fake":
             return None
-        return self._known_tokenizer or self._tokens.tokenizer
+        return self._known_tokenizer or self._parts[0]._tokens.tokenizer
 
     def data(self, split: str) -> Source:
         """Return the rows of a split; the end of the text is held out."""
         from tpuswarm.recipes.language.tokens import FakeTokens, TokenSource, split_tokens
 
+        if self.set_names:
+            return self._mix(split)
         context = self._context
         if self._is_chat and split in ("train", "validation", "all"):
             return self._conversations(split)
@@ -234,6 +291,30 @@ class TextRecipe(Recipe):
             raise NoSuchSplit(f"{name} has {len(array)} tokens, fewer than one row of {context} + 1: use more text")
         return TokenSource(array, context, self._seed, digest, name)
 
+    def _mix(self, split: str) -> Source:
+        """Return the rows of all data sets; without weights, and held-out ones, each once an epoch."""
+        sources, missing = list[Any](), None
+        for part in self._parts:
+            try:
+                sources.append(part.data(split))
+            except NoSuchSplit as error:
+                sources.append(None)
+                missing = error
+        if missing and not any(sources):
+            raise missing
+        kinds = {part._tokens.tokenizer.key for part in self._parts}
+        if len(kinds) > 1:
+            raise InputError(
+                f"the tokens of {' and '.join(self.set_names)} are of {len(kinds)} tokenizers: use their text"
+            )
+        rows = [source.rows_per_epoch if source else 0 for source in sources]
+        weights = [one.weight for one in self._sets if one.weight is not None]
+        if split == "train":
+            quotas = divide(BLOCK_ROWS, weights) if weights else divide(min(sum(rows), MAX_BLOCK_ROWS), rows)
+        else:
+            quotas = divide(sum(rows), rows)
+        return MixedSource(sources, quotas, self._seed, self._is_chat)
+
     def _conversations(self, split: str) -> "ChatSource":
         from tpuswarm.recipes.language.chat.rows import ChatSource, split_conversations
 
@@ -246,8 +327,14 @@ class TextRecipe(Recipe):
                 raise NoSuchSplit(str(error)) from error
             raise
 
-    def preview(self, *, quick: bool = False) -> list[tuple[str, bool]]:
-        """Return the first conversation, in pieces, each with whether its loss counts; empty for plain text."""
+    def preview(self, *, quick: bool = False) -> list[list[tuple[str, bool]]]:
+        """Return the first conversation, in pieces, each with whether its loss counts; empty for plain text.
+
+        Of several data sets, the first row of each.
+        """
+        if self.set_names:
+            firsts = [next(iter(part.preview(quick=quick) or [part._first_text(quick)])) for part in self._parts]
+            return [[(f"{name}: ", False), *first] for name, first in zip(self.set_names, firsts, strict=True)]
         from tpuswarm.recipes.language.chat.conversations import encode_conversations
         from tpuswarm.recipes.language.chat.rows import first_pieces
         from tpuswarm.recipes.language.text import MESSAGES, open_text
@@ -260,7 +347,16 @@ class TextRecipe(Recipe):
         array = next(encode_conversations(text, self.chat_template, tokenizer), None) if text else self._tokens.array
         if array is None:
             return []
-        return [(tokenizer.decode(tokens), counts) for tokens, counts in first_pieces(array, self._context)]
+        return [[(tokenizer.decode(tokens), counts) for tokens, counts in first_pieces(array, self._context)]]
+
+    def _first_text(self, quick: bool) -> list[tuple[str, bool]]:
+        """Return the beginning of a plain text, which counts."""
+        from tpuswarm.recipes.language.text import open_text
+
+        if quick or self.tokenizer is None:
+            piece = next(open_text(self._data, self._json_field or "text").pieces(), "")
+            return [(piece[:PREVIEW_CHARS], True)]
+        return [(self.tokenizer.decode(self._tokens.array[: self._context].tolist())[:PREVIEW_CHARS], True)]
 
     @property
     def _held_out_share(self) -> float:
@@ -272,6 +368,14 @@ class TextRecipe(Recipe):
         if self._held_out is None and tokens.held_out is not None:
             return tokens.held_out, f"{tokens.digest}-{tokens.held_out}"
         return int(len(tokens.array) * self._held_out_share), tokens.digest
+
+
+def _is_path(place: str) -> bool:
+    return place != "fake" and "://" not in place
+
+
+def _absolute(place: str) -> str:
+    return str(Path(place).expanduser().absolute()) if _is_path(place) else place
 
 
 def _kind(name: str) -> Kind:

@@ -191,7 +191,7 @@ def _write(
         write_atomically(folder / TOKENIZER_FILE, tokenizer.text)
     facts = {
         "kind": kind, "key": tokenizer.key, "dtype": dtype.name, "count": sum(counts), "digest": digest.hexdigest(),
-        "held_out": counts[-1] if token_files and all(counts) else None,
+        "held_out": counts[-1] if token_files and all(counts) else None, "conversations": bool(reading.template),
     }  # fmt: skip
     write_atomically(folder / DESCRIPTION, json.dumps(facts))
 

@@ -25,7 +25,10 @@ def describe(folder: Path, before: Mapping[str, str] | None = None) -> dict[str,
 
     before: digests of the files that the run was started with. Raise InputError if one is missing or has changed.
     """
-    found = {path.name: DataFile(path.stat().st_size, contents_digest(path)) for path in sorted(folder.glob("*"))}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = {
+        path.relative_to(folder).as_posix(): DataFile(path.stat().st_size, contents_digest(path)) for path in paths
+    }
     for name, digest in (before or {}).items():
         if name not in found or found[name].digest != digest:
             raise _changed(folder / name)

@@ -322,7 +322,8 @@ class Shard(Aggregator):
     @request
     def file(self, name: str, start: int, count: int) -> bytes | Refused:
         """Read a part of one of the run's data files."""
-        if name not in {path.name for path in self._data.glob("*")} or count > MAX_PART_BYTES:
+        names = {path.relative_to(self._data).as_posix() for path in self._data.rglob("*") if path.is_file()}
+        if name not in names or count > MAX_PART_BYTES:
             return Refused(f"there is no data file {name!r} with a part of {count} bytes")
         with (self._data / name).open("rb") as file:
             file.seek(start)

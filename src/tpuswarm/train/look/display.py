@@ -56,8 +56,8 @@ class RunHeader:
     sentences: Sequence[str]
     seconds: float = 0.0
     """Since the start of the process."""
-    preview: Sequence[Piece] = ()
-    """The first row of text."""
+    preview: Sequence[Sequence[Piece]] = ()
+    """The first row of each data set, if it is text."""
 
 
 class Display:

@@ -14,21 +14,23 @@ Piece = tuple[str, bool]
 """A part of a text, and whether its loss counts."""
 
 
-def print_preview(console: Console, pieces: Sequence[Piece]) -> None:
-    """Print the pieces in at most MAX_LINES lines below a title; counted ones are green, without colours in [[ ]]."""
-    if not pieces:
+def print_preview(console: Console, rows: Sequence[Sequence[Piece]]) -> None:
+    """Print each row in at most MAX_LINES lines below a title; counted text is green, without colours in [[ ]]."""
+    if not rows:
         return
     has_colours = bool(console.color_system) and not console.no_color
     counted = "the loss counts what is green" if has_colours else "the loss counts what is in [[ ]]"
-    console.print(f"the first row of the data as the model sees it; {counted}:", markup=False, soft_wrap=True)
-    text = Text()
-    for piece, counts in pieces:
-        shown = _shorten(_escape(piece))
-        text.append(shown if has_colours or not counts else f"[[{shown}]]", "bold green" if counts else "")
-    lines = text.divide(_line_ends(text.plain, min(console.width, MAX_WIDTH) - 3))
-    for number, line in enumerate(lines[:MAX_LINES], 1):
-        end = "…" if number == MAX_LINES < len(lines) else ""
-        console.print(Text.assemble("  ", line, end), soft_wrap=True)
+    of_what = "each data set" if len(rows) > 1 else "the data"
+    console.print(f"the first row of {of_what} as the model sees it; {counted}:", markup=False, soft_wrap=True)
+    for pieces in rows:
+        text = Text()
+        for piece, counts in pieces:
+            shown = _shorten(_escape(piece))
+            text.append(shown if has_colours or not counts else f"[[{shown}]]", "bold green" if counts else "")
+        lines = text.divide(_line_ends(text.plain, min(console.width, MAX_WIDTH) - 3))
+        for number, line in enumerate(lines[:MAX_LINES], 1):
+            end = "…" if number == MAX_LINES < len(lines) else ""
+            console.print(Text.assemble("  ", line, end), soft_wrap=True)
 
 
 def _line_ends(text: str, width: int) -> list[int]:

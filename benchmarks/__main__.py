@@ -38,6 +38,7 @@ NAMES = (
     "plan",
     "calibration",
     "gpu_all",
+    "gpu_sizes",
     "sentences",
 )
 READ_DATA = ("shakespeare", "quality")
@@ -55,7 +56,7 @@ def main() -> None:
         "--peers",
         type=Path,
         default=DEFAULT_PEERS,
-        help=f"clones that gpu_all compares with (default: {DEFAULT_PEERS})",
+        help=f"clones that gpu_all and gpu_sizes compare with (default: {DEFAULT_PEERS})",
     )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.names if name not in NAMES]:
@@ -66,7 +67,7 @@ def main() -> None:
         command = ["python", "-m", "benchmarks", name, *(["--quick"] if arguments.quick else [])]
         if name in READ_DATA and arguments.data != DEFAULT_DATA:
             command += ["--data", str(arguments.data)]
-        if name == "gpu_all" and arguments.peers != DEFAULT_PEERS:
+        if name.startswith("gpu_") and arguments.peers != DEFAULT_PEERS:
             command += ["--peers", str(arguments.peers)]
         print(f"{name} …", file=sys.stderr)
         start = time.perf_counter()

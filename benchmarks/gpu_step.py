@@ -1,6 +1,6 @@
 """Run one part of `gpu_all` with tpuswarm, and print a JSON object for each result.
 
-python -m benchmarks.gpu_step gpt2|gradients|stylegan2|command '{"size": "355m", "batch": 32, …}'
+python -m benchmarks.gpu_step gpt2|gradients|product|stylegan2|command '{"size": "355m", "batch": 32, …}'
 """
 
 import json
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.bare import Bare
+from benchmarks.report import median
 from tpuswarm.recipes.gpt2 import model
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.language import loss, program
@@ -33,6 +34,7 @@ from tpuswarm.train.program.request import Choice, default_request
 from tpuswarm.train.recipe import Options, Recipe
 
 TRACED_STEPS, SHOWN_KERNELS, SHOWN_LINES = 5, 20, 12
+PRODUCTS, PRODUCT_ROUNDS = 20, 6
 
 
 def gpt2(
@@ -144,6 +146,23 @@ def gradients(*, rows: int, shape: dict[str, Any]) -> None:
     )
 
 
+def product(*, size: int) -> None:
+    """Print the rate of a product of two square matrices in bfloat16, what cards reach of their peak at best."""
+    device = local_devices()[0]
+    left = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    multiply = jax.jit(lambda left, right: (left @ right) * jnp.bfloat16(size**-0.5))  # values keep their size
+    right, rates = multiply(left, left), []
+    for _ in range(PRODUCT_ROUNDS):
+        start = time.perf_counter()
+        for _ in range(PRODUCTS):
+            right = multiply(left, right)
+        jax.block_until_ready(right)
+        rates.append(2 * size**3 * PRODUCTS / (time.perf_counter() - start) / 1e12)
+    _print(columns=("TFLOP/s: median (95% interval)",), rows=[(median(rates).show(",.1f"),)], notes=[
+        f"{device.device_kind}, {size:,} x {size:,} in bfloat16, {PRODUCT_ROUNDS} rounds of {PRODUCTS} products"
+    ])  # fmt: skip
+
+
 def command(*, arguments: list[str]) -> None:
     """Run tpuswarm in an empty folder, and print its time and last lines."""
     start = time.perf_counter()
@@ -170,7 +189,7 @@ def _print(**result: Any) -> None:
 
 
 PARTS: dict[str, Callable[..., None]] = {
-    "gpt2": gpt2, "gradients": gradients, "stylegan2": stylegan2, "command": command
+    "gpt2": gpt2, "gradients": gradients, "product": product, "stylegan2": stylegan2, "command": command
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from benchmarks import damaged_runs
+from tests import damaged_runs
+
 from benchmarks.goodput import COLUMNS, KILL_SEED, MEMBER_COUNT, measure
 from benchmarks.report import Settings, Table
 

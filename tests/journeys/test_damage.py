@@ -119,6 +119,6 @@ def test_using_damaged_models(damaged, name, seed):
 
 def test_runs_that_are_damaged_between_and_during_commands():
     """Resumed, they give the undisturbed run's parameters and rows, or a sentence says what is damaged."""
-    command = [sys.executable, "-m", "benchmarks.damaged_runs", "0", "--cases", "8"]
+    command = [sys.executable, "-m", "tests.damaged_runs", "0", "--cases", "8"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -118,9 +118,11 @@ def test_compiled_answer_is_cached_with_its_hazards_and_lines(plan, plan_json, m
     ("line", "words"),
     [
         ("gpt2-tiny --on rtx3090", "unknown TPU or GPU 'rtx3090': did you mean rtx-3090\\?"),
-        ("swarm.toml --on v5e-1", "swarm.toml names the TPUs: leave --on out, or name a recipe"),
+        ("gpt2-tiny --on v100", "v100 is too old: JAX's CUDA 13 needs Turing"),
+        ("swarm.toml --on h100 --on v5e-1", "swarm.toml names the TPUs: --on adds only GPUs of your own .*, not v5e-1"),
+        ("swarm.toml --mine", "swarm.toml names the TPUs: leave --mine out, or name a recipe"),
         ("swarm.toml --members 3", "--members does not go with a file"),
-        ("gpt2-tiny --mine --on v5e-1", "--on and --mine exclude each other"),
+        ("gpt2-tiny --mine --on v5e-1", "--mine names the TPUs: --on adds only GPUs of your own"),
         ("swarm.toml [train]=>[training]", r"has no key training; did you mean train\?"),
         ("swarm.toml width=>widht", "swarm.toml, line 23: train.options.widht: small_recipes.py:wide has no"),
         ("swarm.toml small_recipes.py:wide=>gpt3", "line 19: train.recipe: unknown recipe 'gpt3'"),
@@ -214,6 +216,20 @@ def test_file_gives_recipe_batch_and_tpus(plan, plan_json):
     code, out, _ = plan("swarm.toml")
     assert code == 0 and "together, with preemptions (estimate)" in out
     assert "a swarm of 3 members" in out and "a swarm of 20 members" in out and "add up" in out
+
+
+@pytest.mark.parametrize("line", ["swarm.toml", "small_recipes.py:wide --width 512 --mine --batch 4100"])
+def test_gpus_of_ones_own_join_the_tpus_of_a_file(plan, plan_json, gpu_compiler, line):
+    tpus, found = plan_json(line), plan_json(f"{line} --on rtx-3090 --on t4 --on rtx-3090")
+    gpus = {row["accelerator"]: row["swarm"]["members"] for row in found["rows"][len(tpus["rows"]) :]}
+    assert gpus == {"rtx-3090": 2, "t4": 1}
+    alone, together = (document["together"] for document in (tpus, found))
+    own = [(group["how"], group["count"], group["share_that_counts"]["low"]) for group in together["groups"][-2:]]
+    assert own == [("your own", 2, 1), ("your own", 1, 1)], "never preempted"
+    assert together["groups"][:-2] == alone["groups"]
+    added = 3 * 4100 / (2 * sum(GPU_TIME.values()))
+    assert together["tokens_per_s"]["low"] == pytest.approx(alone["tokens_per_s"]["low"] + added)
+    assert "your own" in plan(f"{line} --on rtx-3090")[1]
 
 
 def test_grants_are_planned_as_one_free_swarm(plan, plan_json):

@@ -15,6 +15,9 @@ from tpuswarm.errors import InputError
 MEMORY_SHARE = 0.75
 """Share of a GPU's memory that JAX takes for its programs (https://docs.jax.dev/en/latest/gpu_memory_allocation.html)."""
 
+TOO_OLD = ("v100", "titan-v", "p100", "p4", "gtx-10", "titan-x", "m60", "m40", "gtx-9", "k80")
+"""Starts of names of GPUs before Turing, which CUDA 13 has dropped."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -35,7 +38,7 @@ class Gpu:
     compute_capability: str
     multiprocessors: int
     clock_ghz: float
-    l2_mib: int
+    l2_mib: float
     figures: Mapping[str, Figure] = field(hash=False, repr=False)
 
     devices = 1
@@ -89,7 +92,7 @@ gpu_device_info {{
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {self.bandwidth:.0f}
-  l2_cache_size: {self.l2_mib * 2**20}
+  l2_cache_size: {self.l2_mib * 2**20:.0f}
   clock_rate_ghz: {self.clock_ghz}
   device_memory_size: {self.memory_gib * GIB:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
@@ -121,7 +124,9 @@ def find_hardware(name: str) -> Hardware:
     by_name = {known: gpu for gpu in gpus() for known in gpu.names}
     if wanted in by_name:
         return by_name[wanted]
-    near = nearest_name(wanted, {*by_name, *(known for tpu in accelerators() for known in tpu.names)})
+    if wanted.startswith(TOO_OLD):
+        raise InputError(f"{name} is too old: JAX's CUDA 13 needs Turing (T4, RTX 20) or later")
+    near = nearest_name(wanted, {*by_name, *(known for tpu in accelerators() for known in tpu.names)}, 0.65)
     if near in by_name or (near is None and ":" not in wanted):
         listed = ", ".join(gpu.name for gpu in gpus())
         raise InputError(

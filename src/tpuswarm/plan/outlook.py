@@ -26,7 +26,7 @@ class MachineGroup:
     type: str
     zone: str
     how: str
-    """spot, on-demand, queued or reserved."""
+    """spot, on-demand, queued, reserved or your own."""
     count: int
     dollars: float | None = 0.0
     """Hourly, for the whole group; 0: free; None: unknown."""
@@ -179,7 +179,7 @@ def outlook_table(outlook: Outlook, unit: str) -> Table:
     total = sum(part.group.count for part in outlook.groups)
     table = make_table(
         "together, with preemptions (estimate)",
-        ("TPU", "zone", "how", "count", "time that counts", f"{unit}/s"),
+        ("on", "zone", "how", "count", "time that counts", f"{unit}/s"),
         [
             (
                 part.group.type,

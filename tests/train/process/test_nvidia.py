@@ -23,7 +23,7 @@ NO_MEMORY = "Unable to initialize backend 'cuda': INTERNAL: no supported devices
 def gpus(monkeypatch, tmp_path):
     """Return a function that makes this a machine with JAX's plugin for CUDA 13, a driver and GPUs."""
 
-    def make(lines=(T4,), cuda=13000, has_driver=True, smi="cat {0}"):
+    def make(lines=(T4,), cuda=13000, has_driver=True, is_on_bus=True, smi="cat {0}"):
         (tmp_path / "site/jax_cuda13_plugin").mkdir(parents=True)
         (tmp_path / "site/jax_cuda13_plugin/__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path / "site")
@@ -33,7 +33,7 @@ def gpus(monkeypatch, tmp_path):
         (tmp_path / "bin/nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
         monkeypatch.setattr(nvidia, "has_driver", lambda: has_driver)
-        monkeypatch.setattr(nvidia, "_has_gpu_on_bus", lambda: True)
+        monkeypatch.setattr(nvidia, "_has_gpu_on_bus", lambda: is_on_bus)
         monkeypatch.setattr(platform, "count_gpus", lambda: len(lines) if has_driver else 0)
 
         def driver_version(pointer):
@@ -66,6 +66,11 @@ def gpus(monkeypatch, tmp_path):
             "has an NVIDIA GPU and no driver for it: install NVIDIA's driver 580 or later, start a",
         ),
         (
+            {"has_driver": False, "is_on_bus": False},
+            {"JAX_PLATFORMS": "cuda"},
+            "JAX_PLATFORMS asks for a GPU and there is no NVIDIA driver here: install NVIDIA's driver 580 or later, or",
+        ),
+        (
             {"cuda": 12040},
             {},
             "NVIDIA's driver supports CUDA 12.4 and JAX's plugin needs 13.0: install NVIDIA's driver 580",
@@ -81,6 +86,7 @@ def test_gpu_that_cannot_train(gpus, typed, tmp_path, monkeypatch, members, mach
     gpus(**machine)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    jax.config.update("jax_platforms", variables.get("JAX_PLATFORMS", ""))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr("tpuswarm.recipes.gpt2.recipe.GPT2.require_data", lambda recipe: None)
@@ -165,6 +171,29 @@ def test_gpu_without_a_driver_is_found_on_the_bus(tmp_path):
     assert not nvidia._has_gpu_on_bus(tmp_path)
     (device / "vendor").write_text("0x10de\n")
     assert nvidia._has_gpu_on_bus(tmp_path)
+
+
+def test_driver_is_found_where_linux_and_wsl_have_it(tmp_path):
+    def has_driver_with(*files):
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        root.mkdir()
+        for file in files:
+            (root / file).parent.mkdir(parents=True, exist_ok=True)
+            (root / file).touch()
+        return nvidia.has_driver(root)
+
+    assert has_driver_with("dev/nvidiactl")
+    assert has_driver_with("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")
+    assert not has_driver_with("dev/dxg"), "another maker's GPU"
+
+
+def test_gpus_of_wsl_are_counted_without_device_files(gpus, tmp_path):
+    count = platform.count_gpus
+    gpus([T4, T4])
+    assert count(tmp_path) == 2
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert count(tmp_path) == 1
 
 
 def test_unknown_memory_and_other_makers_are_no_obstacle(gpus):

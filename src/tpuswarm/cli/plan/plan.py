@@ -13,7 +13,7 @@ import typer
 from tpuswarm import catalog, recipes
 from tpuswarm.cli.completion import complete_choices, complete_recipes
 from tpuswarm.cli.console import make_console, option
-from tpuswarm.cli.plan.pools import Machines, read_grants, read_pools
+from tpuswarm.cli.plan.pools import Machines, add_own_gpus, read_grants, read_pools
 from tpuswarm.cli.train.train_options import make_recipe, recipe_options
 from tpuswarm.config.formatting import format_duration
 from tpuswarm.config.limits import check_settings
@@ -47,7 +47,10 @@ def plan(
         ),
     ],
     on: Annotated[
-        list[str] | None, option("A TPU or GPU, by any name; repeatable. Default: the 8 of each TPU.")
+        list[str] | None,
+        option(
+            "A TPU or GPU, by any name; repeatable. Default: the 8 of each TPU. Beside a file or --mine: your GPUs."
+        ),
     ] = None,
     batch: Annotated[
         str, option("Rows of one step over all devices, or auto: the largest micro-batch. Default: auto.")
@@ -77,8 +80,8 @@ def plan(
         raise InputError(f"the recipe comes first: tpuswarm plan RECIPE {recipe} …")
     title, recipe_words, machines = recipe, recipe_options(context.args, "plan"), None
     if recipe.endswith(".toml"):
-        if on or mine:
-            raise InputError(f"{recipe} names the TPUs: leave {'--on' if on else '--mine'} out, or name a recipe")
+        if mine:
+            raise InputError(f"{recipe} names the TPUs: leave --mine out, or name a recipe")
         train, machines = read_pools(Path(recipe))
         recipe = train.recipe
         recipe_words = {name: str(value) for name, value in train.options.items()} | recipe_words
@@ -88,9 +91,9 @@ def plan(
         freeze, ema = freeze or train.freeze, train.ema if ema is None else ema
         tokens = tokens or (None if train.tokens is None else str(train.tokens))
     elif mine:
-        if on:
-            raise InputError("--on and --mine exclude each other: the grants name the TPUs")
         machines = read_grants(Path("swarm.toml"))
+    if machines and on:
+        machines = add_own_gpus(machines, on, title if title.endswith(".toml") else "--mine")
     if machines and members is not None:
         raise InputError("--members does not go with a file or --mine, which give the number of machines")
     target, preset = recipes.find(recipe)

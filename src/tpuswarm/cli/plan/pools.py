@@ -1,12 +1,13 @@
-"""Read from swarm.toml which machines to plan for: its pools, or its grants."""
+"""Read from swarm.toml which machines to plan for: its pools, or its grants. Add GPUs of the user's own."""
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from tpuswarm.catalog import find, usual_slice
+from tpuswarm.catalog import Gpu, find, find_hardware, usual_slice
 from tpuswarm.cli.train.train_options import check_options
 from tpuswarm.config.toml_file import locate_error
 from tpuswarm.config.train_table import Train
@@ -45,6 +46,17 @@ def read_pools(path: Path) -> tuple[Train, Machines]:
         type_ = next(pool.type for pool in file.pool if pool.name == name)
         batches[type_] = max(batch, batches.get(type_, 0))
     return file.train, Machines(counts, tuple(_list_groups(file)), (), batches)
+
+
+def add_own_gpus(machines: Machines, names: Sequence[str], source: str) -> Machines:
+    """Add GPUs that join the machines of `source`. Raises InputError for a TPU, which `source` names."""
+    counts, groups = dict(machines.counts), list(machines.groups)
+    for gpu, count in Counter(map(find_hardware, names)).items():
+        if not isinstance(gpu, Gpu):
+            raise InputError(f"{source} names the TPUs: --on adds only GPUs of your own to them, not {gpu.name}")
+        counts[gpu.name] = count
+        groups.append(MachineGroup(gpu.name, "", "your own", count))
+    return machines._replace(counts=counts, groups=tuple(groups))
 
 
 def _list_groups(file: SwarmFile) -> Iterator[MachineGroup]:

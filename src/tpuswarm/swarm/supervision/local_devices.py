@@ -42,7 +42,7 @@ def local_devices(which: str | int | list[int]) -> tuple[str, list[str]]:
     names = {kind: visible_devices(kind, count_devices(kind)) for kind in wanted}
     present = [*(kind for kind in wanted if names[kind]), "cpu"]
     if "gpu" in wanted and not names.get("tpu"):
-        nvidia.require_driver()
+        nvidia.require_driver(bool(asked))
     for name in asked:
         if PLATFORMS.get(name) not in present:
             raise InputError(

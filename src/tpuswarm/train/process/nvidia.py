@@ -53,12 +53,17 @@ def plugin_cuda_version() -> int | None:
     return next((version for version in (13, 12) if importlib.util.find_spec(f"jax_cuda{version}_plugin")), None)
 
 
-def has_driver() -> bool:
-    return Path("/dev/nvidiactl").exists()
+def has_driver(root: Path = Path("/")) -> bool:
+    """Whether NVIDIA's driver is there; WSL has it from Windows, without the usual device files."""
+    is_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    return is_wsl or (root / "dev/nvidiactl").exists()
 
 
-def require_driver() -> None:
-    """Raise InputError if JAX's plugin cannot use this machine's GPUs: without a driver, or with an old one."""
+def require_driver(asks_for_gpu: bool) -> None:
+    """Raise InputError if JAX's plugin cannot use this machine's GPUs: without a driver, or with an old one.
+
+    asks_for_gpu: JAX_PLATFORMS names GPUs, so that there must be one.
+    """
     needed = plugin_cuda_version()
     if needed is None:
         return
@@ -69,6 +74,8 @@ def require_driver() -> None:
                 f"this machine has an NVIDIA GPU and no driver for it: {install}, start a container with "
                 f"--gpus all, or {NO_GPU}"
             )
+        if asks_for_gpu:
+            raise InputError(f"JAX_PLATFORMS asks for a GPU and there is no NVIDIA driver here: {install}, or {NO_GPU}")
         return
     supported = _driver_cuda_version()
     if supported and supported < (needed, 0):

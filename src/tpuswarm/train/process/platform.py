@@ -90,8 +90,11 @@ def has_gpu() -> bool:
     return nvidia.plugin_cuda_version() is not None and nvidia.has_driver()
 
 
-def count_gpus() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if has_gpu() else 0
+def count_gpus(root: Path = Path("/")) -> int:
+    """Count GPUs by their device files, or, as WSL has none, by nvidia-smi."""
+    if not has_gpu():
+        return 0
+    return len(list((root / "dev").glob("nvidia[0-9]*"))) or len(nvidia.list_cards()) or 1
 
 
 def visible_devices(kind: str, count: int) -> list[str]:
@@ -214,7 +217,7 @@ def local_devices() -> "list[jax.Device]":
     is_chosen = platforms and platforms != _default_platforms
     wants_gpu = platforms.split(",")[0] in ("cuda", "gpu") if is_chosen else not has_tpu()
     if wants_gpu:
-        nvidia.require_driver()
+        nvidia.require_driver(bool(is_chosen))
         require_gpus(visible_devices("gpu", count_gpus()))
     no_gpu = f"see nvidia-smi for its state and its processes, or {nvidia.NO_GPU}"
     try:

@@ -1,6 +1,6 @@
 """Damage the files of a run between and during commands, then read and resume it.
 
-`python -m benchmarks.damaged_runs SEED --cases COUNT [--swarm]` repeats the cases of the seeds from SEED on. What must
+`python -m tests.damaged_runs SEED --cases COUNT [--swarm]` repeats the cases of the seeds from SEED on. What must
 hold: a resumed run gives the parameters and rows of the undisturbed run, or a sentence says what is damaged; no command
 ends with an internal error or a traceback; what a run needs no more never ends it.
 """
@@ -25,10 +25,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from benchmarks.report import Settings, Table
+
 from tests.damage import KINDS, Mounts, damage, move_to_another_place, replace_by_older
 from tests.swarm.chaos import Swarm
-
-from benchmarks.report import Settings, Table
 
 STEPS = 12
 MODEL = (
@@ -407,18 +407,18 @@ def run(settings: Settings) -> Table:
     seconds, rows = QUICK_S if settings.quick else SOAK_S, []
     first_seed = random.SystemRandom().randrange(10**6)
     for name, options in (("plain run", []), ("swarm of 2", ["--swarm"])):
-        command = [sys.executable, "-m", "benchmarks.damaged_runs", str(first_seed), "--cases", "1000000"]
+        command = [sys.executable, "-m", "tests.damaged_runs", str(first_seed), "--cases", "1000000"]
         done = subprocess.run([*command, "--seconds", str(seconds), *options], stdout=subprocess.PIPE, text=True)
         found = json.loads(done.stdout or "{}")
         seeds = "{} to {}".format(*found["seeds"]) if found else f"exit code {done.returncode}"
         wrong = ", ".join(map(str, found.get("wrong", []))) or "none"
         rows.append((name, seeds, *(str(found.get(kind, 0)) for kind in COUNTS), wrong))
-    notes = ["a wrong case again: `python -m benchmarks.damaged_runs SEED`, for a swarm with `--swarm`"]
+    notes = ["a wrong case again: `python -m tests.damaged_runs SEED`, for a swarm with `--swarm`"]
     return Table("Damaged files of runs", ("run", "seeds", *COUNTS, "wrong seeds"), rows, notes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.damaged_runs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.damaged_runs", description=__doc__)
     parser.add_argument("seed", type=int, metavar="SEED", help="the first seed")
     parser.add_argument("--cases", type=int, default=1, metavar="COUNT", help="default: 1")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no case later; default: 3600")
@@ -426,7 +426,7 @@ def main() -> None:
     parser.add_argument("--mounts", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.mounts and _may_mount():
-        again = [sys.executable, "-m", "benchmarks.damaged_runs", *sys.argv[1:], "--mounts"]
+        again = [sys.executable, "-m", "tests.damaged_runs", *sys.argv[1:], "--mounts"]
         os.execvp("unshare", [*OWN_MOUNTS, *again])
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ from tpuswarm.swarm.core.member_state import (
     make_heartbeat,
 )
 from tpuswarm.swarm.core.messages import Accepted, Granted, Terms
-from tpuswarm.swarm.core.values import Digests, Incarnation, Record
+from tpuswarm.swarm.core.values import Digests, Incarnation
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Call, Parallel, RunBlocking
+from tpuswarm.swarm.simulation.stand_ins import genesis
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
@@ -115,13 +117,7 @@ def commit_version(members: int, folder: Path, seconds: float) -> tuple[SlowBuck
     state, momentum = (objects.put_array(array) for array in (zero, first))
     names = tuple(f"m{number}" for number in range(members))
     terms = Terms("run", Digests("l", "c", "d", "k"), 1, 1, 1_000_000, 1, names, outer)
-    ledger.append(
-        Record(
-            run="run", version=0, epoch=1, parent="", state=(state,) * fragments, outer=(momentum,) * fragments,
-            decisions=(), rule="nesterov", rate=0.7, momentum=0.9, share=1.0, gathered=0.0, tokens=0, changes=0,
-            processed=(), digests=terms.digests, time=0.0,
-        )
-    )  # fmt: skip
+    ledger.append(replace(genesis(terms, 0), state=(state,) * fragments, outer=(momentum,) * fragments))
     number = -(-members // MEMBERS_PER_SHARD)
     shards = [Aggregator(ledger, objects, (FRAGMENT_SIZE,) * fragments, index, number) for index in range(number)]
     ticks = count()

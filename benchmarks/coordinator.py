@@ -7,6 +7,7 @@ JSON goes to memory, and nothing is merged.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,9 +18,10 @@ from tpuswarm.swarm.core import transitions as core
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.messages import Accepted, Granted, Heartbeat, Terms
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
-from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Process
+from tpuswarm.swarm.simulation.stand_ins import genesis
 from tpuswarm.swarm.storage.ledger import Ledger
 
 MEMBER_COUNTS = (2, 8, 32, 128, 1000, 4000)
@@ -61,13 +63,7 @@ class Swarm:
             tuple(key.member for key in self._keys), OuterRule("average"),
         )  # fmt: skip
         self._ledger = Ledger(MemoryStore())
-        self._ledger.append(
-            Record(
-                run="scale", version=0, epoch=1, parent="", state=_digests("e"), outer=(), decisions=(),
-                rule="average", rate=0.0, momentum=0.0, share=0.0, gathered=0.0, tokens=0, changes=0, processed=(),
-                digests=DIGESTS, time=0.0,
-            )
-        )  # fmt: skip
+        self._ledger.append(replace(genesis(self._terms, 0), state=_digests("e")))
 
     def measure(self) -> tuple[float, float, float, float]:
         """Return the seconds of a restart, of a heartbeat and of a push of all members, and of a commit."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,14 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
+from tpuswarm.swarm.core.values import Digests, Form, Incarnation
 from tpuswarm.swarm.engines.threads import NodeThreads
 from tpuswarm.swarm.member.loop import MemberLoop
 from tpuswarm.swarm.member.program_state import ProgramState, layout_of
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Call, Process, RunBlocking, Sleep, Unreachable
+from tpuswarm.swarm.simulation.stand_ins import genesis
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
@@ -152,7 +154,7 @@ class OneMember:
             outer=OuterRule("average"),
         )  # fmt: skip
         store = Store(root)
-        Ledger(store).append(_genesis(terms, [Objects(store).put_array(array) for array in anchor]))
+        Ledger(store).append(replace(genesis(terms, 0), state=tuple(map(Objects(store).put_array, anchor))))
         spawn = multiprocessing.get_context("spawn")
         self._pipe, server_end = spawn.Pipe()
         self._server = spawn.Process(target=serve, args=(server_end, root, terms, layout.sizes, rest_on), daemon=True)
@@ -254,11 +256,3 @@ def serve(pipe: Connection, root: Path, terms: Terms, sizes: Sequence[int], core
 
 def _unreachable(call: Call) -> Any:
     raise Unreachable(call.address)
-
-
-def _genesis(terms: Terms, state: Sequence[str]) -> Record:
-    return Record(
-        run=terms.run, version=0, epoch=1, parent="", state=tuple(state), outer=(), decisions=(), rule="average",
-        rate=1.0, momentum=0.0, share=1.0, gathered=0.0, tokens=0, changes=0, processed=(), digests=terms.digests,
-        time=0.0,
-    )  # fmt: skip

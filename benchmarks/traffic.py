@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule, initial_state
 from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
-from tpuswarm.swarm.core.values import Digests, Form, Incarnation, Record
+from tpuswarm.swarm.core.values import Digests, Form, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.member.loop import MemberLoop
 from tpuswarm.swarm.member.program_state import ProgramState, layout_of
 from tpuswarm.swarm.processes.aggregator import Aggregator
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import Call, Parallel, Process
+from tpuswarm.swarm.simulation.stand_ins import genesis
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.objects import Objects
 from tpuswarm.swarm.storage.store import Store
@@ -106,11 +108,9 @@ class Swarm:
         anchor = layout.split(dict(zip(leaf_paths(shared), map(np.asarray, jax.tree.leaves(shared)), strict=True)))
         outer_state = [initial_state(outer, array) for array in anchor]
         self._ledger.append(
-            Record(
-                run="traffic", version=0, epoch=1, parent="", state=tuple(map(objects.put_array, anchor)),
-                outer=tuple(objects.put_array(array) for array in outer_state if array is not None), decisions=(),
-                rule=outer.rule, rate=0.0, momentum=outer.momentum, share=0.0, gathered=0.0, tokens=0, changes=0,
-                processed=(), digests=self.terms.digests, time=0.0, downlink=form,
+            replace(
+                genesis(self.terms, 0), state=tuple(map(objects.put_array, anchor)), downlink=form,
+                outer=tuple(objects.put_array(array) for array in outer_state if array is not None),
             )
         )  # fmt: skip
         clock = lambda: self._engine.now  # noqa: E731

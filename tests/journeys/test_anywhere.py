@@ -1,6 +1,7 @@
 """Members that dial in, as real processes: with an invite alone, killed, without their gateway, and to the end."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from tests import processes
 from tests.journeys.test_swarm import contributors, member, tree
 from tests.swarm.chaos import SMALL, Swarm
+from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.run.directory import METRICS, read_rows
@@ -73,7 +75,7 @@ def words_of(pids: list[int]) -> str:
 
 @pytest.mark.slow
 def test_members_of_people_come_die_and_leave(make_swarm, dial, tmp_path):
-    swarm = make_swarm("--members", "1", "--steps", "10M")
+    swarm = make_swarm("--members", "1", "--steps", "10M", "--keep-payloads", "5000")
     ada, bob = dial(swarm, "ada", "colab", argument=True), dial(swarm, "bob", "home")
     swarm.wait(lambda: {"ada-colab", "bob-home"} <= contributors(swarm))
     seen = words_of([*tree(ada.pid), *tree(bob.pid)])
@@ -96,6 +98,10 @@ def test_members_of_people_come_die_and_leave(make_swarm, dial, tmp_path):
     })  # fmt: skip
     assert {name: member(swarm, name)["incarnation"] for name in now} == now, "nobody had to begin again"
 
+    people = swarm.status()["people"]
+    assert set(people) == {"", "ada", "bob"} and all(people.values())
+    out, _ = processes.run(["status", str(swarm.run)], tmp_path)
+    assert re.search(r"contributed: .*ada \d+%", out), out
     processes.run(["invite", str(swarm.run), "bob", "--revoke"], tmp_path)
     _, err = bob.communicate(timeout=processes.PATIENCE)
     assert bob.returncode == 2 and "was revoked" in err
@@ -105,6 +111,15 @@ def test_members_of_people_come_die_and_leave(make_swarm, dial, tmp_path):
     swarm.wait(lambda: any(event["member"] == "ada-colab" for event in swarm.events("left")))
     swarm.end()
     assert verify(Store(swarm.run), print).problems == []
+    processes.run(["ledger", "rebuild", str(swarm.run), "--without", "ada", "--to", "rebuilt"], tmp_path)
+    rebuilt = Swarm(tmp_path / "rebuilt", [])
+    assert verify(Store(rebuilt.run), print).problems == []
+    last = Ledger(Store(rebuilt.run)).versions()[-1]
+    rebuilt.start()
+    rebuilt.wait(lambda: rebuilt.events("commit")[-1]["version"] > last + 1)
+    rebuilt.end()
+    assert verify(Store(rebuilt.run), print).problems == []
+
     steps = [row["step"] for row in read_rows(swarm.run / "members" / "ada-colab" / METRICS) if "loss" in row]
     assert steps == sorted(steps) and len(steps) == len(set(steps)), "its steps go on where they stopped"
 

@@ -350,3 +350,37 @@ def test_stop_waits_for_the_end(call, chain, monkeypatch, end):
     else:
         resume = "To resume: the same `tpuswarm train` command with --run runs/a"
         assert (code, out) == (0, f"runs/a: stopped at commit 9. {resume}\n")
+
+
+def test_run_is_rebuilt_without_a_member(chain, call):
+    counted = {d.identity.incarnation.member for record in chain.records for d in record.decisions if d.weight}
+    excluded = sorted(counted)[0]
+    code, out, _ = call(f"ledger rebuild runs/a --without {excluded} --to runs/b")
+    assert code == 0 and "runs/b is sound" in out and f"of {excluded}; to go on: `tpuswarm train --run runs/b`" in out
+    assert call("ledger verify runs/b")[0] == 0
+    assert excluded in show(call) and f"{excluded} returned: left out" in call("ledger show runs/b")[1].replace(
+        "\n", " "
+    )
+    before = chain.records[-1].tokens
+    code, out, _ = call(f"ledger rebuild runs/a --without {excluded} --without {sorted(counted)[1]} --to runs/c --json")
+    found = json.loads(out)
+    assert code == 0 and found["newest"] == COMMITS and 0 < found["tokens"] <= before
+    assert (Path("runs/b/metrics.jsonl").read_bytes(), Path("runs/b/lock").exists()) == (
+        Path("runs/a/metrics.jsonl").read_bytes(), False,
+    )  # fmt: skip
+
+
+def test_rebuild_names_what_is_impossible(chain, call):
+    Path("runs/there").mkdir()
+    Path("runs/there/file").write_text("")
+    for options, reason in [
+        ("--without nobody --to runs/b", "nothing would change"),
+        ("--without m0 --to runs/there", "already exists"),
+    ]:
+        code, _, err = call(f"ledger rebuild runs/a {options}")
+        assert code == 2 and reason in err and not Path("runs/b").exists()
+    for payload in Path("runs/a/payloads").rglob("*.safetensors"):
+        payload.unlink()
+    member = next(d for r in chain.records for d in r.decisions if d.weight).identity.incarnation.member
+    code, _, err = call(f"ledger rebuild runs/a --without {member} --to runs/b")
+    assert code == 1 and "--keep-payloads all" in err and not Path("runs/b").exists()

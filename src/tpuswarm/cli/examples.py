@@ -70,6 +70,7 @@ EXAMPLES = {
     "profile": ("tpuswarm profile last --steps 3", "tpuswarm profile runs/swarm --member m1"),
     "export": ("tpuswarm export runs/mine exported",),
     "ledger show": ("tpuswarm ledger show last -n 3",),
+    "ledger rebuild": ("tpuswarm ledger rebuild last --without ada --to runs/without-ada",),
     "ledger verify": ("tpuswarm ledger verify last",),
     "ssh": ("tpuswarm ssh v2-usc1f-0", "tpuswarm ssh slice-0/2 -- htop"),
     "exec": (

@@ -132,3 +132,24 @@ def test_cleaned_run_goes_on(tmp_path):
     assert clean(run.store, holdings(run.records)) == []
     run.grow(2)
     assert not problems_of(run.store)
+
+
+@pytest.mark.parametrize("kept", [20, 35, None])
+def test_payloads_are_kept_as_long_as_asked(kept):
+    run = Run(memory_store(), random.Random(5), arrays=False)
+    for _ in range(60):
+        run.push(run.random.choice(run.members))
+        run.commit()
+    found = Holdings(4, kept)
+    for first in (0, 41):
+        records = run.records[first : first + 41]
+        found.add(LedgerView.from_records(run.records[0], run.records[1 : records[-1].version + 1]), records)
+    restarted = Holdings(4, kept)
+    restarted.follow(run.ledger, run.view)
+    newest = run.records[-1].changes
+    for each in (found, restarted):
+        is_expired = each.expired()
+        for record in run.records:
+            for decision in record.decisions:
+                is_old = kept is not None and newest - record.changes >= kept
+                assert is_expired(header_name(decision.identity)) == is_old

@@ -1,6 +1,8 @@
 """`tpuswarm ledger`: show and verify a swarm's ledger."""
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -10,16 +12,23 @@ import typer
 
 from tpuswarm.cli.console import Json, Run, make_console
 from tpuswarm.config.units import check_number
-from tpuswarm.errors import InputError
+from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.storage import rebuild as rebuilding
 from tpuswarm.swarm.storage import verify as verification
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.views.tables import commit_row, read_commits
+from tpuswarm.train.process.atomic import new_folder
 from tpuswarm.train.process.terminal import echo
-from tpuswarm.train.run.directory import read_config
+from tpuswarm.train.run.directory import read_config, require_not_in_use
 from tpuswarm.train.run.listing import find_run
 
 app = typer.Typer(help="Look at a swarm's ledger and check it.", rich_markup_mode=None)
 MAX_PROBLEMS = 20
+NOT_COPIED = {
+    "commits", "headers", "objects", "payloads", "invites.json", "listen.pem", "lock", "logs",
+    "report.html", "status.json", "token", "views",
+}  # fmt: skip
+"""Files of a run that a rebuilt one makes itself, or must not share."""
 
 
 @app.command()
@@ -58,6 +67,46 @@ def verify(run: Run, as_json: Json = False) -> None:
         _print_report(run, report)
     if report.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def rebuild(
+    run: Run,
+    without: Annotated[list[str], typer.Option(help="A member, or a person with all their members; repeatable.")],
+    to: Annotated[Path, typer.Option(help="The folder of the rebuilt run, which must not exist.")],
+    as_json: Json = False,
+) -> None:
+    """Compute a run again without some members' contributions, into a new run that `train` can continue.
+
+    Needs the payloads of all commits since the first one that they contributed to: `train --keep-payloads all`.
+    """
+    folder = Path(find_run(run))
+    source = _open_store(run)
+    require_not_in_use(folder)
+    rate = read_config(folder)["swarm"].get("outer_lr")
+    with new_folder(to) as partial:
+        shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=_ignore_all_but_the_runs_own(folder))
+        target = Store(partial)
+
+        def is_left_out(member: str) -> bool:
+            return any(member == name or member.startswith(f"{name}-") for name in without)
+
+        done = rebuilding.rebuild(source, target, is_left_out, rate, lambda text: echo(text, err=True))
+        report = verification.verify(target, lambda text: echo(text, err=True))
+        if report.problems:
+            raise RunFailed(f"the rebuilt run is not sound: {report.problems[0]}")
+    if as_json:
+        print(json.dumps({"run": str(to), **asdict(done)}))
+        return
+    echo(
+        f"{to} is sound: commits {done.first} to {done.newest}, computed again without {done.contributions} "
+        f"contributions ({done.tokens:,} tokens) of {', '.join(without)}; to go on: `tpuswarm train --run {to}`"
+    )
+
+
+def _ignore_all_but_the_runs_own(folder: Path) -> Callable[[str, list[str]], set[str]]:
+    """Return a filter for copying a run: without its ledger and arrays, and what belongs to its processes."""
+    return lambda place, names: set(names) & NOT_COPIED if Path(place) == folder else set()
 
 
 def _print_report(run: str, report: verification.Report) -> None:

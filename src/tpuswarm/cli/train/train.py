@@ -142,6 +142,9 @@ def train(
     ports: Annotated[
         str | None, option("TCP ports on which Ray listens, such as 20000-20999. Default: any.", SWARM)
     ] = None,
+    keep_payloads: Annotated[
+        str | None, option("Commits whose payloads are kept, or all: for `ledger rebuild`. Default: 20.", SWARM)
+    ] = None,
     listen: Annotated[
         str | None, option("HOST:PORT on which this machine admits members from anywhere, by HTTPS.", SWARM)
     ] = None,

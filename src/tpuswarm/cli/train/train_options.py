@@ -150,7 +150,7 @@ def _swarm_options(table: Train, folder: Path | None, params: dict[str, Any]) ->
     given = {name: getattr(table, name) for name in SWARM_OPTIONS}
     if table.members is None and folder is not None and (folder / CONFIG).exists() and "swarm" in read_config(folder):
         given["members"] = read_config(folder)["swarm"]["members"]
-    own = {name: params[name] for name in ("token_file", "expect", "ports", "listen", "address")}
+    own = {name: params[name] for name in ("token_file", "expect", "ports", "keep_payloads", "listen", "address")}
     if given["members"] is None:
         if needless := next((name for name, value in {**given, **own}.items() if value is not None), None):
             raise InputError(f"--{needless.replace('_', '-')} needs --members")
@@ -173,6 +173,7 @@ def _swarm_options(table: Train, folder: Path | None, params: dict[str, Any]) ->
         "accept_code": params["accept_code"],
         "token": own["token_file"],
         "expect": own["expect"],
+        "keep_payloads": own["keep_payloads"],
         "listen": own["listen"],
         "address": own["address"],
         "ports": parse_ports(own["ports"]),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.anywhere.reports import Report, check_report
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.engines.actor import Outcome
@@ -102,7 +103,7 @@ class Gateway:
             named = find_member(*call.arguments)
         except (AttributeError, TypeError):
             return Refused(f"{call.method} is malformed")
-        if named is not None and owner(named) != person:
+        if named is not None and person_of(str(named)) != person:
             return Refused(f"{named} is not a member of {person}")
         return self.calls(call)
 
@@ -111,7 +112,7 @@ class Gateway:
         self, person: str, member: MemberName, instance: str, pid: int, facts: dict[str, str]
     ) -> Admitted | Refused | Wait:
         """Ask for a place until the supervisor has given one. A newer instance of a member replaces the older one."""
-        if owner(member) != person:
+        if person_of(member) != person:
             return Refused(f"{member} is not a member of {person}")
         known = self.members.get(member)
         if known is None or known.instance != instance:
@@ -167,8 +168,3 @@ class Gateway:
         for name, known in list(self.members.items()):
             if now - known.seen > MAX_REMEMBERED_S:
                 del self.members[name]
-
-
-def owner(member: Any) -> str:
-    """Return the person whose member this is, as its name says: `PERSON-MACHINE`."""
-    return str(member).partition("-")[0]

@@ -28,6 +28,12 @@ _CHECK_BYTES = 4
 """Bytes of a checksum, so that a string that was copied only in part is noticed."""
 
 
+def person_of(member: str) -> str:
+    """Return the person whose member this is, `PERSON-MACHINE`; empty for a member of the swarm itself."""
+    person, dash, _ = member.partition("-")
+    return person if dash and PERSON.fullmatch(person) else ""
+
+
 @dataclass(frozen=True)
 class Invite:
     """One person's access to a run."""

@@ -14,6 +14,7 @@ from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule, defau
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.values import Digests, Form, Rule
 from tpuswarm.swarm.storage.founding import Founding
+from tpuswarm.swarm.storage.retention import RETAINED_COMMITS
 
 DEFAULT_CYCLE_STEPS = 50
 """Steps between two pushes."""
@@ -88,6 +89,8 @@ class RunPlan:
     """The moving average of the committed parameters, if the program wants one."""
     layout: Layout | None = None
     """The layout of a run that goes on; None for a new run."""
+    keep_payloads: int | None = RETAINED_COMMITS
+    """Last commits whose payloads are kept; None for all."""
 
     @cached_property
     def config(self) -> str:

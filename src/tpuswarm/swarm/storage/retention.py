@@ -68,9 +68,13 @@ def kept_objects(record: Record, changes: int, limit: int) -> tuple[str, ...]:
 class Holdings:
     """Which arrays the ledger keeps, and which may be deleted."""
 
-    def __init__(self, limit: int):
-        """limit: the staleness up to which contributions count."""
-        self._limit = limit
+    def __init__(self, limit: int, payload_commits: int | None = RETAINED_COMMITS):
+        """limit: the staleness up to which contributions count; payload_commits: last commits with contributors whose
+        payloads are kept, None for all.
+        """
+        self._limit, self._payload_commits = limit, payload_commits
+        self._decided: deque[tuple[int, tuple[str, ...]]] = deque()
+        """Changes of the last records, and the headers that each decided: their payloads are kept."""
         self._recent: deque[Record] = deque()
         """Records whose arrays are all kept."""
         self.named: set[str] = set()
@@ -88,7 +92,8 @@ class Holdings:
         kept_from = bisect_left(
             versions, True, key=lambda version: is_recent(view.changes(version), changes, self._limit)
         )
-        rescan_from = min(kept_from, max(0, view.version + 1 - RESCAN_COUNT))
+        payloads_from = bisect_left(versions, True, key=lambda version: self._keeps(view.changes(version), changes))
+        rescan_from = min(kept_from, payloads_from, max(0, view.version + 1 - RESCAN_COUNT))
         first = self.view.version + 1 if self.view else rescan_from
         needed = list(ledger.records(range(max(first, kept_from), view.version + 1)))
         older, damage = ledger.read_available(range(first, kept_from))
@@ -101,8 +106,17 @@ class Holdings:
         for record in records:
             self._recent.append(record)
             self.named |= _object_names(record.objects)
+            if self._payload_commits is not None:
+                names = tuple(header_name(decision.identity) for decision in record.decisions)
+                self._decided.append((record.changes, names))
         while not is_recent(self._recent[0].changes, view.newest.changes, self._limit):
             self._recent.popleft()
+        while self._decided and not self._keeps(self._decided[0][0], view.newest.changes):
+            self._decided.popleft()
+
+    def _keeps(self, record_changes: int, changes: int) -> bool:
+        """Whether the payloads that a record decided are kept; with None, no record has to be read for that."""
+        return self._payload_commits is not None and changes - record_changes < self._payload_commits
 
     def needed(self) -> set[str]:
         """Return the objects that are kept."""
@@ -112,9 +126,10 @@ class Holdings:
     def expired(self) -> Callable[[str], bool]:
         """Return a function that tells from a header's name whether its payloads may be deleted."""
         assert self.view is not None
-        changes, is_decided = self.view.newest.changes, decided_by(self.view)
-        recent = [record for record in self._recent if changes - record.changes < RETAINED_COMMITS]
-        fresh = {header_name(decision.identity) for record in recent for decision in record.decisions}
+        if self._payload_commits is None:
+            return lambda header: False
+        is_decided = decided_by(self.view)
+        fresh = {name for _, names in self._decided for name in names}
         return lambda header: is_decided(header) and header not in fresh
 
 

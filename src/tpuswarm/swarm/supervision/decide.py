@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from tpuswarm.config.limits import check_settings
-from tpuswarm.config.units import Interval, parse_every
+from tpuswarm.config.units import Interval, check_number, parse_count, parse_every
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import fragments_for
 from tpuswarm.swarm.engines.ports import Ports
@@ -53,6 +53,8 @@ class SwarmOptions:
     """File with the secret for joining; None draws one for the run."""
     expect: int | None = None
     """Number of members that will join."""
+    keep_payloads: str | None = None
+    """Commits whose payloads are kept, or `all`."""
     ports: Ports | None = None
     """Ports of the Ray that is started here; None for any."""
     listen: str | None = None
@@ -84,6 +86,8 @@ class RunSpec:
     device_notes: list[str]
     """Sentences for the user about the devices."""
     sizes: machine.Sizes
+    keep_payloads: int | None
+    """Last commits whose payloads are kept; None for all."""
 
 
 def decide(
@@ -92,9 +96,9 @@ def decide(
     """Derive the run's settings from the options and the existing run. Raise InputError for impossible options."""
     if not recipe.target:
         raise InputError(f"{recipe.name} was built in a Python program; put it into a file and train file.py:Recipe")
-    check_settings(
-        {name: value for name, value in asdict(swarm).items() if name not in ("token", "ports", "listen", "address")}
-    )
+    checked_here = ("token", "ports", "keep_payloads", "listen", "address")
+    check_settings({name: value for name, value in asdict(swarm).items() if name not in checked_here})
+    keep_payloads = _payload_commits(swarm.keep_payloads)
     jax.config.update("jax_platforms", "cpu")  # the members use the devices
     swarm_hooks(recipe)
     config = run.config()
@@ -104,6 +108,8 @@ def decide(
     if config and "swarm" not in config:
         raise InputError(f"{shown(run.folder)} is a plain run; use another --run, or leave out --members")
     stored = dict(config["swarm"]) if config else {}
+    if swarm.keep_payloads is None:
+        keep_payloads = _payload_commits(stored.get("keep_payloads"))
     members = stored.get("members", 1) if swarm.members is None else swarm.members
     kind, devices = machine.local_devices(asked["devices"])
     capability = machine.require_usable(kind, devices if members else [])
@@ -119,7 +125,18 @@ def decide(
     evaluate_every = _evaluate_every(resolved.settings["eval_every"], recipe, resolved)
     notes = [*machine.sharing_note(devices, members, per_member), *capability_note(capability)]
     return RunSpec(
-        resolved, made, code, stored.get("files", {}), changed, evaluate_every, kind, devices, per_member, notes, sizes
+        resolved,
+        made,
+        code,
+        stored.get("files", {}),
+        changed,
+        evaluate_every,
+        kind,
+        devices,
+        per_member,
+        notes,
+        sizes,
+        keep_payloads,
     )
 
 
@@ -220,6 +237,17 @@ def _swarm(
         expected=expected,
         base=recipe.shared_digest(recipe.base_model) if recipe.base_model else None,
     )
+
+
+def _payload_commits(text: str | None) -> int | None:
+    """Return how many commits keep their payloads, None for all. Raise InputError."""
+    if text is None:
+        return RETAINED_COMMITS
+    if text == "all":
+        return None
+    commits = parse_count(text, "--keep-payloads")
+    check_number(commits, "--keep-payloads", least=RETAINED_COMMITS)
+    return commits
 
 
 def _evaluate_every(asked: Any, recipe: Recipe, resolved: Resolved) -> int | None:

@@ -9,7 +9,7 @@ from tpuswarm.swarm.core.choose import Staleness
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.retention import Holdings, clean
+from tpuswarm.swarm.storage.retention import RETAINED_COMMITS, Holdings, clean
 from tpuswarm.swarm.storage.store import Corrupt, Missing, Store
 
 CLEAN_INTERVAL_S = 60.0
@@ -20,15 +20,15 @@ LIMIT = Staleness().limit
 class LedgerFollower:
     """The view of the newest version, and the newest records."""
 
-    def __init__(self, folder: Path, contribution_bytes: float):
-        """contribution_bytes: size of a contribution, and of a version's way back."""
+    def __init__(self, folder: Path, contribution_bytes: float, keep_payloads: int | None = RETAINED_COMMITS):
+        """contribution_bytes: size of a contribution, and of a version's way back; keep_payloads: as for Holdings."""
         self._store = Store(folder)
         self._ledger = Ledger(self._store)
         self._contribution_bytes = contribution_bytes
         self.view: LedgerView | None = None
         """None before the first commit."""
         self.recent: list[Record] = []
-        self._holdings = Holdings(LIMIT)
+        self._holdings = Holdings(LIMIT, keep_payloads)
         self._cleaner = ThreadPoolExecutor(1, "cleaner")
         self._cleaning: Future[str] | None = None
         self._last_message = ""

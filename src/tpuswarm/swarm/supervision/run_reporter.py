@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import Any
 
 from tpuswarm.config.formatting import format_figure
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.core.alarms import LiveMember, alarms
 from tpuswarm.swarm.core.summary import Summary, Tokens
+from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
@@ -60,6 +63,8 @@ class RunReporter:
         with suppress(InputError):  # a damaged status is replaced
             before = read_status(run.folder)
         self._before = before
+        self._people = Counter(before.people if before else {})
+        """Tokens counted by person."""
         self._processed = before.tokens.processed if before else 0
         self._carried = before.carried if before else 0
         """Counters, which never fall: a new coordinator or supervisor knows only what the ledger has."""
@@ -68,6 +73,12 @@ class RunReporter:
         """Write and show an event."""
         self._run.write_event(event, **facts)
         self._screen.event(sentence({"event": event, **facts}))
+
+    def count(self, record: Record) -> None:
+        """Count the contributions of a new commit for each person."""
+        for decision in record.decisions:
+            if decision.fate == "applied":
+                self._people[person_of(decision.identity.incarnation.member)] += decision.tokens
 
     def rows(self, member: str, rows: Sequence[dict[str, Any]]) -> None:
         """Write and show a member's metrics rows."""
@@ -159,6 +170,7 @@ class RunReporter:
             self._carried,
             own_metrics(self.evaluation),
             {process.name: process.machine for process in by_name.values() if process.machine},
+            dict(self._people),
         )
         self.status = compose(summary, members, horizon, found, self._address, pids, time.time(), progress)
         if summary is None and self._before is not None:

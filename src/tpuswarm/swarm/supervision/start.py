@@ -16,6 +16,7 @@ from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.swarm.anywhere.invites import GUEST, InviteBook, open_door
 from tpuswarm.swarm.core.arithmetic.fragments import fragment_sizes
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
+from tpuswarm.swarm.core.arithmetic.quantize import sent_bytes
 from tpuswarm.swarm.core.ledger_view import LANDMARK_INTERVAL
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.engines.node import connection_error
@@ -26,7 +27,7 @@ from tpuswarm.swarm.processes.run_plan import RunPlan, member_name
 from tpuswarm.swarm.storage.founding import FOUNDING, read_founding
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.load import load_swarm
-from tpuswarm.swarm.storage.retention import estimate_disk
+from tpuswarm.swarm.storage.retention import RETAINED_COMMITS, estimate_disk
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.supervision import local_devices as machine
 from tpuswarm.swarm.supervision import needs
@@ -211,12 +212,14 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
         statistics=spec.sizes.statistics,
         average=_average(spec),
         layout=layout,
+        keep_payloads=spec.keep_payloads,
     )
     table = {name: value for name, value in asdict(swarm).items() if value is not None} | {
         "devices_per_member": spec.per_member,
         "code": spec.code,
         "files": {name: file.digest for name, file in data.items()},
         **({"demo": True} if options.demo else {}),
+        **({"keep_payloads": str(spec.keep_payloads or "all")} if spec.keep_payloads != RETAINED_COMMITS else {}),
     }
     chosen = {"platform": kind, "devices": spec.per_member, "tokens_per_row": plan.tokens_per_row}
     recipe.keep(run.folder)
@@ -250,7 +253,9 @@ def _stored_bytes(spec: RunSpec) -> float:
     swarm, sizes, members = spec.swarm, spec.sizes, max(1, spec.swarm.members)
     kept = estimate_disk(sizes.exchanged // 4, swarm.quantize, swarm.outer, members, sizes.average is not None)
     commits = int(spec.resolved.settings["steps"]) / (swarm.cycle * members)
-    return kept.held + commits / LANDMARK_INTERVAL * kept.version
+    payloads = (commits if spec.keep_payloads is None else min(commits, spec.keep_payloads)) - RETAINED_COMMITS
+    sent = members * sent_bytes(sizes.exchanged // 4, swarm.quantize)
+    return kept.held + max(0, payloads) * sent + commits / LANDMARK_INTERVAL * kept.version
 
 
 def _finished(run: Run, resolved: Resolved) -> SwarmResult | None:

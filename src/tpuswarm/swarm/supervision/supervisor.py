@@ -81,7 +81,7 @@ class Supervisor:
         self._unit = token_unit(plan.tokens_per_row)
         self._cluster, self._environment, self._watch = cluster, environment, watch
         state_bytes = self._cluster.state_bytes / 4 * bytes_per_element(plan.swarm.quantize)
-        self._ledger = LedgerFollower(run.folder, state_bytes)
+        self._ledger = LedgerFollower(run.folder, state_bytes, plan.keep_payloads)
         self.reporter = RunReporter(run, plan, screen, cluster.join_address, on_row)
         self._listen = listen
         self._placement = Placement(cluster, run.folder, self.reporter.event)
@@ -433,6 +433,7 @@ class Supervisor:
                 process.deaths = 0
         if record.version > self._last_announced:
             self._last_announced = record.version
+            self.reporter.count(record)
             self.reporter.event("commit", **commit_event(record), unit=self._unit)
 
     def _give_notice(self) -> None:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tpuswarm.config.formatting import format_duration, format_figure, format_step_rate
-from tpuswarm.swarm.views.status import FINISHED, MemberStatus, SwarmStatus
+from tpuswarm.swarm.views.status import FINISHED, MemberStatus, SwarmStatus, people_sentence
 from tpuswarm.train.look.display import format_speed, metrics_line
 from tpuswarm.train.look.widgets import Column, draw_bar, lay_out, make_table, sparkline
 
@@ -60,7 +60,12 @@ def draw(
     if height is not None:
         alarms = _fitting_alarms(alarms, width)
         room = max(
-            1, height - HEAD_ROW_COUNT - bool(status.eval_metrics) - sum(_row_count(alarm, width) for alarm in alarms)
+            1,
+            height
+            - HEAD_ROW_COUNT
+            - bool(status.eval_metrics)
+            - any(status.people)
+            - sum(_row_count(alarm, width) for alarm in alarms),
         )
     return Group(
         Text(f"{about.title}{members_word}: {about.run}", overflow="fold"),
@@ -93,6 +98,7 @@ def facts(about: About, status: SwarmStatus, width: int) -> list[Text]:
         *(metrics if status.eval_metrics else []),
         *lay_out([f"commit {version}", f"goodput {goodput}", fates], width),
         Text(f"round: {status.phase}"),
+        *([Text(people, no_wrap=True, overflow="ellipsis")] if (people := people_sentence(status.people)) else []),
     ]
 
 

@@ -18,7 +18,7 @@ from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.swarm.views.events import sentence
 from tpuswarm.swarm.views.missing_rows import missing_rows
 from tpuswarm.swarm.views.overview import MemberTotals, Overview, overview
-from tpuswarm.swarm.views.status import RunView, read_run
+from tpuswarm.swarm.views.status import RunView, people_sentence, read_run
 from tpuswarm.swarm.views.tables import COMMIT_COLUMNS, Commit, commit_row
 from tpuswarm.train.look.report import (
     configuration_section,
@@ -248,6 +248,8 @@ def _facts(config: Mapping[str, Any], run: RunView, commits: Overview, seconds: 
         ),
         ("pushes", f"every {swarm['cycle']} steps, {swarm['outer']}{form}"),
     ]
+    if people := people_sentence(run.status.people):
+        facts.append(("people", people.removeprefix("contributed: ")))
     if commits.newest:
         newest = commits.newest[-1]
         facts += [

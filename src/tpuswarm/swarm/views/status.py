@@ -88,6 +88,8 @@ class SwarmStatus:
     """The recipe's own metrics of the newest evaluation, by column of metrics.jsonl."""
     aggregators: dict[str, str] = field(default_factory=dict)
     """Machines of the aggregators on other machines, by name."""
+    people: dict[str, int] = field(default_factory=dict)
+    """Tokens counted of each person's members; the key of the swarm's own members is empty."""
 
     @property
     def elapsed(self) -> float:
@@ -108,6 +110,7 @@ class Progress:
     """Bytes transferred in the whole run."""
     eval_metrics: dict[str, float | None] = field(default_factory=dict)
     aggregators: dict[str, str] = field(default_factory=dict)
+    people: dict[str, int] = field(default_factory=dict)
 
 
 FINISHED, STOPPED = "the run is finished", "the run was stopped"
@@ -155,7 +158,17 @@ def compose(
         carried=progress.carried,
         eval_metrics=progress.eval_metrics,
         aggregators=progress.aggregators,
+        people=progress.people,
     )
+
+
+def people_sentence(people: dict[str, int]) -> str:
+    """Return who contributed how much, the most first; empty if only the swarm's own members did."""
+    if not any(people):
+        return ""
+    whole, own = max(1, sum(people.values())), "the swarm's own"
+    ranked = sorted(people.items(), key=lambda item: -item[1])
+    return "contributed: " + ", ".join(f"{person or own} {tokens / whole:.0%}" for person, tokens in ranked)
 
 
 def write_status(folder: Path, status: SwarmStatus) -> None:
@@ -197,7 +210,7 @@ def resume(status: SwarmStatus, before: SwarmStatus) -> SwarmStatus:
     """Return a status without knowledge of a coordinator, with the commits and counters of the status before."""
     if before.version is None:
         return status
-    known = {name: getattr(before, name) for name in ("version", "epoch", "tokens", "goodput", *EVALUATED)}
+    known = {name: getattr(before, name) for name in ("version", "epoch", "tokens", "goodput", "people", *EVALUATED)}
     return replace(status, **known, phase=f"resuming from commit {before.version}")
 
 

@@ -77,7 +77,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.iterdir():
-            file.chmod(0o644)  # some libraries write only for their own user
+            file.chmod(0o755 if file.is_dir() else 0o644)  # some libraries write only for their own user
             fsync_path(file)
         temporary.chmod(0o755)
         temporary.replace(path)

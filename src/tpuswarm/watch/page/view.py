@@ -7,7 +7,7 @@ from tpuswarm.config.formatting import format_age
 from tpuswarm.fleet.decide.money import format_dollars
 from tpuswarm.fleet.view import ACTIVITY_COLORS, STATE_COLORS, machine_rows, running_rate, total_spending
 from tpuswarm.swarm.views.drawing import find_urgent_members
-from tpuswarm.swarm.views.status import RunView
+from tpuswarm.swarm.views.status import RunView, people_sentence
 from tpuswarm.watch.state import State
 from tpuswarm.watch.top import Row as Host
 
@@ -56,7 +56,7 @@ def _facts(state: State) -> dict[str, Any]:
             "horizon": status.horizon, "goodput": status.goodput, "version": status.version, "phase": status.phase,
             "left": status.left, "elapsed": status.elapsed, "eval_version": status.eval_version,
             "heard": status.time, "lost": status.tokens.lost, "dropped": status.tokens.dropped,
-            "outstanding": status.tokens.outstanding, "swarm": True,
+            "outstanding": status.tokens.outstanding, "swarm": True, "people": people_sentence(status.people),
         }  # fmt: skip
     elif run is not None:
         horizon = run.tokens * run.steps // run.step if run.step else 0

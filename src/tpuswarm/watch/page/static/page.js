@@ -83,7 +83,7 @@ function facts(now) {
   const name = now.run || now.fleet || "tpuswarm";
   document.title = `${name}${now.loss != null ? ` · ${figure4(now.loss)}` : ""}`;
   $("run").textContent = name;
-  $("what").textContent = [now.recipe, now.devices, now.run && now.fleet && `on ${now.fleet}`, now.phase].filter(Boolean).join(" · ");
+  $("what").textContent = [now.recipe, now.devices, now.run && now.fleet && `on ${now.fleet}`, now.phase, now.people].filter(Boolean).join(" · ");
   $("state").textContent = [now.state, now.message].filter(Boolean).join(": ").slice(0, 120);
   $("state").hidden = !now.state;
   $("state").className = `pill ${COLORS[now.state] ?? ""}`;

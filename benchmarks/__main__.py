@@ -36,6 +36,7 @@ NAMES = (
     "page",
     "remote",
     "plan",
+    "models",
     "calibration",
     "gpu_all",
     "gpu_sizes",
@@ -47,7 +48,7 @@ DEFAULT_DATA, DEFAULT_PEERS = Path("../shared/data/tinyshakespeare.txt"), Settin
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; default: all but models")
     parser.add_argument("--quick", action="store_true", help="tiny counts, to see that it runs")
     parser.add_argument(
         "--data", type=Path, default=DEFAULT_DATA, help=f"tinyshakespeare's text (default: {DEFAULT_DATA})"
@@ -63,7 +64,7 @@ def main() -> None:
         parser.error(f"there is no benchmark {unknown[0]}; there are {', '.join(NAMES)}")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as for users, whose modules are compiled
     print(machine(), flush=True)
-    for name in arguments.names or NAMES:
+    for name in arguments.names or [name for name in NAMES if name != "models"]:  # days
         command = ["python", "-m", "benchmarks", name, *(["--quick"] if arguments.quick else [])]
         if name in READ_DATA and arguments.data != DEFAULT_DATA:
             command += ["--data", str(arguments.data)]

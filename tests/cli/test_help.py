@@ -9,6 +9,7 @@ import typer
 
 from tpuswarm.cli.app import SUMMARIES, make_app
 from tpuswarm.cli.examples import EXAMPLES
+from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.train.user_code import option_types
 
@@ -32,7 +33,8 @@ def test_examples_use_options_that_exist(words):
         assert program == "tpuswarm" and rest[: len(words.split())] == words.split(), example
         context = command.make_context(words, rest[len(words.split()) :], resilient_parsing=True)
         recipes_own = {word for word in context.args if word.startswith("--")}
-        assert recipes_own <= {f"--{name.replace('_', '-')}" for name in option_types(GPT2)}, example
+        known = {f"--{name.replace('_', '-')}" for kind in (GPT2, Decoder) for name in option_types(kind)}
+        assert recipes_own <= known, example
         required = [param for param in command.params if param.required]
         assert all(context.params[item.name] is not None for item in required), example
 

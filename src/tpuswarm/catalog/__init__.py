@@ -16,6 +16,7 @@ from tpuswarm.catalog.figures import Figure, Source
 from tpuswarm.catalog.generations import Generation, HostSize, generation_of, generations
 from tpuswarm.catalog.gpus import Gpu, Hardware, find_hardware, gpus, memory_bandwidth, peak_flops
 from tpuswarm.catalog.machines import Machine, machines
+from tpuswarm.catalog.models import PublicModel, public_models
 from tpuswarm.catalog.preemptions import SpotRecord, spot_records
 from tpuswarm.catalog.prices import Price
 
@@ -32,6 +33,7 @@ __all__ = [
     "HostSize",
     "Machine",
     "Price",
+    "PublicModel",
     "Source",
     "SpotRecord",
     "accelerator_of_machine",
@@ -45,6 +47,7 @@ __all__ = [
     "memory_bandwidth",
     "network",
     "peak_flops",
+    "public_models",
     "spot_records",
     "usual_slice",
 ]

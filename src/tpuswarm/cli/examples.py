@@ -6,6 +6,7 @@ EXAMPLES = {
     "plan": (
         "tpuswarm plan gpt2-124m",
         "tpuswarm plan gpt2-1558m --on v3-8 --on v5e-8 --tokens 10B",
+        "tpuswarm plan qwen3-0.6b --lora 16 --on v5e-8",
         "tpuswarm plan my_recipe.py:Recipe --on v2-8 --members 100",
     ),
     "simulate": ("tpuswarm simulate swarm-of-100.toml",),

@@ -3,8 +3,10 @@
 Most lines of this room are mathematics, file formats and refusals of damaged files, so that it can hardly shrink.
 """
 
+import json
 from pathlib import Path
 
+from tpuswarm.catalog import public_models
 from tpuswarm.config.nearest import did_you_mean
 from tpuswarm.errors import InputError
 
@@ -36,7 +38,8 @@ ALIASES = {
 def find(name: str) -> tuple[str, dict[str, str]]:
     """Return the class and preset options of a recipe; `module:Name` and `file.py:Name` are returned unchanged.
 
-    hf:ORG/NAME and hf:DIR mean a published language model.
+    hf:ORG/NAME and hf:DIR mean a published language model. The name of one in the catalog gives its shape, without
+    weights, and no data.
 
     Raises InputError with the nearest name for an unknown one.
     """
@@ -52,6 +55,8 @@ def find(name: str) -> tuple[str, dict[str, str]]:
     key = ALIASES.get(key, key)
     if key not in BUILT_IN and "/" in name:
         raise InputError(f"unknown recipe {name!r}; a published model or its folder is named hf:{name}")
+    if model := public_models().get(key):
+        return DECODER, {"architecture": json.dumps(model.config), "data": "fake"}
     if key not in BUILT_IN:
-        raise InputError(f"unknown recipe {name!r}; {did_you_mean(name, [*BUILT_IN, *ALIASES])}")
+        raise InputError(f"unknown recipe {name!r}; {did_you_mean(name, [*BUILT_IN, *ALIASES, *public_models()])}")
     return BUILT_IN[key]

@@ -13,6 +13,7 @@ import typer
 from tpuswarm import catalog, recipes
 from tpuswarm.cli.completion import complete_choices, complete_recipes
 from tpuswarm.cli.console import make_console, option
+from tpuswarm.cli.plan.models import list_models
 from tpuswarm.cli.plan.pools import Machines, add_own_gpus, read_grants, read_pools
 from tpuswarm.cli.train.train_options import make_recipe, recipe_options
 from tpuswarm.config.formatting import format_duration
@@ -40,12 +41,13 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 def plan(
     context: typer.Context,
     recipe: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="A built-in recipe (gpt2-tiny, gpt2-124m, …), file.py:Recipe, or swarm.toml.",
+            help="A built-in recipe (gpt2-tiny, gpt2-124m, …), a published model (qwen3-0.6b, hf:ORG/NAME), "
+            "file.py:Recipe, or swarm.toml. Without it: all published models, on --on.",
             autocompletion=complete_recipes,
         ),
-    ],
+    ] = None,
     on: Annotated[
         list[str] | None,
         option(
@@ -76,8 +78,18 @@ def plan(
 
     A swarm.toml names both: its [train] and the types of its pools. The recipe's own options work too: --context 512.
     """
-    if recipe.startswith("-"):
-        raise InputError(f"the recipe comes first: tpuswarm plan RECIPE {recipe} …")
+    if recipe is None or recipe.startswith("-"):
+        if not on or mine or members is not None:
+            raise InputError(
+                "the recipe comes first: tpuswarm plan RECIPE …; without one, --on and options such as --lora 16 list "
+                "the published models that fit"
+            )
+        words = recipe_options([*([recipe] if recipe else []), *context.args], "plan")
+        count = None if tokens is None else parse_count(tokens, "tokens")
+        list_models(
+            on, words, batch, PlanOptions("", {}, None, precision, shard, None, freeze, ema), count, free, as_json
+        )
+        return
     title, recipe_words, machines = recipe, recipe_options(context.args, "plan"), None
     if recipe.endswith(".toml"):
         if mine:

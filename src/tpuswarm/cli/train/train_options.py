@@ -8,6 +8,7 @@ import typer
 from pydantic import ValidationError
 
 from tpuswarm import recipes
+from tpuswarm.catalog import public_models
 from tpuswarm.config.limits import option_name
 from tpuswarm.config.nearest import did_you_mean, nearest_name
 from tpuswarm.config.toml_file import locate_error
@@ -119,6 +120,8 @@ def _read_table(params: dict[str, Any], options: dict[str, str]) -> Train:
             file = {name: value for name, value in file.items() if name not in LENGTH_KEYS}
         options = file.pop("options", {}) | options
         given = file | given
+    if model := public_models().get(given["recipe"].lower()):
+        given["recipe"] = f"hf:{model.repository}"
     if given["recipe"].startswith("hf:"):  # go on from its weights
         given = {"init_from": given["recipe"]} | given
     try:

@@ -21,7 +21,7 @@ NOT_RUN = re.compile(r"^make ([\w-]+)")
 """Only the target's existence is checked."""
 ON_LOCAL_CLOUD = ("rehearsing.md", "running-programs.md", "set-up.md")
 """Documents whose commands make a fleet, with a key in the home folder."""
-WHOLE_MODELS = ("README.md", "checkpoints.md")
+WHOLE_MODELS = ("README.md", "checkpoints.md", "fine-tuning.md")
 """They train a model for longer than its compilation with all optimisations takes."""
 TIMEOUT_S = 600
 NOT_HERE = ("benchmarks.md", "torch.md")
@@ -108,7 +108,7 @@ def run_document(document: Path, folder: Path, env: dict[str, str], server: int)
             path.write_text(block.text)
             if block.file is None or not is_used_later(document, block):
                 commands = [(block.line, f"python {path.name}")]
-        elif block.language == "toml" and block.file:
+        elif block.language in ("toml", "jinja") and block.file:
             (folder / block.file).write_text(block.text)
         elif block.language == "sh":
             commands = block.commands()

@@ -1,13 +1,16 @@
 """A member's process, one incarnation after the other, with a real coordinator and aggregator in threads."""
 
+from collections import Counter
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from threading import Thread
 
 import pytest
 
 from tests.train import toy
-from tpuswarm.swarm.member import loop, member_process
+from tpuswarm.swarm.member import data_files, loop, member_process
 from tpuswarm.swarm.member.member_process import MAX_FRUITLESS_INCARNATIONS, MemberProcess, MemberSpec
 from tpuswarm.swarm.processes import coordinator
 from tpuswarm.swarm.processes.coordinator import Joining, Wait
@@ -56,6 +59,8 @@ def toy_plan(rate: float) -> RunPlan:
 class Run:
     def __init__(self, folder: Path, plan: RunPlan):
         self.ledger = Ledger(Store(folder))
+        self.sent = Counter[str]()
+        """Bytes of data files, by request."""
         self.answers: list[object] = []
         """The coordinator's answers to the first greetings after the end of the run."""
         self.head = entry.coordinator(plan, str(folder), (SHARD,), True, self.call)
@@ -68,6 +73,9 @@ class Run:
 
     def call(self, call):
         answer = self.served[call.address].serve(call.method, call.arguments)
+        self.sent[call.method] += (
+            getattr(answer, "nbytes", 0) or len(answer) if call.method in ("file", "ranges") else 0
+        )
         if isinstance(answer, Joining) and answer.tokens == 64 and self.answers:
             return self.answers.pop()
         return answer
@@ -132,3 +140,28 @@ def test_last_version_is_evaluated_although_the_coordinator_restarts_at_the_end(
     assert run.finish() == "ended"
     (row,) = [row for row in run.member.report(0)["rows"] if "eval_loss" in row]
     assert row["version"] == run.ledger.versions()[-1]
+
+
+def test_member_that_fetches_only_its_rows_trains_the_same(tmp_path, monkeypatch):
+    """Like one with the whole text, whose file it never has."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(Random(0).randbytes(100_000).hex().encode())
+    target, options = "tpuswarm.recipes.gpt2.recipe:GPT2", {
+        "data": str(text), "layers": 1, "width": 16, "heads": 1, "context": 16,
+    }  # fmt: skip
+    states = {}
+    for name, largest in (("whole", None), ("rows", 1000)):
+        folder = tmp_path / name
+        assert build_recipe(target, options).share(folder / "data") == {"data": str(folder / "data")}
+        known = data_files.describe(folder / "data")
+        plan = replace(plan_of(target, options), files=known, shared={"data": "{data}"})
+        run = Run(folder, plan)
+        monkeypatch.setenv("TPUSWARM_CACHE", str(tmp_path / f"cache-{name}"))
+        run.member.spec = replace(run.member.spec, data=None, files_from=SHARD, largest_file=largest)
+        assert run.finish() == "ended"
+        states[name] = run.ledger.record(run.ledger.versions()[-1]).state
+        here = list((tmp_path / f"cache-{name}" / "swarm").rglob("tokens.bin"))
+        assert len(here) == (name == "whole")
+        sent = sum(run.sent.get(method, 0) for method in ("file", "ranges"))
+        assert (sent > 200_000) == (name == "whole"), f"{sent} bytes for 64 rows of 17 tokens"
+    assert states["rows"] == states["whole"]

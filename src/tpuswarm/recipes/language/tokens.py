@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -39,6 +39,7 @@ from tpuswarm.recipes.prepared import (
     write_once,
 )
 from tpuswarm.train.data.contents import contents_digest
+from tpuswarm.train.data.remote_files import READ_AHEAD_ROWS, RemoteArray, find_remote
 from tpuswarm.train.data.source import shuffled_epochs
 from tpuswarm.train.process.atomic import write_atomically
 
@@ -92,7 +93,7 @@ def prepare_tokens(
     be a folder that `share_tokens` filled.
     """
     key = given.key if given else key
-    if place is not None and "://" not in place and (Path(place) / TOKENS_FILE).is_file() and is_complete(Path(place)):
+    if place is not None and "://" not in place and _has_tokens(Path(place)):
         folder = Path(place)
     else:
         text = open_text(place, reading.field)
@@ -126,15 +127,28 @@ def share_tokens(tokens: Tokens, folder: Path) -> None:
     copy_files(tokens.folder, folder, TOKENS_FILE, *([TOKENIZER_FILE] if isinstance(tokens.tokenizer, Bpe) else []))
 
 
+def _has_tokens(folder: Path) -> bool:
+    path = folder / TOKENS_FILE
+    return (path.is_file() or find_remote(path) is not None) and is_complete(folder)
+
+
 def _open(folder: Path) -> Tokens:
-    facts = read_description(folder)
-    digest = contents_digest(folder / TOKENS_FILE)
-    if digest != facts["digest"]:
-        raise InputError(
-            f"{folder / TOKENS_FILE} has changed since it was written: its digest is {digest[:12]}…, not "
-            f"{facts['digest'][:12]}…; delete {folder} and start again to rebuild it from the text"
-        )
-    array = np.memmap(folder / TOKENS_FILE, dtype=facts["dtype"], mode="r", shape=(facts["count"],))
+    facts, path = read_description(folder), folder / TOKENS_FILE
+    remote = find_remote(path)
+    if remote and facts["conversations"]:
+        remote.whole()  # rows are found by reading all of it
+        remote = None
+    array: Any
+    if remote:
+        array = RemoteArray(remote, facts["dtype"], 0, facts["count"])
+    else:
+        digest = contents_digest(path)
+        if digest != facts["digest"]:
+            raise InputError(
+                f"{path} has changed since it was written: its digest is {digest[:12]}…, not "
+                f"{facts['digest'][:12]}…; delete {folder} and start again to rebuild it from the text"
+            )
+        array = np.memmap(path, dtype=facts["dtype"], mode="r", shape=(facts["count"],))
     tokenizer: Tokenizer
     if facts["kind"] == "bpe":
         tokenizer = read_bpe(folder / TOKENIZER_FILE)
@@ -249,12 +263,20 @@ class TokenSource:
 
     def rows(self, start: int, count: int) -> dict[str, np.ndarray]:
         """Return rows start to start + count of the order."""
+        first = self._starts(start, count)
+        if isinstance(self._array, RemoteArray):
+            found = self._array.windows(first, len(self._offsets), self._starts(start + count, READ_AHEAD_ROWS))
+        else:
+            found = self._array[first[:, None] + self._offsets]
+        return {"tokens": found.astype(np.int32)}
+
+    def _starts(self, start: int, count: int) -> np.ndarray:
+        """Return the first token of each row, int64[count]."""
         parts = [
             window * self._window + _shift(self._seed, epoch, self._shifts)
             for epoch, window in shuffled_epochs(start, count, self.rows_per_epoch, self._seed)
         ]
-        first = np.concatenate(parts)
-        return {"tokens": self._array[first[:, None] + self._offsets].astype(np.int32)}
+        return np.concatenate(parts)
 
 
 @lru_cache(maxsize=4)

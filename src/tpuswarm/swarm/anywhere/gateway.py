@@ -25,7 +25,7 @@ MEMBER_REQUESTS: dict[str, Callable[..., str | None]] = {
     "push": lambda header: header.identity.incarnation.member,
     "leave": lambda incarnation: incarnation.member,
     "put": lambda identity, *more: identity.incarnation.member,
-    **dict.fromkeys(("found", "fetch", "average", "updates", "file"), lambda *arguments: None),
+    **dict.fromkeys(("found", "fetch", "average", "updates", "file", "ranges"), lambda *arguments: None),
 }
 """Requests of coordinator and aggregators that members make; each function returns the member that one names."""
 MAX_REMEMBERED_S = 600.0

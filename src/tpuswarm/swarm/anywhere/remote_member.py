@@ -29,6 +29,8 @@ REPORT_INTERVAL_S, URGENT_INTERVAL_S = 1.0, 0.1
 """The short one holds while a push waits until its metrics rows are stored."""
 LAST_REPORT_S = 20.0
 """How long the last report is tried."""
+LARGEST_FILE = 2**28
+"""Bytes: of a larger text a member fetches only the rows that it trains on."""
 PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
 
 
@@ -130,7 +132,7 @@ def run(errand: Errand) -> None:
     _say(f"{admitted.member} is admitted")
     spec = MemberSpec(
         admitted.member, plan, admitted.shards, None, None, admitted.steps, admitted.evaluates, calls, _say,
-        errand.batch, platform.lower_priority, admitted.files_from, requires_code=False,
+        errand.batch, platform.lower_priority, admitted.files_from, requires_code=False, largest_file=LARGEST_FILE,
     )  # fmt: skip
     work = MemberProcess(spec)
     works.append(work)

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tpuswarm.swarm.processes.coordinator import Begin, Joining
 from tpuswarm.swarm.processes.effects import Call, ProcessEnded, Unreachable
 from tpuswarm.swarm.processes.run_plan import COORDINATOR, RunPlan
 from tpuswarm.swarm.storage.founding import Founding
+from tpuswarm.train.data.remote_files import RemoteFile, provide
 from tpuswarm.train.hosts.rendezvous import Hosts, HostsAbsent
 from tpuswarm.train.loop.run_config import chosen_form
 from tpuswarm.train.process import platform
@@ -67,6 +69,8 @@ class MemberSpec:
     """Address of the process that serves the run's data files."""
     requires_code: bool = True
     """Whether its code must be the swarm's. A member that dials in may have other versions of the same protocol."""
+    largest_file: int | None = None
+    """Bytes of the largest data file that is fetched whole if its reader can do with parts; None for any size."""
 
 
 @dataclass
@@ -315,14 +319,22 @@ class MemberProcess:
             return spec.data
         folder, known = files.cache_folder(spec.plan), spec.plan.files
         for name in files.missing(folder, known):
-            spec.say(f"fetching {name}, {known[name].size / 2**20:.1f} MiB")
-            starts = range(0, known[name].size, files.PART_BYTES)
-            files.write(
-                folder / name,
-                (self._call(Call(spec.files_from, "file", (name, start, files.PART_BYTES))) for start in starts),
-                known[name].digest,
-            )
+            fetch = partial(self._fetch_file, folder, name)
+            if spec.largest_file is not None and known[name].size > spec.largest_file:
+                provide(RemoteFile(folder / name, partial(self._read_ranges, name), fetch))
+            else:
+                fetch()
         return folder
+
+    def _fetch_file(self, folder: Path, name: str) -> None:
+        spec, file = self.spec, self.spec.plan.files[name]
+        spec.say(f"fetching {name}, {file.size / 2**20:.1f} MiB")
+        starts = range(0, file.size, files.PART_BYTES)
+        parts = (self._call(Call(spec.files_from, "file", (name, start, files.PART_BYTES))) for start in starts)
+        files.write(folder / name, parts, file.digest)
+
+    def _read_ranges(self, name: str, starts: np.ndarray, length: int) -> np.ndarray:
+        return np.asarray(self._call(Call(self.spec.files_from, "ranges", (name, starts, length))))
 
     def _shard(self, fragment: int) -> str:
         return self.spec.shards[fragment % len(self.spec.shards)]

@@ -329,6 +329,18 @@ class Shard(Aggregator):
             file.seek(start)
             return file.read(count)
 
+    @request
+    @_blocking("shard reads rows")
+    def ranges(self, name: str, starts: np.ndarray, length: int) -> np.ndarray | Refused:
+        """Read parts of a data file: uint8[n, length] from the positions int64[n]."""
+        names = {path.relative_to(self._data).as_posix() for path in self._data.rglob("*") if path.is_file()}
+        if name not in names or not is_array(starts, "int64", 1) or len(starts) * length > MAX_PART_BYTES or not length:
+            return Refused(f"there is no data file {name!r} with {len(starts)} parts of {length} bytes")
+        content = np.memmap(self._data / name, np.uint8, "r")
+        if len(starts) and not 0 <= starts.min() <= starts.max() <= len(content) - length:
+            return Refused(f"{name} has {len(content)} bytes; these parts are not all within it")
+        return np.stack([content[start : start + length] for start in starts]) if len(starts) else content[:0, None]
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each fragment, read at first use, when the run is founded."""

@@ -65,7 +65,7 @@ EXAMPLES = {
         'tpuswarm sample last --prompt "The " --tokens 100',
         "tpuswarm sample runs/digits --grid 8x8 --out grid.png",
     ),
-    "chat": ("tpuswarm chat last", "tpuswarm chat hf:exported --temperature 0"),
+    "chat": ("tpuswarm chat last", "tpuswarm chat hf:exported --port 8000"),
     "evaluate": ("tpuswarm evaluate last", "tpuswarm evaluate runs/mine --data other-text.txt"),
     "project": ("tpuswarm project runs/digits seven.png --out found.png",),
     "profile": ("tpuswarm profile last --steps 3", "tpuswarm profile runs/swarm --member m1"),

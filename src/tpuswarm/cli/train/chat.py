@@ -38,10 +38,13 @@ def chat(
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
     seed: Annotated[int, typer.Option(help="Another seed gives other answers.")] = 0,
+    port: Annotated[int | None, typer.Option(help="Answer OpenAI's clients on this port of 127.0.0.1.")] = None,
     best: Best = False,
     trust: Trust = False,
 ) -> None:
     """Talk with a model: each line is a message. Ctrl-C ends an answer, Ctrl-D leaves."""
+    if port is not None:
+        check_number(port, "port", least=0, most=65_535)
     check_number(tokens, "tokens", least=1)
     check_sampling(temperature, top_k, top_p, repetition_penalty, stop)
     check_settings({"seed": seed})
@@ -53,6 +56,13 @@ def chat(
 
     if not isinstance(recipe, LanguageModel) or recipe.chat_template is None:
         raise InputError(f"{run} has no chat template, so it cannot chat; use `tpuswarm sample`")
+    if port is not None:
+        from tpuswarm.cli.train.chat_server import serve
+
+        drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
+        options = drawing | {"tokens": tokens, "seed": seed, "stop": stop or []}
+        serve(recipe, inference_params(state), run.rstrip("/").rpartition("/")[2], port, options)
+        return
     params, sampling = inference_params(state), make_sampling(temperature, top_k, top_p, repetition_penalty)
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     messages = list[dict[str, str]]()

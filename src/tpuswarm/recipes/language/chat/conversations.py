@@ -52,7 +52,7 @@ def _parse(line: bytes, where: str) -> Conversation | Completion:
     if COMPLETION in facts or (PROMPT in facts and MESSAGES not in facts):
         return _parse_completion(facts, where)
     messages: Any = facts.get(MESSAGES)
-    _check_messages(messages, f"list of {MESSAGES}", where)
+    check_messages(messages, f"list of {MESSAGES}", where)
     if not _has_answer(messages):
         raise InputError(f"{where} has no assistant turn to learn from; remove the line")
     return Conversation(messages, _parse_tools(facts.get(TOOLS), where), where)
@@ -72,8 +72,8 @@ def _parse_completion(facts: dict[str, Any], where: str) -> Conversation | Compl
         return Completion(prompt, completion, where)
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise InputError(f"{where} needs a {PROMPT} and a {COMPLETION}, both texts or both lists of messages")
-    _check_messages(prompt, f"list of messages as its {PROMPT}", where)
-    _check_messages(completion, f"list of messages as its {COMPLETION}", where)
+    check_messages(prompt, f"list of messages as its {PROMPT}", where)
+    check_messages(completion, f"list of messages as its {COMPLETION}", where)
     if not _has_answer(completion):
         raise InputError(f"{where} has no assistant turn in its {COMPLETION}; remove the line")
     return Conversation(prompt + completion, _parse_tools(facts.get(TOOLS), where), where, len(prompt))
@@ -90,7 +90,8 @@ def _parse_tools(tools: Any, where: str) -> list[Any] | None:
     return found
 
 
-def _check_messages(messages: Any, what: str, where: str) -> None:
+def check_messages(messages: Any, what: str, where: str) -> None:
+    """Raise InputError unless these are messages with known roles and texts."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise InputError(f"{where} has no {what}, each with a role and a content")
     for message in messages:

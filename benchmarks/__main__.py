@@ -28,6 +28,7 @@ NAMES = (
     "network",
     "bucket",
     "head",
+    "carriers",
     "router",
     "rehearsal",
     "keeper",

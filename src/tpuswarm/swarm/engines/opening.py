@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, filterwarnings
 
+import psutil  # type: ignore[import-untyped]
+import ray
+
 from tpuswarm.errors import InputError, RunFailed, first_line
 from tpuswarm.swarm.engines.ports import Ports
 from tpuswarm.swarm.engines.variables import ENVIRONMENT, private_folder, require_room
 from tpuswarm.train.process.stop import defer_interrupts
-
-os.environ |= ENVIRONMENT  # Ray reads these while it is imported
-
-import psutil  # type: ignore[import-untyped]
-import ray
 
 NAMESPACE = "tpuswarm"
 LOOPBACK = "127.0.0.1"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.report import Settings, Table
 from tpuswarm.swarm.anywhere import wire

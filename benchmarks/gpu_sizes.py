@@ -16,14 +16,17 @@ OTHER_BATCHES = (32, 96)
 
 
 def run(settings: Settings) -> Iterator[Table]:
-    counts: dict[str, Any] = {"rounds": 2, "steps": 2} if settings.quick else {"rounds": 4, "steps": 8}
-    options = counts | {"shape": TINY_GPT2 if settings.quick else {}}
-    parts = []
+    yield from measure(parts(settings.quick), TOTAL_S, settings)
+
+
+def parts(quick: bool) -> list[Part]:
+    counts: dict[str, Any] = {"rounds": 2, "steps": 2} if quick else {"rounds": 4, "steps": 8}
+    options, found = counts | {"shape": TINY_GPT2 if quick else {}}, list[Part]()
     for size, batch in BATCHES.items():
-        name, gpt2 = f"tpuswarm, GPT-2 {size}", options | {"size": size, "batch": 2 if settings.quick else batch}
-        parts.append(Part(name, PART_S, "gpt2", gpt2))
-        parts.append(Part(f"nanoGPT {size}", PART_S, "nanogpt", nanogpt_options(gpt2), name))
+        name, gpt2 = f"tpuswarm, GPT-2 {size}", options | {"size": size, "batch": 2 if quick else batch}
+        found.append(Part(name, PART_S, "gpt2", gpt2))
+        found.append(Part(f"nanoGPT {size}", PART_S, "nanogpt", nanogpt_options(gpt2), name))
     for batch in OTHER_BATCHES:
-        theirs = nanogpt_options(options | {"size": "124m", "batch": 2 if settings.quick else batch})
-        parts.append(Part(f"nanoGPT 124m, batch {batch}", PART_S, "nanogpt", theirs))
-    yield from measure(parts, TOTAL_S, settings)
+        theirs = nanogpt_options(options | {"size": "124m", "batch": 2 if quick else batch})
+        found.append(Part(f"nanoGPT 124m, batch {batch}", PART_S, "nanogpt", theirs))
+    return found

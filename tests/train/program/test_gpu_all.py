@@ -1,10 +1,13 @@
-"""The benchmark of one GPU keeps the results of a part that fails, and continues with the next."""
+"""The benchmarks of one GPU keep the results of a part that fails, and continue with the next."""
 
+import ast
+import inspect
 import json
 import sys
 from pathlib import Path
 
-from benchmarks import gpu_all
+import pytest
+from benchmarks import gpu_all, gpu_sizes, gpu_step
 from benchmarks.gpu_all import Part
 from benchmarks.report import Settings
 
@@ -22,3 +25,19 @@ def test_a_failing_part_keeps_its_results_and_the_next_part_runs(monkeypatch):
         ("fails", ("failed: out of memory",)),
         ("works", ["3.5"]),
     ]
+
+
+@pytest.mark.parametrize("benchmark", [gpu_all, gpu_sizes])
+def test_every_part_can_start(benchmark):
+    """Its function takes its options; those of peers are read without their torch."""
+    path = Path(gpu_all.__file__).with_name("gpu_peers.py")
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    peers = {node.name: {argument.arg for argument in node.args.kwonlyargs} for node in functions}
+    for quick in (False, True):
+        parts = benchmark.parts(quick)
+        assert {part.beside for part in parts} <= {"", *(part.name for part in parts)}
+        for part in parts:
+            if part.kind in gpu_all.PEERS:
+                assert set(part.options) == peers[part.kind]
+            else:
+                inspect.signature(gpu_step.PARTS[part.kind]).bind(**part.options)

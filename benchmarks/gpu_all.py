@@ -127,10 +127,14 @@ def measure(parts: Sequence[Part], total_s: float, settings: Settings) -> Iterat
 def _results(part: Part, peers: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Run a part and yield what it prints. Raises Skipped if it cannot start, fails or passes its limit."""
     with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as empty_cache:
-        environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()}
+        environment = {
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip(),
+            "JAX_TRACEBACK_FILTERING": "off",  # else the last line is a note about it, not the error
+            "JAX_COMPILATION_CACHE_DIR": empty_cache,
+        }
         child = subprocess.Popen(
             _command(part, peers), stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-            env=os.environ | environment | {"JAX_COMPILATION_CACHE_DIR": empty_cache},
+            env=os.environ | environment,
         )  # fmt: skip
         assert child.stdout is not None
         start, timer = time.monotonic(), threading.Timer(limit_s, os.killpg, (child.pid, signal.SIGKILL))

@@ -178,8 +178,9 @@ def command(*, arguments: list[str]) -> None:
     _print(columns=(f"ended after {took_s:.0f} s; its last lines",), rows=[(line,) for line in lines[-SHOWN_LINES:]])
 
 
-def _bf16_logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int) -> jax.Array:
-    logits_BxTxV = jnp.einsum("btd,vd->btv", x_BxTxD, wte_VxD, preferred_element_type=jnp.bfloat16)
+def _bf16_logits(x_BxTxD: jax.Array, wte_VxD: jax.Array, vocab: int, cap: float | None = None) -> jax.Array:
+    assert cap is None
+    logits_BxTxV = jnp.einsum("btd,vd->btv", *(each.astype(jnp.bfloat16) for each in (x_BxTxD, wte_VxD)))
     real_V = jnp.arange(wte_VxD.shape[0]) < vocab
     return jnp.where(real_V, logits_BxTxV, jnp.bfloat16(-1e30)).astype(jnp.float32)
 

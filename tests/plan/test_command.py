@@ -118,7 +118,6 @@ def test_compiled_answer_is_cached_with_its_hazards_and_lines(plan, plan_json, m
     ("line", "words"),
     [
         ("gpt2-tiny --on rtx3090", "unknown TPU or GPU 'rtx3090': did you mean rtx-3090\\?"),
-        ("gpt2-tiny --on v100", "v100 is too old: JAX's CUDA 13 needs Turing"),
         ("swarm.toml --on h100 --on v5e-1", "swarm.toml names the TPUs: --on adds only GPUs of your own .*, not v5e-1"),
         ("swarm.toml --mine", "swarm.toml names the TPUs: leave --mine out, or name a recipe"),
         ("swarm.toml --members 3", "--members does not go with a file"),
@@ -169,7 +168,7 @@ def test_speed_price_and_a_swarm(plan, plan_json):
 
 @pytest.fixture
 def gpu_compiler(monkeypatch):
-    monkeypatch.setattr("tpuswarm.cli.plan.plan.no_gpu_compiler", lambda: "")
+    monkeypatch.setattr("tpuswarm.cli.plan.plan.no_gpu_compiler", lambda gpu: "")
 
 
 def test_gpus_and_tpus_are_planned_together(plan, plan_json, gpu_compiler):
@@ -194,6 +193,14 @@ def test_missing_gpu_compiler_is_one_sentence(plan, monkeypatch):
     code, out, err = plan("gpt2-tiny --on v5e-1 --on h100")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "--on h100-sxm: " in err and "pip install 'tpuswarm[cuda]'" in err
+
+
+def test_gpu_that_is_too_old_for_the_compiler_is_one_sentence(plan, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True if "cuda13" in name else find(name))
+    code, out, err = plan("gpt2-tiny --on h100 --on v100")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--on v100: compute capability 7.0, and CUDA 13 needs 7.5" in err and "pip install 'tpuswarm[cuda12]'" in err
 
 
 def test_gpu_needs_no_tpu_compiler(plan, monkeypatch, gpu_compiler):

@@ -15,9 +15,6 @@ from tpuswarm.errors import InputError
 MEMORY_SHARE = 0.75
 """Share of a GPU's memory that JAX takes for its programs (https://docs.jax.dev/en/latest/gpu_memory_allocation.html)."""
 
-TOO_OLD = ("v100", "titan-v", "p100", "p4", "gtx-10", "titan-x", "m60", "m40", "gtx-9", "k80")
-"""Starts of names of GPUs before Turing, which CUDA 13 has dropped."""
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -124,8 +121,6 @@ def find_hardware(name: str) -> Hardware:
     by_name = {known: gpu for gpu in gpus() for known in gpu.names}
     if wanted in by_name:
         return by_name[wanted]
-    if wanted.startswith(TOO_OLD):
-        raise InputError(f"{name} is too old: JAX's CUDA 13 needs Turing (T4, RTX 20) or later")
     near = nearest_name(wanted, {*by_name, *(known for tpu in accelerators() for known in tpu.names)}, 0.65)
     if near in by_name or (near is None and ":" not in wanted):
         listed = ", ".join(gpu.name for gpu in gpus())

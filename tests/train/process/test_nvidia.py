@@ -73,7 +73,7 @@ def gpus(monkeypatch, tmp_path):
         (
             {"cuda": 12040},
             {},
-            "NVIDIA's driver supports CUDA 12.4 and JAX's plugin needs 13.0: install NVIDIA's driver 580",
+            "plugin needs 13.0: install NVIDIA's driver 580 or later, pip uninstall jax-cuda13-plugin",
         ),
         ({"smi": "echo 'NVML: mismatch'; exit 18"}, {}, "NVIDIA's driver does not work: NVML: mismatch; correct that"),
         ({"lines": [T4, P100]}, {}, "GPU 1 (Tesla P100-PCIE-16GB) has compute capability 6.0, and CUDA 13 needs 7.5"),

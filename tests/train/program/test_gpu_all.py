@@ -6,10 +6,13 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmarks import gpu_all, gpu_sizes, gpu_step
 from benchmarks.gpu_all import Part
 from benchmarks.report import Settings
+
+from tpuswarm.recipes.language import loss
 
 RESULT = {"columns": ["loss"], "rows": [["3.5"]]}
 
@@ -25,6 +28,15 @@ def test_a_failing_part_keeps_its_results_and_the_next_part_runs(monkeypatch):
         ("fails", ("failed: out of memory",)),
         ("works", ["3.5"]),
     ]
+
+
+def test_logits_in_bfloat16_stand_for_those_of_the_loss():
+    random = np.random.default_rng(0)
+    x, wte = (random.normal(size=size).astype(np.float32) for size in ((2, 3, 8), (6, 8)))
+    ours, right = gpu_step._bf16_logits(x, wte, 5), loss.logits(x, wte, 5)
+    assert inspect.signature(gpu_step._bf16_logits) == inspect.signature(loss.logits)
+    assert ours.dtype == right.dtype and np.all(ours[..., 5:] < -1e29)
+    np.testing.assert_allclose(ours[..., :5], right[..., :5], atol=0.05)
 
 
 @pytest.mark.parametrize("benchmark", [gpu_all, gpu_sizes])

@@ -32,7 +32,7 @@ def list_models(
     rows: dict[tuple[str, str], Row] = {}
     requests: dict[int, tuple[str, catalog.Hardware, CompileRequest]] = {}
     for hardware in {found.name: found for found in map(catalog.find_hardware, on)}.values():
-        if reason := no_gpu_compiler() if isinstance(hardware, catalog.Gpu) else no_compiler():
+        if reason := no_gpu_compiler(hardware) if isinstance(hardware, catalog.Gpu) else no_compiler():
             raise InputError(f"--on {hardware.name}: {reason}")
         for model in catalog.public_models().values():
             target, preset = recipes.find(model.name)

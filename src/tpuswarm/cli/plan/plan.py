@@ -162,9 +162,10 @@ def _compile(
     as_json: bool,
 ) -> list[Row]:
     """Compile the step for each TPU and GPU and show the answers; return them in the given order."""
-    gpus = [name for name, found in hardware.items() if isinstance(found, catalog.Gpu)]
-    if gpus and (reason := no_gpu_compiler()):
-        raise InputError(f"--on {gpus[0]}: {reason}")
+    gpus = {name: found for name, found in hardware.items() if isinstance(found, catalog.Gpu)}
+    for name, gpu in gpus.items():
+        if reason := no_gpu_compiler(gpu):
+            raise InputError(f"--on {name}: {reason}")
     reason = "" if len(gpus) == len(hardware) else no_compiler()
     requests = [
         CompileRequest(

@@ -18,10 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tpuswarm.catalog import Gpu
 from tpuswarm.errors import InputError
 from tpuswarm.plan.compile.cache import PlanCache, cache_key
 from tpuswarm.plan.compile.request import CompileRequest, CompileResult
-from tpuswarm.train.process.nvidia import plugin_cuda_version
+from tpuswarm.train.process.nvidia import capability_lack, parse_capability, plugin_cuda_version
 from tpuswarm.train.settings import check_batch
 
 COMPILE_TIMEOUT_S = 3600.0
@@ -169,10 +170,11 @@ def no_compiler() -> str:
     )
 
 
-def no_gpu_compiler() -> str:
-    """Return why nothing can be compiled for GPUs here, if so, and what helps."""
+def no_gpu_compiler(gpu: Gpu) -> str:
+    """Return why nothing can be compiled for a GPU here, if so, and what helps."""
     if plugin_cuda_version() is not None:
-        return ""
+        capability = parse_capability(gpu.compute_capability)
+        return capability_lack(capability) if capability else ""
     return "JAX's CUDA plugin, the GPU compiler, is not installed: on Linux, pip install 'tpuswarm[cuda]' (5 GB)"
 
 

@@ -3,7 +3,8 @@
 JAX's own errors appear after it has opened the GPUs, and some only at the first step:
 
 - without a driver it uses the CPU silently (jax/_src/xla_bridge.py, `has_visible_nvidia_gpu`);
-- CUDA 13 needs driver 580 and compute capability 7.5 (docs.jax.dev/en/latest/installation.html, "NVIDIA GPU");
+- CUDA 13 needs driver 580 and compute capability 7.5, CUDA 12 driver 525 and 5.2
+  (docs.jax.dev/en/latest/installation.html, "NVIDIA GPU");
 - it reserves 75% of each GPU's memory (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 """
 
@@ -28,7 +29,9 @@ ACCEPTED_SHARE = 0.9
 
 MIN_DRIVERS = {12: "525", 13: "580"}
 MIN_CAPABILITIES = {12: (5, 2), 13: (7, 5)}
+OLDEST_CARDS = {12: "GTX 900", 13: "T4, RTX 20"}
 """By the CUDA version of JAX's plugin."""
+CUDA_12 = "pip uninstall jax-cuda13-plugin jax-cuda13-pjrt and pip install 'tpuswarm[cuda12]'"
 
 QUERY = "index,uuid,name,compute_cap,memory.total,memory.free"
 NO_GPU = "train on the CPU with JAX_PLATFORMS=cpu"
@@ -79,6 +82,7 @@ def require_driver(asks_for_gpu: bool) -> None:
         return
     supported = _driver_cuda_version()
     if supported and supported < (needed, 0):
+        install += f", {CUDA_12}" if supported >= (12, 0) else ""
         raise InputError(
             f"NVIDIA's driver supports CUDA {_dotted(supported)} and JAX's plugin needs {needed}.0: {install}, "
             f"or {NO_GPU}"
@@ -137,14 +141,21 @@ def select_cards(names: Sequence[str]) -> list[Card]:
 
 def require_capability(cards: Sequence[Card]) -> None:
     """Raise InputError for a GPU that is too old for the CUDA of JAX's plugin."""
-    cuda = plugin_cuda_version() or max(MIN_CAPABILITIES)
-    needed = MIN_CAPABILITIES[cuda]
     for card in cards:
-        if card.capability and card.capability < needed:
-            raise InputError(
-                f"{card} has compute capability {_dotted(card.capability)}, and CUDA {cuda} needs {_dotted(needed)} or "
-                f"later (T4, RTX 20): choose another GPU with {VISIBLE}, or {NO_GPU}"
-            )
+        if card.capability and (lack := capability_lack(card.capability)):
+            raise InputError(f"{card} has {lack}, choose another GPU with {VISIBLE}, or {NO_GPU}")
+
+
+def capability_lack(capability: tuple[int, int]) -> str:
+    """Return why a compute capability is too low for the CUDA of JAX's plugin, and a way out; empty if it is not."""
+    cuda = plugin_cuda_version() or max(MIN_CAPABILITIES)
+    if capability >= MIN_CAPABILITIES[cuda]:
+        return ""
+    way_out = CUDA_12 if capability >= MIN_CAPABILITIES[12] else "no CUDA of JAX supports it"
+    return (
+        f"compute capability {_dotted(capability)}, and CUDA {cuda} needs {_dotted(MIN_CAPABILITIES[cuda])} or later "
+        f"({OLDEST_CARDS[cuda]}): {way_out}"
+    )
 
 
 def require_free_memory(cards: Sequence[Card]) -> None:

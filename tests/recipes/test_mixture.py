@@ -203,6 +203,12 @@ def test_data_of_a_file_may_be_a_list(place, sets, tmp_path, typed):
     assert code == 0 and f"{sets[0]}, {sets[1]}" in " ".join(out.split()), err
 
 
+@pytest.mark.parametrize("data", [["--data", ""], ["--data", "a.txt", "--data", ""]])
+def test_empty_name_of_data_is_refused(data, typed):
+    code, _, err = typed("train", "gpt2-tiny", *data)
+    assert code == 2 and "--data is empty; give it a value" in err
+
+
 @pytest.mark.parametrize(
     ("data", "options", "words"),
     [

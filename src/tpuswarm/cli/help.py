@@ -14,7 +14,7 @@ from tpuswarm.errors import InputError, TpuswarmError
 
 TYPED_WORDS = "tpuswarm.typed_words"
 """Key of the context's meta for the words after the command, which --help and `up -- CMD` read."""
-MAY_BE_EMPTY = ("prompt",)
+MAY_BE_EMPTY = ("prompt", "stop")
 TYPE_NAMES = {
     "str": "TEXT", "list[str]": "TEXT", "int": "NUMBER", "int range": "NUMBER", "float": "NUMBER", "path": "PATH",
 }  # fmt: skip
@@ -29,11 +29,12 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Refuse empty words (a shell variable that is not set), and find the local cloud's buckets."""
+        given = {name: value if isinstance(value, list | tuple) else [value] for name, value in ctx.params.items()}
         for parameter in self.params:
-            if ctx.params.get(parameter.name) == "" and parameter.name not in MAY_BE_EMPTY:
+            if "" in given.get(parameter.name, ()) and parameter.name not in MAY_BE_EMPTY:
                 is_option = parameter.param_type_name == "option"
                 raise InputError(f"{parameter.opts[0] if is_option else parameter.name} is empty; give it a value")
-        if any(isinstance(value, str) and value.startswith("gs://") for value in ctx.params.values()):
+        if any(isinstance(value, str) and value.startswith("gs://") for values in given.values() for value in values):
             from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 
             use_rehearsed_buckets()

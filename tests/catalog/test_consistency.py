@@ -156,6 +156,9 @@ def test_type_that_is_not_offered_to_everyone_has_the_listed_price(name, zone, o
     assert price and (price.on_demand, price.spot) == pytest.approx((on_demand, spot), rel=1e-4)
 
 
+NETWORK_FIGURES = ("network_gbps", "interconnect_bandwidth")
+
+
 def test_every_figure_has_source_and_date():
     chips = (*catalog.generations(), *catalog.gpus())
     figures = [figure for chip in chips for figure in chip.figures.values()]
@@ -166,6 +169,13 @@ def test_every_figure_has_source_and_date():
         assert figure.source.title and figure.source.url.startswith("https://")
     for source in [tpu.source for tpu in ALL] + [price.source for tpu in ALL for price in tpu.prices()]:
         assert isinstance(source.read, date)
+
+
+def test_host_sizes_and_network_speeds_have_a_source_that_anyone_can_read():
+    for generation in catalog.generations():
+        figures = [figure for host in generation.hosts.values() for figure in host.figures.values()]
+        figures += [generation.figures[key] for key in NETWORK_FIGURES if key in generation.figures]
+        assert [figure.value for figure in figures if "notes" in figure.source.title] == [], generation.name
 
 
 def with_alternatives(figures: list[Figure]) -> Iterator[Figure]:

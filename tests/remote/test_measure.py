@@ -53,6 +53,7 @@ def test_measurement_is_shown_beside_the_catalogue():
 
     targets = [machine("v6e-usc1-0", "v6e-8", "us-central1-a"), machine("head", "n2-highmem-8", "us-east1-b")]
     assert [network_gbps(target) for target in targets] == [800, 16]
+    assert network_gbps(machine("small", "v5e-8", "us-central1-a")) == 200
     assert network_gbps(machine("old", "v2-8", "us-central1-f")) is None
     hosts = [Host(f"{target.name}/0", "10.0.0.2", 22, "me", "alias", (), targets, None, "") for target in targets]
     found = Measurement(Flow(15.5, 1.25, 7), Flow(9.0, 3.5, 0), Flow(0.001, 0.25, 0))

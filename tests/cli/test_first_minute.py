@@ -41,6 +41,7 @@ COMPLETED = "simulate\nstatus\nstop\nsample\nssh\nsync\nsetup\nssh-config"
         pytest.param("", COMPLETION, COMPLETED, UNUSED_BY_HELP - {"pydantic"}, id="completion"),  # typer imports it
         ("status --help", {}, "", {"numpy"}),
         ("up --help", {}, "", {"numpy"}),
+        ("list --help", {}, "", {"numpy", "tpuswarm.fleet.training", "tpuswarm.swarm.views.status"}),
         ("up --dry-run", {}, "", UNUSED_BY_PREVIEWS),
         ("catalog", {}, "", UNUSED_BY_PREVIEWS | {"numpy"}),
     ],

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.fleet.conftest import GOLDEN
-from tpuswarm.cli.fleet import view
+from tpuswarm.cli.fleet import fleet_training
 from tpuswarm.cli.fleet.view import _draw_fleet, open_fleet
 from tpuswarm.cli.machine.jobs import run_jobs_until
 from tpuswarm.cloud.errors import Unreachable
@@ -468,8 +468,8 @@ def test_view_of_a_training_outlives_an_outage(monkeypatch):
             raise answer
         return SimpleNamespace(run=SimpleNamespace(state=answer), draw=lambda width, height: answer)
 
-    monkeypatch.setattr(view.FleetTraining, "read", read)
-    monkeypatch.setattr(view, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(fleet_training.FleetTraining, "read", read)
+    monkeypatch.setattr(fleet_training, "POLL_INTERVAL_S", 0.0)
     screen = Console(file=io.StringIO(), force_terminal=True, width=80)
-    view.FleetTraining("gs://b/a", None).watch(screen)
+    fleet_training.FleetTraining("gs://b/a", None).watch(screen)
     assert "Service Unavailable; trying again" in screen.file.getvalue()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tpuswarm.cloud.protocol import Listing, Machine
 from tpuswarm.config.formatting import format_age
@@ -11,8 +11,9 @@ from tpuswarm.fleet.decide.desired import PoolSpec
 from tpuswarm.fleet.decide.jobs import all_assignments
 from tpuswarm.fleet.decide.names import by_number
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.fleet.training import AGGREGATORS, is_head, is_member
-from tpuswarm.swarm.views.status import MemberStatus
+
+if TYPE_CHECKING:
+    from tpuswarm.swarm.views.status import MemberStatus
 
 LOSS_EVENTS = ("preempted", "lost", "gone")
 ActivityKind = Literal["missing", "not ready", "lost", "joining", "training", "head", "idle"]
@@ -30,11 +31,15 @@ class MachineActivity:
     """Empty for missing machines; for a member outside the fleet, its id."""
     kind: ActivityKind
     why: str
-    member: MemberStatus | None = None
+    member: "MemberStatus | None" = None
 
 
 def list_activities(
-    document: Document, listing: Listing, events: Iterable[Event], members: Sequence[MemberStatus] | None, now: float
+    document: Document,
+    listing: Listing,
+    events: Iterable[Event],
+    members: "Sequence[MemberStatus] | None",
+    now: float,
 ) -> list[MachineActivity]:
     """List all machines, problems first. `members`: from the swarm's head; None without a head."""
     desired, events = document.desired, sorted(events)
@@ -89,7 +94,7 @@ def _kind_and_reason(
     document: Document,
     events: Sequence[Event],
     has_head: bool,
-    member: MemberStatus | None,
+    member: "MemberStatus | None",
     now: float,
 ) -> tuple[ActivityKind, str]:
     if machine.state != "ready":
@@ -97,6 +102,8 @@ def _kind_and_reason(
         return "not ready", machine.state_word + (f" since {format_age(now - since)}" if since else "")
     if machine.healthy is False:
         return "not ready", f"unhealthy: {machine.why}" if machine.why else "unhealthy"
+    from tpuswarm.fleet.training import AGGREGATORS, is_head, is_member
+
     assigned = [pair for pair in all_assignments(document.jobs) if pair[1].machine == machine.name]
     head = next((assignment for job, assignment in assigned if is_head(job)), None)
     mine = next((assignment for job, assignment in assigned if is_member(job)), None)

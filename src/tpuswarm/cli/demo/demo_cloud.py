@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpuswarm.cli.console import make_console
-from tpuswarm.cli.fleet.view import find_fleet_training
+from tpuswarm.cli.fleet.fleet_training import find_fleet_training
 from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.fleet.spec.file import read_swarm

@@ -1,35 +1,28 @@
-"""`tpuswarm list`, `describe`, `cost`: show a fleet; also the training of a fleet, for other commands."""
+"""`tpuswarm list`, `describe`, `cost`: show a fleet."""
 
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
 from tpuswarm.cli.console import FleetOption, Json, Target, make_console
-from tpuswarm.cloud.errors import CloudError, Unreachable
 from tpuswarm.cloud.protocol import Listing
-from tpuswarm.cloud.rehearsal.connect import default_folder, is_running, require_running
+from tpuswarm.cloud.rehearsal.connect import default_folder, require_running
 from tpuswarm.config.formatting import format_age
 from tpuswarm.errors import InputError
-from tpuswarm.fleet import training, view
+from tpuswarm.fleet import view
 from tpuswarm.fleet.decide.actions import Event
 from tpuswarm.fleet.decide.limits import FREE_STATES
 from tpuswarm.fleet.decide.money import Rate, format_dollars
 from tpuswarm.fleet.decide.names import resolve_name
 from tpuswarm.fleet.decide.spending import PoolSpending
-from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines, read_swarm
-from tpuswarm.fleet.spec.providers import use_rehearsed_buckets
 from tpuswarm.fleet.store.document import Document
-from tpuswarm.fleet.store.fleets import Fleet, find_fleet, fleet_of_file
-from tpuswarm.swarm.views import status
+from tpuswarm.fleet.store.fleets import Fleet, find_fleet
 from tpuswarm.train.process.stop import end_quietly
 from tpuswarm.train.process.terminal import echo
-from tpuswarm.train.storage.copy import download_run
-from tpuswarm.watch.state import Machines, State
 
 POLL_INTERVAL_S = 5.0
 
@@ -167,62 +160,3 @@ def _draw_fleet(document: Document, listing: Listing, events: list[Event], width
             parts.insert(0, Text(f"and {len(rows) - room} more", style="dim"))
             rows = rows[:room]
     return Group(view.machines_table(rows, width), *parts)
-
-
-class FleetTraining(NamedTuple):
-    """The training of a fleet."""
-
-    url: str
-    read_fleet: FleetReader
-
-    def read(self) -> State:
-        try:
-            run = status.read_run(download_run(self.url))
-        except InputError:  # it has not begun yet
-            run = None
-        return State(self.url, run, Machines(*self.read_fleet()), time.time())
-
-    def watch(self, console: Any) -> None:
-        """Redraw it until the run ends. Raises RunFailed if its jobs have failed for good."""
-        from rich.text import Text
-
-        from tpuswarm.train.process.live_region import LiveRegion
-
-        with LiveRegion(console=console, auto_refresh=False) as live:
-            while True:
-                try:
-                    state = self.read()
-                except Unreachable as error:  # the training does not depend on this command
-                    live.update(Text(f"{error}; trying again"), refresh=True)
-                    time.sleep(POLL_INTERVAL_S)
-                    continue
-                live.update(state.draw(console.width, console.height - 1), refresh=True)
-                if state.run and state.run.state == "finished":
-                    return
-                state.require_jobs()
-                time.sleep(POLL_INTERVAL_S)
-
-
-def find_fleet_training(url: str | None, file: Path | None = None) -> FleetTraining | None:
-    """Return the training of this folder's fleet, if it has one and `url` does not name another run."""
-    path = file or DEFAULT_FILE
-    if not asks_for_machines(path):
-        return None
-    try:
-        spec = read_swarm(path)
-        if spec.train is None or (spec.storage is None and spec.train.run is None):
-            return None
-        run_url = training.run_url(spec)
-        if url not in (None, run_url):
-            return None
-        if url is None and not (fleet_of_file(spec).folder / "fleet.json").exists():
-            return None  # not created from this computer: do not call a cloud for a list of runs
-        if url is None and spec.provider == "rehearsal" and not is_running(default_folder()):
-            return None
-        use_rehearsed_buckets(path)
-        fleet, read_fleet = open_fleet(str(path))
-        return FleetTraining(run_url, read_fleet) if fleet.store(fleet.provider()).load() else None
-    except (CloudError, InputError) as error:
-        if url is not None:
-            echo(f"warning: cannot show its machines: {error}", err=True)
-        return None

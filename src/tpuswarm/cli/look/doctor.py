@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tpuswarm.cli.console import FleetOption, Json, Yes, confirm
-from tpuswarm.cli.fleet.view import find_fleet_training
+from tpuswarm.cli.fleet.fleet_training import find_fleet_training
 from tpuswarm.doctor.cloud import check_fleet, check_jobs, check_missing
 from tpuswarm.doctor.examine import examine, examine_here, fix_here, fix_hosts
 from tpuswarm.doctor.finding import THIS_COMPUTER, Finding

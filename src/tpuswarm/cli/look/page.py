@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from tpuswarm.cli.completion import complete_runs
-from tpuswarm.cli.fleet.view import find_fleet_training, open_fleet
+from tpuswarm.cli.fleet.fleet_training import find_fleet_training
+from tpuswarm.cli.fleet.view import open_fleet
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import open_routes
 from tpuswarm.fleet.spec.file import DEFAULT_FILE, asks_for_machines, read_swarm

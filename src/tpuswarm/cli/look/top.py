@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tpuswarm.cli.console import FleetOption, Json, make_console
-from tpuswarm.cli.fleet.view import find_fleet_training
+from tpuswarm.cli.fleet.fleet_training import find_fleet_training
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.hosts.routes import ReachableHosts, open_routes
 from tpuswarm.fleet.store.fleets import find_fleet

@@ -10,7 +10,7 @@ import typer
 
 from tpuswarm.cli.completion import complete_runs
 from tpuswarm.cli.console import RUN_HELP, Json, make_console
-from tpuswarm.cli.fleet.view import find_fleet_training
+from tpuswarm.cli.fleet.fleet_training import find_fleet_training
 from tpuswarm.config.formatting import format_age, format_figure
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.views.status import RunView, read_run

@@ -9,8 +9,8 @@ import typer
 from tpuswarm.catalog import find
 from tpuswarm.cli.console import make_console
 from tpuswarm.cli.fleet import apply
+from tpuswarm.cli.fleet.fleet_training import find_fleet_training
 from tpuswarm.cli.fleet.progress import format_event
-from tpuswarm.cli.fleet.view import find_fleet_training
 from tpuswarm.cli.machine import jobs
 from tpuswarm.cli.machine.files import SizeConfirmation, send_folder, store_folder
 from tpuswarm.cli.machine.setup import update_head_keeper

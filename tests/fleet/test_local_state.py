@@ -62,21 +62,24 @@ def test_background_keeper_is_started_unless_one_leads(tmp_path, background_keep
     assert detach(process.pid), "the keeper has ended"
 
 
-@pytest.mark.parametrize(("word", "ends"), [("keep", True), ("other", False)])
-def test_background_keeper_of_a_deleted_fleet_is_ended(tmp_path, monkeypatch, word, ends):
-    """A keeper whose local cloud has stopped would wait for it for ever; another process may have its number now."""
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_background_keeper_of_a_deleted_fleet_is_ended(tmp_path, monkeypatch, is_reused):
+    """A keeper whose local cloud has stopped would wait for it for ever; another keeper may have its number now."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     fleet = Fleet("a", "rehearsal", "rehearsal", None)
     fleets.end_background_keeper(fleet)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with start_process(["sh", "-c", "echo; read line", word], **pipes) as process:
+    with start_process(["sh", "-c", "echo; read line", "keep"], **pipes) as process:
         process.stdout.readline()
-        fleet.folder.mkdir(parents=True)
-        (fleet.folder / fleets.PID_FILE).write_text(f"{process.pid}")
+        with monkeypatch.context() as patch:
+            patch.setattr(fleets.subprocess, "Popen", lambda words, **_: process)
+            if is_reused:
+                patch.setattr(fleets, "process_start", lambda pid: "7", raising=False)
+            fleets.start_background_keeper(fleet, fleet.store(FakeCloud()), None)
         fleets.end_background_keeper(fleet)
-        if not ends:
+        if is_reused:
             process.stdin.close()
-        assert process.wait(60) == (-signal.SIGTERM if ends else 1)
+        assert process.wait(60) == (1 if is_reused else -signal.SIGTERM)
 
 
 def test_fleets_of_one_name_in_two_projects_are_distinguished(background_keepers):

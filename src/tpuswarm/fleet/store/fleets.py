@@ -35,7 +35,7 @@ from tpuswarm.fleet.store.document import (
 from tpuswarm.fleet.store.history import History
 from tpuswarm.remote.sync.tree_store import TreeStore
 from tpuswarm.train.process.atomic import write_atomically
-from tpuswarm.train.process.computer import state_folder
+from tpuswarm.train.process.computer import process_start, state_folder
 
 LEAD_TIMEOUT_S = 60.0
 """A background keeper must lead within this time."""
@@ -279,15 +279,15 @@ def start_background_keeper(fleet: Fleet, store: DocumentStore, file: Path | Non
     words = [sys.executable, "-m", "tpuswarm", "keep", str(file.absolute()) if file else fleet.full_name]
     with fleet.log.open("a") as log:
         keeper = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    (fleet.folder / PID_FILE).write_text(f"{keeper.pid}")
+    (fleet.folder / PID_FILE).write_text(f"{keeper.pid} {process_start(keeper.pid)}")
 
 
 def end_background_keeper(fleet: Fleet) -> None:
     """End this computer's keeper of a fleet that is down: on a local cloud that stops now, it would wait for ever."""
     with suppress(OSError, ValueError):  # there is none, or it has ended
-        pid = int((fleet.folder / PID_FILE).read_text())
-        if b"keep" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            os.kill(pid, signal.SIGTERM)
+        pid, start = (fleet.folder / PID_FILE).read_text().split()
+        if process_start(int(pid)) == start:
+            os.kill(int(pid), signal.SIGTERM)
 
 
 def wait_for_keeper(fleet: Fleet, store: DocumentStore) -> None:

@@ -27,6 +27,14 @@ def is_process_alive(computer: str, pid: int) -> bool | None:
     return True
 
 
+def process_start(pid: int) -> str:
+    """Return when a process began, which tells it from a later one with its number; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
 def boot_time() -> float:
     """Return seconds since boot, on Linux including sleep."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

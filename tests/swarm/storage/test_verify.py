@@ -1,5 +1,6 @@
 """`verify` accepts a sound run and reports every kind of damage."""
 
+import gc
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from tests.swarm.exact import TERMS, genesis
 from tests.swarm.storage.test_retention import holdings
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
+from tpuswarm.swarm.storage import verify as verification
 from tpuswarm.swarm.storage.bookmark import bookmark_name
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, header_name
 from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
@@ -102,6 +104,24 @@ def test_commits_whose_arrays_were_deleted_are_not_recomputed(tmp_path):
     for reason in found.not_recomputed.values():
         assert re.fullmatch(r"(the state of commit \d+|payloads/.*) is gone", reason)
     assert len(gone) > 50
+
+
+def test_long_history_is_read_without_collecting_garbage_and_without_recomputing_what_is_gone(tmp_path, monkeypatch):
+    run = Run(Store(tmp_path), random.Random(1)).grow(12)
+    for record in run.records[:6]:
+        for digest in record.state:
+            run.store.delete(object_name(digest))
+    replayed, collections = [], {}
+    original = verification.replay
+    monkeypatch.setattr(verification, "replay", lambda *given: replayed.append(given[2]) or original(*given))
+    before = gc.get_threshold()
+    gc.set_threshold(1)  # as many objects as a long history has
+    try:
+        verify(run.store, lambda step: collections.setdefault(step, gc.get_stats()[0]["collections"]))
+    finally:
+        gc.set_threshold(*before)
+    assert collections["reading the headers"] - collections["reading the records"] < 20 and gc.isenabled()
+    assert min(replayed) > 6
 
 
 @pytest.mark.parametrize("step", ["reading the records", "reading the headers", "recomputing fragment 2 of 3"])

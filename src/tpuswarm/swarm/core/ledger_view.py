@@ -127,7 +127,7 @@ class LedgerView(LedgerTotals):
                     f"{name} decides push {sequence} of {key}, of which push {last} was already decided"
                 )
             decided[key] = (decision, record.version)
-            if decision.fate in ("applied", "dropped") and decision.rows & (counted | skipped):
+            if decision.fate in ("applied", "dropped") and (decision.rows & counted or decision.rows & skipped):
                 raise InvalidRecord(f"{name} counts or skips rows twice: {decision.rows & (counted | skipped)}")
             if decision.fate == "applied":
                 counted, tokens, applied = counted | decision.rows, tokens + decision.tokens, applied + 1

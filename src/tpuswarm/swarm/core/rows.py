@@ -61,7 +61,7 @@ class Rows:
         return _made(tuple(_without(self.ranges, other.ranges)))
 
     def __and__(self, other: "Rows") -> "Rows":
-        return self - (self - other)
+        return self - (self - other) if self.ranges and other.ranges else NO_ROWS
 
     def __bool__(self) -> bool:
         return bool(self.ranges)

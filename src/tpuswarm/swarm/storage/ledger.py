@@ -39,6 +39,7 @@ _HEADER: TypeAdapter[Header] = TypeAdapter(Header)
 _BOOKMARK: TypeAdapter[Bookmark] = TypeAdapter(Bookmark)
 _COMMIT = re.compile(r"commits/(\d{6,})\.json")
 _BEFORE, _AFTER = b'{"record":', b',"sha256":"%s"}\n'
+_AFTER_BYTES = len(_AFTER % bytes(64))
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -255,7 +256,7 @@ class Ledger:
     def _read(self, name: str, adapter: TypeAdapter[Content]) -> tuple[Content, str]:
         """Return the content of a file and its SHA-256."""
         data = self.store.read(name)
-        body = data[len(_BEFORE) : -len(_AFTER % bytes(64))]
+        body = data[len(_BEFORE) : -_AFTER_BYTES]
         made = hashlib.sha256(body).hexdigest()
         if data != b"".join((_BEFORE, body, _AFTER % made.encode())):
             raise Corrupt(name, self.store.root, "it does not match the digest written in it")

@@ -33,6 +33,10 @@ def object_name(digest: str) -> str:
     return f"objects/{digest}.safetensors"
 
 
+def object_digest(name: str) -> str:
+    return name.removeprefix("objects/").removesuffix(".safetensors")
+
+
 def payload_name(identity: Identity, fragment: int) -> str:
     key = identity.incarnation
     return f"payloads/{check_member_name(key.member)}/{key.name}/{identity.sequence}-{fragment}.safetensors"

@@ -168,7 +168,7 @@ class Store:
 
 
 def _checked(name: str) -> str:
-    if not all(part and not part.startswith(".") for part in name.split("/")):
+    if "//" in (parts := f"/{name}/") or "/." in parts:
         raise ValueError(f"{name!r} is not a name for a stored file: its parts must not be empty or start with a dot")
     return name
 

@@ -1,8 +1,9 @@
 """Verify a run's storage: the whole history by its digests, and recent versions by recomputing them."""
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -16,7 +17,14 @@ from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.storage import retention
 from tpuswarm.swarm.storage.bookmark import bookmark_name
 from tpuswarm.swarm.storage.ledger import Ledger, commit_name, first_gap, header_name
-from tpuswarm.swarm.storage.objects import Objects, array_digest, object_name, payload_name, update_digest
+from tpuswarm.swarm.storage.objects import (
+    Objects,
+    array_digest,
+    object_digest,
+    object_name,
+    payload_name,
+    update_digest,
+)
 from tpuswarm.swarm.storage.replay import Unreplayable, replay
 from tpuswarm.swarm.storage.store import Missing, Store
 from tpuswarm.train.run import schema
@@ -56,23 +64,37 @@ def verify(store: Store, say: Callable[[str], None]) -> Report:
     check = _Check(store)
     announced = announced_version(store)  # first, because the run may continue
     say("reading the records")
-    view = check.read_records()
+    with _no_collection():
+        view = check.read_records()
     if view is not None:
         if announced > view.version:
             check.report.problems.append(f"{EVENTS} announces commit {announced}; {commit_name(announced)} is missing")
         say("reading the headers")
         check.list_files()
-        check.read_headers()
+        with _no_collection():
+            check.read_headers()
         check.check_verdicts(view)
+        check.find_recomputable()
         for fragment in range(len(view.newest.state)):
             say(f"recomputing fragment {fragment + 1} of {len(view.newest.state)}")
             check.recompute(fragment)
         say("checking the other arrays")
         check.check_remaining(view)
     report = check.report
-    changed = [record.version for record in check.records if _has_contributors(record)]
-    report.recomputed = [version for version in changed if version not in report.not_recomputed]
+    report.recomputed = [record.version for record in check.recomputable if record.version not in report.not_recomputed]
     return report
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the cyclic garbage collector, which would look again and again at all that was read."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def announced_version(store: Store) -> int:
@@ -109,10 +131,14 @@ class _Check:
         self.report = Report()
         self.records: list[Record] = []
         """The proved chain from genesis on."""
+        self.recomputable: list[Record] = []
+        """Records with contributors of which at least one fragment can be recomputed."""
         self._store, self._ledger, self._objects = store, Ledger(store), Objects(store)
         self._header_names: list[str] = []
         self._stored: set[str] = set()
         """Names of stored arrays."""
+        self._digests: set[str] = set()
+        """Digests of stored objects."""
         self._checked: set[str] = set()
         """Stored arrays that were read, and so checked."""
         self._changes = 0
@@ -166,7 +192,9 @@ class _Check:
 
     def list_files(self) -> None:
         self._header_names = self._store.names("headers/")
-        self._stored = {*self._store.names("objects/"), *self._store.names("payloads/")}
+        objects = self._store.names("objects/")
+        self._digests = set(map(object_digest, objects))
+        self._stored = {*objects, *self._store.names("payloads/")}
         if self.records:
             self._changes = self.records[-1].changes
             with suppress(RunFailed):
@@ -189,21 +217,29 @@ class _Check:
                 self._problem(f"{header_name(identity)} has no verdict, but a later push of its member has one")
         stored = set(self._header_names)
         for identity, (decision, version) in self._verdicts.items():
-            name, header = header_name(identity), headers.get(identity)
-            if header is None and name not in stored:
+            header = headers.get(identity)
+            if header is None and (name := header_name(identity)) not in stored:
                 self._problem(f"{name} is missing, but {commit_name(version)} lists it as {decision.fate}")
             elif header is not None and (wrong := _disagreement(decision, header, self.records[version])):
-                self._problem(f"{commit_name(version)} and {name} disagree: {wrong}")
+                self._problem(f"{commit_name(version)} and {header_name(identity)} disagree: {wrong}")
         for record in self.records:
             weights = [decision.weight for decision in record.decisions if decision.fate == "applied"]
             if weights and not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
                 self._problem(f"{commit_name(record.version)}: its weights add up to {math.fsum(weights)}, not 1")
 
-    def recompute(self, fragment: int) -> None:
-        """Recompute one fragment of every version with contributors."""
+    def find_recomputable(self) -> None:
+        """Find the versions with contributors whose previous state, or a part of it, is stored."""
         for record in self.records:
-            if not _has_contributors(record):
-                continue
+            if any(decision.fate == "applied" for decision in record.decisions):
+                before = self.records[record.version - 1]
+                if self._digests.isdisjoint(before.state):
+                    self.report.not_recomputed[record.version] = f"the state of commit {before.version} is gone"
+                else:
+                    self.recomputable.append(record)
+
+    def recompute(self, fragment: int) -> None:
+        """Recompute one fragment of every version."""
+        for record in self.recomputable:
             name = f"{commit_name(record.version)}, fragment {fragment}"
             known = [digests[fragment : fragment + 1] for digests in (record.state, record.outer, record.updates)]
             why = "recomputed, it is a different state"
@@ -233,14 +269,14 @@ class _Check:
             for digest in retention.kept_objects(record, self._changes, 0):
                 self._require(object_name(digest))
             for digest in record.objects:
-                if self._is_unchecked(object_name(digest)):
+                if digest in self._digests and self._is_unchecked(object_name(digest)):
                     self._load(object_name(digest), partial(self._objects.check, digest))
         stored = {name.rpartition("-")[0] for name in self._stored if name.startswith("payloads/")}
         for identity, header in self._headers.items():
             decision, version = self._verdicts.get(identity, (None, view.version))
             is_recent = self._changes - view.changes(version) < retention.RETAINED_COMMITS
             is_required = is_recent and (decision is None or decision.fate == "applied")
-            if not is_required and payload_name(identity, 0).rpartition("-")[0] not in stored:
+            if not is_required and (not stored or payload_name(identity, 0).rpartition("-")[0] not in stored):
                 continue
             for fragment in range(len(header.digests)):
                 name = payload_name(identity, fragment)
@@ -296,10 +332,6 @@ class _Check:
     def _problem(self, sentence: str) -> None:
         if sentence not in self.report.problems:  # several versions may need the same file
             self.report.problems.append(sentence)
-
-
-def _has_contributors(record: Record) -> bool:
-    return any(decision.fate == "applied" for decision in record.decisions)
 
 
 def _disagreement(decision: Decision, header: Header, record: Record) -> str | None:

@@ -14,6 +14,8 @@ from tests.cli.moments import TRAIN
 from tests.processes import finish, run, start, updates, wait_for
 from tests.terminal import terminal
 from tpuswarm.cli.train import logs_and_stop
+from tpuswarm.swarm.storage.store import Store
+from tpuswarm.swarm.storage.verify import verify
 from tpuswarm.train.run.life import read_life
 from tpuswarm.train.run.listing import read_status
 
@@ -51,6 +53,18 @@ def test_other_run_stops_with_its_terminal(tmp_path):
         assert opened.hang_up() == 128 + signal.SIGHUP
     life = read_life(tmp_path / FOLDER)
     assert life.state == "stopped" and f"saved at step {updates(tmp_path / FOLDER)}" in life.message
+
+
+def test_swarm_stops_with_its_terminal(tmp_path):
+    folder = tmp_path / FOLDER
+    with terminal([*TRAIN, "--members", "1", "--cycle", "8"], tmp_path) as opened:
+        opened.wait(lambda _: (folder / "commits" / "000002.json").exists())
+        assert opened.hang_up() == 128 + signal.SIGHUP
+    life = read_life(folder)
+    assert life.state == "stopped" and life.message.startswith("its terminal closed: ")
+    found = verify(Store(folder), lambda _: None)
+    assert found.problems == [] and found.undecided == 0 and found.newest is not None
+    assert f"stopped at commit {found.newest}, " in life.message
 
 
 RELEASES_ITS_RUN = """

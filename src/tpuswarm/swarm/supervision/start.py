@@ -366,8 +366,8 @@ def _supervise(
             if cluster.dashboard:
                 screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
             if prepared.listen:
-                invitation = InviteBook(run.folder).invite(GUEST)
-                screen.note(f"to join from anywhere: `tpuswarm join {invitation}`")
+                screen.note(f"to join from anywhere; `tpuswarm invite {shown(run.folder)}` prints it for others:")
+                screen.line(f"tpuswarm join {InviteBook(run.folder).invite(GUEST)}")
             supervisor = Supervisor(run, plan, cluster, screen, prepared.environment, watch, log_row, prepared.listen)
             ended = supervisor.run_to_end()
     except TpuswarmError as error:

@@ -40,6 +40,10 @@ class Screen:
         stamp = f"{time.time() - self.began:6.1f} s  "
         echo_on_console(self.console, f"{stamp}{text}", hang=len(stamp))
 
+    def line(self, text: str) -> None:
+        """Print a line that stays in one piece, to be copied."""
+        self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
     def event(self, text: str) -> None:
         """Print an event of the run."""
         self.note(text)

@@ -1,5 +1,6 @@
 """No request of a member, however malformed, replayed or out of order, ends the coordinator or an aggregator."""
 
+import tracemalloc
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,6 +115,7 @@ class Swarm:
             ("aggregator", "merge", (self.newest, merge)),
             ("aggregator", "found", (np.ones(2, np.float32), LONG.outer)),
             ("aggregator", "file", ("text.txt", 0, 4)),
+            ("aggregator", "ranges", ("text.txt", np.array([0, 1]), 2)),
         ]
 
     def check(self):
@@ -232,6 +234,11 @@ def test_no_sequence_of_requests_ends_a_process_or_hinders_others(steps, leases)
         ("aggregator", "updates", (2,), 9),
         ("aggregator", "file", (0,), "../token"),
         ("aggregator", "file", (2,), 2**40),
+        ("aggregator", "ranges", (0,), "../token"),
+        ("aggregator", "ranges", (1,), np.array([3])),
+        ("aggregator", "ranges", (1,), np.array([], np.int64)),
+        ("aggregator", "ranges", (1,), np.array([-1])),
+        ("aggregator", "ranges", (2,), 2**62),
         ("aggregator", "merge", (1, "outer"), OuterRule("average", average=MovingAverage(-1.0))),
         ("aggregator", "merge", (1, "outer"), OuterRule("average", average=MovingAverage(float("nan")))),
     ],
@@ -245,6 +252,23 @@ def test_malformed_request_is_refused(tmp_path, address, method, path, value):
     swarm.check()
     assert not (tmp_path / "payloads").exists() and not (tmp_path / "headers").exists()
     swarm.train(GOOD)
+
+
+def test_part_of_a_file_behind_its_end_is_empty(tmp_path):
+    swarm = Swarm(tmp_path).begin()
+    assert swarm.call("aggregator", "file", ("text.txt", 2**62, 4)) == b""
+    swarm.check()
+
+
+def test_many_short_parts_of_a_file_need_little_memory(tmp_path):
+    swarm = Swarm(tmp_path).begin()
+    starts = np.arange(100_000) % 3
+    tracemalloc.start()
+    found = swarm.call("aggregator", "ranges", ("text.txt", starts, 2))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [bytes(part) for part in found[:3]] == [b"te", b"ex", b"xt"] and len(found) == len(starts)
+    assert peak < 10 * found.nbytes
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -325,8 +325,9 @@ class Shard(Aggregator):
         names = {path.relative_to(self._data).as_posix() for path in self._data.rglob("*") if path.is_file()}
         if name not in names or count > MAX_PART_BYTES:
             return Refused(f"there is no data file {name!r} with a part of {count} bytes")
-        with (self._data / name).open("rb") as file:
-            file.seek(start)
+        path = self._data / name
+        with path.open("rb") as file:
+            file.seek(min(start, path.stat().st_size))  # the system refuses a far larger position
             return file.read(count)
 
     @request
@@ -334,12 +335,13 @@ class Shard(Aggregator):
     def ranges(self, name: str, starts: np.ndarray, length: int) -> np.ndarray | Refused:
         """Read parts of a data file: uint8[n, length] from the positions int64[n]."""
         names = {path.relative_to(self._data).as_posix() for path in self._data.rglob("*") if path.is_file()}
-        if name not in names or not is_array(starts, "int64", 1) or len(starts) * length > MAX_PART_BYTES or not length:
-            return Refused(f"there is no data file {name!r} with {len(starts)} parts of {length} bytes")
-        content = np.memmap(self._data / name, np.uint8, "r")
-        if len(starts) and not 0 <= starts.min() <= starts.max() <= len(content) - length:
-            return Refused(f"{name} has {len(content)} bytes; these parts are not all within it")
-        return np.stack([content[start : start + length] for start in starts]) if len(starts) else content[:0, None]
+        if name not in names or not is_array(starts, "int64", 1) or starts.size * length > MAX_PART_BYTES or not length:
+            return Refused(f"there is no data file {name!r} with {starts.size} parts of {length} bytes")
+        size = (self._data / name).stat().st_size
+        if not starts.size or not 0 <= starts.min() <= starts.max() <= size - length:
+            return Refused(f"{name} has {size} bytes; these parts are not all within it")
+        windows = np.lib.stride_tricks.sliding_window_view(np.memmap(self._data / name, np.uint8, "r"), length)
+        return np.asarray(windows[starts])
 
     @property
     def sizes(self) -> tuple[int, ...]:

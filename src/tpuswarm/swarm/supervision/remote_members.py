@@ -32,38 +32,56 @@ class RemoteHandle:
         self._name, self._change = name, change
         self.member = member
         """As the gateway reported it last."""
-        self._stored, self._reports_read, self._is_lost = member.rows_stored, 0, False
+        self.is_lost = False
+        self.steps_before = 0
+        """Steps whose rows were stored before: by a supervisor that has died, if the member's process is older."""
+        self._skipped = 0
+        """Rows of this process that such a supervisor stored."""
+        self._stored, self._reports_read = 0, 0
+        self._changes: dict[str, Any] = {}
+        """Changes of its fields at the gateway; a new gateway needs them again."""
 
     def outcome(self) -> Outcome | None:
         """Return how it ended; None while it works, or has rows that are not stored."""
-        if self._is_lost:
+        if self.is_lost:
             return Outcome("dead", "it was silent for too long")
         report = self.member.report
         unread = report is not None and report["first"] + len(report["rows"]) > self._stored
         return None if unread else self.member.outcome
 
     def report(self, since: int, seconds: float = 0.0) -> tuple[int, Any] | None:
-        """Return a report once, with its rows from number `since` on; those before are stored."""
-        if since > self._stored:
-            self._stored = since
-            self._change(self._name, self.member.instance, {"rows_stored": since})
+        """Return a report once, with the rows that follow the `since` ones that were read; those are stored."""
+        self._stored = self._changes["rows_stored"] = self._skipped + since
+        self._send_changes()
         report = self.member.report
         if report is None or self.member.reports == self._reports_read:
             return None
         self._reports_read = self.member.reports
-        rows = [dict(row) for row in report["rows"][max(0, since - report["first"]) :]]
+        self._skipped += max(0, report["first"] - self._stored)
+        unread = report["rows"][max(0, self._stored - report["first"]) :]
+        rows: list[dict[str, Any]] = [dict(row) for row in unread]
+        rows = [row for row in rows if "loss" not in row or row["step"] > self.steps_before]
+        self._skipped += len(unread) - len(rows)
         return self.member.pid, {**report, "rows": rows}
 
     def leave(self) -> None:
-        self._change(self._name, self.member.instance, {"should_leave": True})
+        self._changes["should_leave"] = True
+        self._send_changes()
 
     def kill(self) -> None:
         """Give it up until it comes back."""
-        self._is_lost = True
+        self.is_lost = True
 
     def dismiss(self, reason: str) -> None:
         """Tell it why it may not go on."""
-        self._change(self._name, self.member.instance, {"dismissed": reason})
+        self._changes["dismissed"] = reason
+        self._send_changes()
+
+    def _send_changes(self) -> None:
+        """Send what the gateway does not report yet."""
+        changes = {name: value for name, value in self._changes.items() if getattr(self.member, name) != value}
+        if changes:
+            self._change(self._name, self.member.instance, changes)
 
     def trace(self, steps: int) -> None:
         """Do nothing; see TraceCollector."""
@@ -94,6 +112,8 @@ class RemoteMembers:
     def __init__(self, head: Head, plan: RunPlan, shards: tuple[str, ...], files_from: str):
         self._head, self._plan = head, _PLAN.dump_json(plan).decode()
         self._shards, self._files_from = shards, files_from
+        self._handles: dict[str, RemoteHandle] = {}
+        """The newest of each member, lost ones included."""
 
     def update(self, members: Mapping[str, RemoteMember], now: float) -> None:
         """Follow the gateway's report. now: by the supervisor's Clock."""
@@ -102,17 +122,23 @@ class RemoteMembers:
             process = head.processes.get(name)
             if process is None:
                 process = head.processes[name] = SupervisedProcess(name, MAKER, {"evaluates": False}, node=DIALLED_IN)
-            handle = process.actor
-            if isinstance(handle, RemoteHandle) and handle.member.instance == member.instance:
-                handle.member = member
-            elif member.outcome is None and not member.dismissed and _is_fresh(member):
-                if handle is not None and process.is_busy:
+            handle = self._handles.get(name)
+            if handle is None or handle.member.instance != member.instance:
+                handle = RemoteHandle(name, member, head.change_remote)
+            handle.member = member
+            is_new = process.actor is not handle
+            if is_new and member.outcome is None and not member.dismissed and _is_fresh(member):
+                if process.actor is not None and process.is_busy:
                     head.report_lost(process, "killed")  # and started again before its silence was noticed
+                rows = process.rows if handle is self._handles.get(name) else 0  # those that came before it was lost
+                if handle is not self._handles.get(name):
+                    handle.steps_before, _ = head.begin_member(process)
+                self._handles[name], handle.is_lost = handle, False
                 process.move(DIALLED_IN)
-                process.set_started(RemoteHandle(name, member, head.change_remote), now)
-                process.rows = member.rows_stored
+                process.set_started(handle, now)
+                process.rows = rows
                 head.report_dialled_in(name, member.facts)
-            if member.admitted is None and process.actor is not None:
+            if member.admitted is None and process.actor is handle:
                 steps, evaluates = head.begin_member(process)
                 process.arguments = {"evaluates": evaluates}
                 admitted = Admitted(name, self._plan, self._shards, self._files_from, steps, evaluates)

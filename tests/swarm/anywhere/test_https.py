@@ -18,7 +18,7 @@ import pytest
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.anywhere import client, transfers, wire
-from tpuswarm.swarm.anywhere.certificate import ensure_certificate
+from tpuswarm.swarm.anywhere.certificate import ensure_certificate, fingerprint
 from tpuswarm.swarm.anywhere.client import HttpsCalls, NoSwarm
 from tpuswarm.swarm.anywhere.invites import Invitation
 from tpuswarm.swarm.anywhere.server import MAX_FAILURES
@@ -164,6 +164,22 @@ def test_unknown_certificate_of_a_tunnel_is_refused(tmp_path):
     tunnel.shutdown()
 
 
+def test_page_of_a_tunnel_without_its_head_ends_no_member(tmp_path):
+    tunnel = _serve(tmp_path, headers={wire.HEADER: str(wire.VERSION)})
+    mark = fingerprint(tunnel.certificate)
+    calls = HttpsCalls(Invitation(f"127.0.0.1:{tunnel.server_port}", mark, "ada", "00" * 16))
+    calls.connect()
+    with pytest.raises(Unreachable, match="answers with status 501"):
+        calls(HELLO)
+    tunnel.shutdown()
+    (tmp_path / "other").mkdir()
+    tunnel = _serve(tmp_path / "other", status=502)
+    mark = fingerprint(tunnel.certificate)
+    with pytest.raises(NoSwarm, match="does not reach the head"):
+        HttpsCalls(Invitation(f"127.0.0.1:{tunnel.server_port}", mark, "ada", "00" * 16)).connect()
+    tunnel.shutdown()
+
+
 def test_closed_port_is_no_swarm_at_the_moment(head):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -220,14 +236,14 @@ def test_answers_give_room_to_newer_ones(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def _serve(folder, headers=None):
+def _serve(folder, headers=None, status=200):
     """Serve web pages by HTTPS, with a certificate of its own."""
     seen = []
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append((self.command, self.headers.get("authorization")))
-            self.send_response(200)
+            self.send_response(status)
             for name, value in {"content-type": "text/html; charset=utf-8", **(headers or {})}.items():
                 self.send_header(name, value)
             self.send_header("content-length", "2")

@@ -101,7 +101,8 @@ class HttpsCalls:
         assert self._client is not None
         timeout = httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_S)
         response = self._client.request(method, path, content=content, timeout=timeout, headers=headers)
-        self._require_swarm(response)
+        if wire.HEADER not in response.headers:  # a tunnel answers for a head that is away
+            raise Unreachable(f"{self._invitation.address} answers with status {response.status_code}")
         if response.status_code in (400, 401, 413):
             raise InputError(response.text)
         if response.status_code >= 300:
@@ -172,6 +173,8 @@ class HttpsCalls:
 
     def _require_swarm(self, response: httpx.Response) -> None:
         if wire.HEADER not in response.headers:
+            if response.status_code >= 500:
+                raise NoSwarm(f"the tunnel at {self._invitation.address} does not reach the head")
             kind = response.headers.get("content-type", "something unknown").partition(";")[0]
             raise InputError(
                 f"{self._invitation.address} answers with {kind}, status {response.status_code}, and not as a swarm: "

@@ -28,7 +28,7 @@ RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 60.0
 ABSENT_PAUSE_S = 5.0
 """Wait between two searches for a head that does not answer."""
 SILENCE_TIMEOUT_S = 600.0
-"""The command ends when the head has been silent for this long."""
+"""The command ends after searching for the head for this long."""
 MAX_MACHINE_CHARS = 32
 MAX_MEMBERS_HERE = 64
 
@@ -76,7 +76,8 @@ def _keep_alive(invitation: Invitation, member: str, batch: int | None, stop: St
         if status == ExitStatus.WRONG_INPUT:
             raise InputError(last_line)
         if status == ExitStatus.ABSENT:
-            silent_since = silent_since or began
+            if silent_since is None or time.monotonic() - began > MIN_LIFE_S:
+                silent_since = time.monotonic()
             if time.monotonic() - silent_since > SILENCE_TIMEOUT_S:
                 raise RunFailed(f"{last_line} for {SILENCE_TIMEOUT_S / 60:.0f} minutes; is the run still alive?")
             if told != last_line:

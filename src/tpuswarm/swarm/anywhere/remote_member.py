@@ -15,6 +15,7 @@ from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.swarm.anywhere.client import HttpsCalls, NoSwarm
 from tpuswarm.swarm.anywhere.errand import Errand, from_json
 from tpuswarm.swarm.anywhere.gateway import GATEWAY, Admitted, Reported
+from tpuswarm.swarm.anywhere.reports import MAX_ROWS
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.engines.notice import on_notice
 from tpuswarm.swarm.member.member_process import MemberProcess, MemberSpec
@@ -29,6 +30,8 @@ REPORT_INTERVAL_S, URGENT_INTERVAL_S = 1.0, 0.1
 """The short one holds while a push waits until its metrics rows are stored."""
 LAST_REPORT_S = 20.0
 """How long the last report is tried."""
+SILENCE_TIMEOUT_S = 300.0
+"""The process ends when the head has been silent for this long; its command goes on searching for it."""
 LARGEST_FILE = 2**28
 """Bytes: of a larger text a member fetches only the rows that it trains on."""
 PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
@@ -46,17 +49,28 @@ class Reporter:
         """Why the swarm wants no more of this process."""
         self.head_stops = False
         """Whether the head has asked all members to push their work and leave."""
+        self._is_last = False
 
     def run(self) -> None:
+        """Report until the end of the process, and end it if the swarm refuses it or is silent: nothing is stored."""
+        heard = time.monotonic()
         while not self.refusal:
             try:
                 report = self._send("", "")
-            except Unreachable:
+                heard = time.monotonic()
+            except Unreachable as error:
                 report = {}
+                if time.monotonic() - heard > SILENCE_TIMEOUT_S:
+                    _exit(ExitStatus.ABSENT, f"nothing answers ({error})")
+            except InputError as error:
+                report, self.refusal = {}, str(error)
             time.sleep(URGENT_INTERVAL_S if report.get("awaits_storage") else REPORT_INTERVAL_S)
+        if not self._is_last:
+            _exit(ExitStatus.WRONG_INPUT, self.refusal)
 
     def finish(self, how: str, reason: str) -> None:
         """Send the last rows, and how the process ended."""
+        self._is_last = True
         end, has_arrived = time.monotonic() + LAST_REPORT_S, False
         while time.monotonic() < end and not self.refusal:
             try:
@@ -66,20 +80,21 @@ class Reporter:
             except Unreachable:
                 if has_arrived:
                     return  # the head has ended after reading it
+            except InputError as error:
+                self.refusal = str(error)
             time.sleep(URGENT_INTERVAL_S)
 
     def _send(self, how: str, reason: str) -> dict[str, Any]:
         with self._lock:
             report = self._work.report(self._stored)
             report.pop("trace")
-            report |= {"first": self._stored, "rows": tuple(map(_without_files, report["rows"]))}
+            report |= {"first": self._stored, "rows": tuple(map(_without_files, report["rows"][:MAX_ROWS]))}
             about = (self._errand.member, self._errand.instance, report, how, reason)
             answer = self._calls(Call(GATEWAY, "report", about))
             if isinstance(answer, Unreachable):  # a new gateway
                 _join(self._calls, self._errand)
             elif isinstance(answer, Refused):
                 self.refusal = answer.reason
-                self._work.leave()
             elif isinstance(answer, Reported):
                 self._stored = max(self._stored, answer.rows)  # a new gateway begins at 0
                 if answer.should_leave:
@@ -120,7 +135,7 @@ def run(errand: Errand) -> None:
     on_notice(leave)
     calls = HttpsCalls(errand.invitation)
     calls.connect()
-    while (admitted := _try_join(calls, errand)) is None:
+    while (admitted := _join(calls, errand)) is None:
         if leaving.wait(RETRY_INTERVAL_S):
             return
     plan = PLAN.validate_json(admitted.plan)
@@ -153,13 +168,6 @@ def run(errand: Errand) -> None:
         raise NoSwarm("the head has stopped the run")
 
 
-def _try_join(calls: HttpsCalls, errand: Errand) -> Admitted | None:
-    try:
-        return _join(calls, errand)
-    except Unreachable:
-        return None
-
-
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -171,7 +179,7 @@ def main() -> NoReturn:
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     try:
         run(errand)
-    except NoSwarm as error:
+    except (NoSwarm, Unreachable) as error:
         _exit(ExitStatus.ABSENT, str(error))
     except InputError as error:
         _exit(ExitStatus.WRONG_INPUT, str(error))

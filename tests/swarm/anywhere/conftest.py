@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from tpuswarm.swarm.anywhere import server as serving
 from tpuswarm.swarm.anywhere.certificate import ensure_certificate
@@ -41,11 +40,7 @@ class Head:
 
     def start(self) -> None:
         app = serving.make_app(self.gateway, self.book, 2**24, self.folder / "parts", lambda: self.now)
-        config = uvicorn.Config(
-            app, log_level="error", lifespan="off", ssl_certfile=ensure_certificate(self.folder),
-            ssl_keyfile=ensure_certificate(self.folder), timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        self.server = uvicorn.Server(config)
+        self.server = serving.make_server(app, ensure_certificate(self.folder))
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self._listener.dup()])))
         self._thread.start()
         while not self.server.started:

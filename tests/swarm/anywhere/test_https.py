@@ -9,6 +9,8 @@ import socketserver
 import ssl
 import subprocess
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import asyncssh
@@ -17,11 +19,11 @@ import numpy as np
 import pytest
 
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.anywhere import client, transfers, wire
+from tpuswarm.swarm.anywhere import client, server, transfers, wire
 from tpuswarm.swarm.anywhere.certificate import ensure_certificate, fingerprint
 from tpuswarm.swarm.anywhere.client import HttpsCalls, NoSwarm
 from tpuswarm.swarm.anywhere.invites import Invitation
-from tpuswarm.swarm.anywhere.server import MAX_FAILURES
+from tpuswarm.swarm.anywhere.server import MAX_CALLS_OF_A_PERSON, MAX_FAILURES
 from tpuswarm.swarm.core.messages import Accepted, Refused
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.processes.effects import Call, Unreachable
@@ -217,6 +219,57 @@ def test_requests_that_are_too_long_or_no_messages_are_refused(head):
             assert raw.post(path, content=b"x").status_code == 401
         assert raw.get(f"/answer/{digest}").status_code == 401
     assert not head.calls
+
+
+def test_silent_connection_is_closed_and_a_busy_one_stays(head, monkeypatch):
+    monkeypatch.setattr(server, "MAX_IDLE_CONNECTION_S", 0.5)
+    context = ssl._create_unverified_context()
+    with socket.create_connection(("127.0.0.1", head.port)) as raw, context.wrap_socket(raw) as silent:
+        silent.sendall(b"GET / HTTP/1.1\r\nx-slow: ")
+        head.answer = lambda call: time.sleep(1.5)
+        head.calls_of()(HELLO)
+        silent.settimeout(5.0)
+        assert silent.recv(1) == b""
+
+
+def test_slow_body_is_given_up(head, monkeypatch):
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.2)
+    invitation = head.book.invite("ada")
+    lines = ["POST /call HTTP/1.1", "host: x", f"authorization: Bearer ada.{invitation.secret}",
+             f"{wire.HEADER}: {wire.VERSION}", "content-length: 9", "", "x"]  # fmt: skip
+    context = ssl._create_unverified_context()
+    with socket.create_connection(("127.0.0.1", head.port)) as raw, context.wrap_socket(raw) as slow:
+        slow.sendall("\r\n".join(lines).encode())
+        slow.settimeout(5.0)
+        assert slow.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_person_with_many_slow_calls_keeps_nobody_else_out(head):
+    """Nor do their messages fill the memory before it is their turn."""
+    array = np.zeros(2**15, np.float32)
+    goes_on, taken = threading.Event(), []
+    head.answer = lambda call: goes_on.wait(20.0) and None if call.method == "put" else Accepted()
+    real = transfers.Uploads.take
+
+    def take(self, person, digest):
+        taken.append(digest)
+        return real(self, person, digest)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(64) as pool:
+        patch.setattr(transfers.Uploads, "take", take)
+        ada, bob = [head.calls_of() for _ in range(8)], head.calls_of("bob")
+        puts = [
+            pool.submit(ada[number % 8], Call("aggregator-0", "put", (WHO, number, {"array": array}, "d" * 64)))
+            for number in range(2 * MAX_CALLS_OF_A_PERSON)
+        ]
+        try:
+            while len(head.calls) < MAX_CALLS_OF_A_PERSON:
+                time.sleep(0.01)
+            assert bob(Call("coordinator", "hello", ("bob-home",))) == Accepted()
+            assert len(taken) == MAX_CALLS_OF_A_PERSON
+        finally:
+            goes_on.set()
+        assert [put.result() for put in puts] == [None] * len(puts)
 
 
 def test_damaged_upload_is_asked_for_again(head):

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.anywhere import wire
@@ -32,8 +34,12 @@ MAX_FAILURES, FAILURE_WINDOW_S = 20, 60.0
 """After so many wrong secrets from one address within this time, the next are not told why they are refused."""
 MAX_PEERS = 10_000
 """Addresses whose wrong secrets are remembered."""
-MAX_CALLS = 64
-"""Requests that are executed at a time."""
+MAX_CALLS, MAX_CALLS_OF_A_PERSON = 32, 16
+"""Calls that are executed at a time. Each holds its message in memory."""
+BODY_TIMEOUT_S = 60.0
+"""A request must have arrived within this time."""
+MAX_IDLE_CONNECTION_S = 30.0
+"""A connection is closed after this time without a request; members keep theirs busy."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -50,16 +56,38 @@ def open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(app: Starlette, listener: socket.socket, certificate: Path) -> None:
-    """Serve to the end of the process."""
+class _Protocol(H11Protocol):
+    """Closes a connection on which no request arrives: nobody without an invite can occupy them all."""
+
+    _answers = 0
+    """Answers on this connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in H11Protocol
+        super().connection_made(transport)
+        self.loop.call_later(MAX_IDLE_CONNECTION_S, self._close_if_idle, 0)
+
+    def on_response_complete(self) -> None:
+        self._answers += 1
+        super().on_response_complete()
+
+    def _close_if_idle(self, answers: int) -> None:
+        is_working = self.cycle and not self.cycle.response_complete
+        if self._answers == answers and not is_working:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.loop.call_later(MAX_IDLE_CONNECTION_S, self._close_if_idle, self._answers)
+
+
+def make_server(app: Starlette, certificate: Path) -> uvicorn.Server:
+    """Make the web server."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", proxy_headers=False, server_header=False,
-        timeout_graceful_shutdown=1, ssl_certfile=certificate, ssl_keyfile=certificate,
+        app, log_level="error", access_log=False, lifespan="off", proxy_headers=False, server_header=False,
+        timeout_graceful_shutdown=1, ssl_certfile=certificate, ssl_keyfile=certificate, http=_Protocol, ws="none",
     )  # fmt: skip
     config.load()
     assert config.ssl is not None
     config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    asyncio.run(uvicorn.Server(config).serve([listener]))
+    return uvicorn.Server(config)
 
 
 class GatewayWork:
@@ -80,7 +108,7 @@ class GatewayWork:
         listener = open_listener(*self._listen)
         with tempfile.TemporaryDirectory(prefix="tpuswarm-gateway-") as folder:
             app = make_app(self._gateway, InviteBook(self._folder), self._largest, Path(folder))
-            serve(app, listener, ensure_certificate(self._folder))
+            asyncio.run(make_server(app, ensure_certificate(self._folder)).serve([listener]))
         return "ended"
 
     def report(self, since: int) -> dict[str, RemoteMember]:
@@ -99,7 +127,8 @@ def make_app(
     """
     door, limit = _Door(book, now), largest + MAX_OVERHEAD_BYTES
     uploads, answers = Uploads(folder / "uploads", limit), Answers(folder / "answers", ANSWERS_PER_LARGEST * limit)
-    slots = asyncio.Semaphore(MAX_CALLS)
+    threads = ThreadPoolExecutor(MAX_CALLS, "calls")
+    turns: dict[str, asyncio.Semaphore] = {}
 
     async def about(request: Request) -> Response:
         return _text("this is the head of a tpuswarm run; join it with `tpuswarm join` and an invite")
@@ -129,18 +158,21 @@ def make_app(
         if isinstance(person, Response):
             return person
         content = await _read(request, PART_BYTES)
-        sent = request.headers.get(wire.CONTENT, "")
-        if sent and content == b"":
-            content = await asyncio.to_thread(uploads.take, person, sent)
-            if content is None:
-                return _text("the message has not arrived whole; send it again", 409)
         if content is None:
             return _text("a long message is sent in parts", 413)
-        async with slots:
-            response = await asyncio.to_thread(_answer, gateway, answers, person, content)
-        if sent and response.status_code != 503:
-            uploads.drop(person, sent)
-        return response
+        sent = request.headers.get(wire.CONTENT, "")
+
+        def execute() -> Response:
+            message = uploads.take(person, sent) if sent else content
+            if message is None:
+                return _text("the message has not arrived whole; send it again", 409)
+            response = _answer(gateway, answers, person, message)
+            if sent and response.status_code != 503:
+                uploads.drop(person, sent)
+            return response
+
+        async with turns.setdefault(person, asyncio.Semaphore(MAX_CALLS_OF_A_PERSON)):
+            return await asyncio.get_running_loop().run_in_executor(threads, execute)
 
     routes = [
         Route("/", about),
@@ -186,11 +218,12 @@ class _Door:
 async def _read(request: Request, limit: int) -> bytes | None:
     """Read the body; None if it is too large, or the client is gone."""
     content = bytearray()
-    with suppress(ClientDisconnect):
-        async for part in request.stream():
-            content += part
-            if len(content) > limit:
-                return None
+    with suppress(ClientDisconnect, TimeoutError):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                content += part
+                if len(content) > limit:
+                    return None
         return bytes(content)
     return None
 

@@ -11,9 +11,11 @@ from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation
 from tpuswarm.swarm.processes.aggregator import Shard
 from tpuswarm.swarm.processes.coordinator import Coordinator, FoundingCoordinator, Wait
 from tpuswarm.swarm.processes.effects import Call, Unreachable
+from tpuswarm.train.look.pictures import PICTURES, TEXTS
 
 ADMITTED = Admitted("ada-colab", "{}", ("aggregator-0",), "aggregator-0", 0, False)
 ROW = {"step": 1, "tokens": 8, "loss": 2.5, "member": "ada-colab", "version": 0, "wall_s": 0.5}
+EVALUATION = {"step": 1, "tokens": 8, "eval_loss": 2.5, "member": "ada-colab", "version": 0}
 REPORT = {
     "incarnation": "a" * 32, "base": 0, "tokens": 8, "at_risk": 0, "rows_per_s": 1.5, "awaits_storage": False,
     "evaluating": False, "first": 0, "rows": (ROW,),
@@ -107,7 +109,10 @@ def test_report_is_answered_with_what_is_stored():
         {"rows": ({**ROW, "pictures": {"../../x": b"1"}},)}, {"rows": ({"member": "ada-colab"},)},
         {"rows": ({**ROW, "version": True},)}, {"rows": ({**ROW, "\x1b[2J": 1},)}, {"rows": ({**ROW, "x" * 65: 1},)},
         {"rows": ({**ROW, "step": 1.5},)}, {"rows": ({**ROW} | {f"c{n}": n for n in range(64)},)},
-        {"rows": ({**ROW, "loss": float("inf")},)}, {"first": -1}, {"at_risk": 2**60},
+        {"rows": ({**ROW, "loss": float("inf")},)}, {"rows": ({**ROW, "loss": 1e308},)}, {"rows_per_s": -1.0},
+        {"rows": ({**ROW, "grad_norm": "high"},)}, {"rows": ({**EVALUATION, PICTURES: 1},)},
+        {"rows": ({**EVALUATION, TEXTS: 1},)}, {"rows": ({**EVALUATION, "fid": "x"},)}, {"first": -1},
+        {"at_risk": 2**60},
     ],
 )  # fmt: skip
 def test_malformed_report_is_refused_and_forgotten(change):
@@ -115,6 +120,27 @@ def test_malformed_report_is_refused_and_forgotten(change):
     swarm.join()
     assert isinstance(swarm.report({**REPORT, **change}), Refused)
     assert swarm.gateway.members["ada-colab"].report is None
+
+
+@pytest.mark.parametrize(
+    "about",
+    [("1", 7, {"jax": "\x1b[2J"}), ("1", 7, {"a\nb": "1"}), ("1", 7, {"jax": "1" * 65}), ("1" * 65, 7, {}),
+     ("1", 7, {str(number): "" for number in range(17)})],
+)  # fmt: skip
+def test_description_of_a_member_is_short_and_printable(about):
+    swarm = Swarm()
+    assert isinstance(swarm.gateway.serve("ada", Call(GATEWAY, "join", ("ada-colab", *about))), Refused)
+    assert not swarm.gateway.members
+
+
+def test_reason_of_an_end_is_shown_as_one_short_line():
+    swarm = Swarm()
+    swarm.join()
+    reason = "no\nfile: \x1b[2J" + "x" * 1000
+    swarm.gateway.serve("ada", Call(GATEWAY, "report", ("ada-colab", "1", REPORT, "failed", reason)))
+    outcome = swarm.gateway.members["ada-colab"].outcome
+    assert outcome.reason.startswith("no file:  [2Jx") and len(outcome.reason) == 500
+    assert isinstance(swarm.report(how="gone"), Refused) and swarm.gateway.members["ada-colab"].outcome == outcome
 
 
 @given(st.recursive(st.none() | st.integers() | st.text() | st.floats(), lambda part: st.tuples(part, part)))

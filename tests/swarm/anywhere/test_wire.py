@@ -80,6 +80,7 @@ def test_no_bytes_do_anything_but_decode_or_fail(content):
         '{"$": "array", "name": "7"}',
         '{"no": "kind"}',
         "[" * 100_000,
+        "[" + "0," * 2**21 + "0]",
         "not JSON",
     ],
 )

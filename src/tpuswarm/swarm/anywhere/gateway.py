@@ -7,7 +7,9 @@ that matters: after its death members are admitted again, under the same name.
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
 
 from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.anywhere.reports import Report, check_report
@@ -31,6 +33,11 @@ MEMBER_REQUESTS: dict[str, Callable[..., str | None]] = {
 MAX_REMEMBERED_S = 600.0
 """A member that is silent for this long is forgotten; the coordinator has given its rows to others long before."""
 MAX_MEMBERS_OF_A_PERSON = 64
+MAX_REASON_CHARS = 500
+Word = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
+Facts = Annotated[dict[Word, Word], Field(max_length=16)]
+How = Literal["", "ended", "left", "over", "wrong", "failed"]
+"""How a member's process ended, as in Outcome; empty while it works."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Gateway:
 
     @request
     def join(
-        self, person: str, member: MemberName, instance: str, pid: int, facts: dict[str, str]
+        self, person: str, member: MemberName, instance: Word, pid: int, facts: Facts
     ) -> Admitted | Refused | Wait:
         """Ask for a place until the supervisor has given one. A newer instance of a member replaces the older one."""
         if person_of(member) != person:
@@ -127,12 +134,9 @@ class Gateway:
 
     @request
     def take_report(
-        self, person: str, member: MemberName, instance: str, report: dict[str, Any] | None, how: str, reason: str
+        self, person: str, member: MemberName, instance: Word, report: dict[str, Any] | None, how: How, reason: str
     ) -> Reported | Refused | Unreachable:
-        """Take a member's report, and how it ended if it has; Unreachable asks a member to join again.
-
-        how: a word of Outcome, empty while it works.
-        """
+        """Take a member's report, and how it ended if it has; Unreachable asks a member to join again."""
         known = self.members.get(member)
         if known is None or known.person != person:
             return Unreachable()
@@ -145,7 +149,8 @@ class Gateway:
             except ValueError as error:
                 return Refused(f"the report is malformed: {error}")
         if how:
-            known.outcome = Outcome(how, reason)  # type: ignore[arg-type]  # shown only
+            shown = "".join(sign if sign.isprintable() else " " for sign in reason[:MAX_REASON_CHARS])
+            known.outcome = Outcome(how, shown)
         if known.dismissed:
             return Refused(known.dismissed)
         return Reported(known.rows_stored, known.should_leave)

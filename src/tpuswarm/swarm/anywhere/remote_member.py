@@ -88,7 +88,7 @@ class Reporter:
         with self._lock:
             report = self._work.report(self._stored)
             report.pop("trace")
-            report |= {"first": self._stored, "rows": tuple(map(_without_files, report["rows"][:MAX_ROWS]))}
+            report |= {"first": self._stored, "rows": tuple(map(_numbers, report["rows"][:MAX_ROWS]))}
             about = (self._errand.member, self._errand.instance, report, how, reason)
             answer = self._calls(Call(GATEWAY, "report", about))
             if isinstance(answer, Unreachable):  # a new gateway
@@ -103,9 +103,11 @@ class Reporter:
             return report
 
 
-def _without_files(row: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out pictures and texts, which the swarm takes from its own members only."""
-    return {name: value for name, value in row.items() if value is None or isinstance(value, bool | int | float | str)}
+    return {
+        name: value for name, value in row.items() if name == "member" or isinstance(value, bool | int | float | None)
+    }
 
 
 def facts() -> dict[str, str]:

@@ -5,10 +5,13 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from tpuswarm.train.look.pictures import PICTURES, TEXTS
+
 MAX_ROWS, MAX_COLUMNS = 10_000, 64
 Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_./ -]+$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-1e39, le=1e39)]
+"""The range of float32: sums of more may overflow."""
 Row = Annotated[dict[Name, Finite | Count | bool | Name | None], Field(max_length=MAX_COLUMNS)]
 
 
@@ -20,7 +23,7 @@ class Report(TypedDict):
     base: Count | None
     tokens: Count
     at_risk: Count
-    rows_per_s: Finite | None
+    rows_per_s: Annotated[float, Field(ge=0, le=1e12)] | None
     awaits_storage: bool
     evaluating: bool
     first: Count
@@ -43,6 +46,7 @@ def check_report(report: Any, member: str) -> Report:
         numbers = (row.get("step"), row.get("version"), row.get("tokens"))
         if not (is_step or is_evaluation) or row.get("member") != member or not all(type(n) is int for n in numbers):
             raise ValueError("a row is neither a step nor an evaluation of this member")
-        if is_step and not isinstance(row["loss"], float | None):
-            raise ValueError("a loss is not a number")
+        for name, value in row.items():
+            if name in (PICTURES, TEXTS) or (isinstance(value, str) and name != "member"):
+                raise ValueError(f"{name} is not a number")
     return found

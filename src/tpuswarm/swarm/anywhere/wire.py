@@ -10,7 +10,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tpuswarm.swarm.anywhere.gateway import Admitted, Reported
@@ -47,6 +46,8 @@ MESSAGES: tuple[type, ...] = (
     Identity, Incarnation, Joining, Layout, MovingAverage, OuterRule, PayloadDamaged, Piece, Quantized, Refused,
     Reported, RoundTimeouts, Rows, Staleness, Terms, Unreachable, VersionExpired, Wait,
 )  # fmt: skip
+MAX_TEXT_BYTES = 2**22
+"""Size of a message besides its arrays: Python's objects for it need many times as much."""
 _BY_NAME = {message.__name__: message for message in MESSAGES}
 _KIND = "$"
 """Key of a JSON object that tells what it stands for."""
@@ -69,8 +70,11 @@ def decode(content: bytes) -> Any:
     """Decode a message; sequences become tuples. Raise Malformed."""
     try:
         arrays = load(content)
-        return _unpack(json.loads(arrays.pop(_MESSAGE).tobytes()), arrays)
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        text = arrays.pop(_MESSAGE)
+        if text.nbytes > MAX_TEXT_BYTES:
+            raise ValueError(f"its text has {text.nbytes} bytes")
+        return _unpack(json.loads(text.tobytes()), arrays)
+    except Exception as error:  # a stranger wrote them, and a message's constructor may raise anything
         raise Malformed(f"{type(error).__name__}: {error}") from error
 
 

@@ -18,6 +18,7 @@ import tomli_w
 from tests.swarm.chains import PER_ROW
 from tests.swarm.chains import Run as Chain
 from tpuswarm.cli.train import logs_and_stop
+from tpuswarm.cli.train.ledger import is_one_of
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.storage.ledger import commit_name
 from tpuswarm.swarm.storage.store import Store
@@ -368,6 +369,16 @@ def test_run_is_rebuilt_without_a_member(chain, call):
     assert (Path("runs/b/metrics.jsonl").read_bytes(), Path("runs/b/lock").exists()) == (
         Path("runs/a/metrics.jsonl").read_bytes(), False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [("ada", ["ada-colab", "ada-colab-2"]), ("ada-colab", ["ada-colab"]), ("m1", ["m1"]), ("j-box", ["j-box"]),
+     ("", []), ("j", []), ("ad", [])],
+)  # fmt: skip
+def test_rebuild_leaves_out_a_member_or_all_members_of_a_person(name, members):
+    present = ["m1", "m10", "ada-colab", "ada-colab-2", "adam-colab", "j-box", "j-box-2"]
+    assert list(filter(is_one_of([name]), present)) == members
 
 
 def test_rebuild_names_what_is_impossible(chain, call):

@@ -1,5 +1,7 @@
 """Invites: one string per person that can be revoked, expires, and is worth nothing when it was cut."""
 
+import base64
+import hashlib
 import stat
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.anywhere.certificate import CERTIFICATE, ensure_certificate, fingerprint
-from tpuswarm.swarm.anywhere.invites import INVITES, Invitation, InviteBook, open_door, parse_invitation
+from tpuswarm.swarm.anywhere.invites import INVITES, PERSON, Invitation, InviteBook, open_door, parse_invitation
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def book(tmp_path):
 
 
 @given(
-    st.text(st.characters(codec="utf-8", exclude_characters="@"), max_size=20),
+    st.from_regex(PERSON, fullmatch=True),
     st.text(max_size=40),
     st.sampled_from(["", "ab" * 32]),
 )
@@ -29,6 +31,14 @@ def test_string_has_everything(person, address, mark):
     for cut in (text[:-1], text[:20], text.replace("tps1-", "tps2-"), f"{text}A"):
         with pytest.raises(InputError, match="not a whole invite"):
             parse_invitation(cut)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"\0" * 17 + b"\xff@h:1", b"\0" * 17 + b"../../x@h:1"])
+def test_forged_string_is_no_invite(content):
+    """Not even with a right checksum: the person's name is part of a file's name here."""
+    text = base64.urlsafe_b64encode(content + hashlib.sha256(content).digest()[:4]).decode().rstrip("=")
+    with pytest.raises(InputError, match="not a whole invite"):
+        parse_invitation(f"tps1-{text}")
 
 
 def test_invite_of_a_person_stays_the_same_until_it_ends(book, tmp_path):

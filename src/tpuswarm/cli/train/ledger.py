@@ -13,6 +13,7 @@ import typer
 from tpuswarm.cli.console import Json, Run, make_console
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.storage import rebuild as rebuilding
 from tpuswarm.swarm.storage import verify as verification
 from tpuswarm.swarm.storage.store import Store
@@ -88,10 +89,7 @@ def rebuild(
         shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=_ignore_all_but_the_runs_own(folder))
         target = Store(partial)
 
-        def is_left_out(member: str) -> bool:
-            return any(member == name or member.startswith(f"{name}-") for name in without)
-
-        done = rebuilding.rebuild(source, target, is_left_out, rate, lambda text: echo(text, err=True))
+        done = rebuilding.rebuild(source, target, is_one_of(without), rate, lambda text: echo(text, err=True))
         report = verification.verify(target, lambda text: echo(text, err=True))
         if report.problems:
             raise RunFailed(f"the rebuilt run is not sound: {report.problems[0]}")
@@ -102,6 +100,11 @@ def rebuild(
         f"{to} is sound: commits {done.first} to {done.newest}, computed again without {done.contributions} "
         f"contributions ({done.tokens:,} tokens) of {', '.join(without)}; to go on: `tpuswarm train --run {to}`"
     )
+
+
+def is_one_of(names: list[str]) -> Callable[[str], bool]:
+    """Return a function that tells whether a member, or its person, is named."""
+    return lambda member: member in names or (person_of(member) or member) in names
 
 
 def _ignore_all_but_the_runs_own(folder: Path) -> Callable[[str, list[str]], set[str]]:

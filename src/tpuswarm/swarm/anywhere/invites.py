@@ -87,10 +87,12 @@ def parse_invitation(text: str) -> Invitation:
     except (binascii.Error, ValueError) as error:
         raise wrong from error
     content, check = content[:-_CHECK_BYTES], content[-_CHECK_BYTES:]
-    if not text.startswith(PREFIX) or check != _check(content):
+    if not text.startswith(PREFIX) or check != _check(content) or len(content) <= SECRET_BYTES:
         raise wrong
     end = 1 + SECRET_BYTES + content[0]
-    person, _, address = content[end:].decode().partition("@")
+    person, _, address = content[end:].decode(errors="replace").partition("@")
+    if not PERSON.fullmatch(person):
+        raise wrong  # it names a file here
     return Invitation(address, content[1 + SECRET_BYTES : end].hex(), person, content[1 : 1 + SECRET_BYTES].hex())
 
 

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -36,7 +36,7 @@ MAX_PEERS = 10_000
 """Addresses whose wrong secrets are remembered."""
 MAX_CALLS, MAX_CALLS_OF_A_PERSON = 32, 16
 """Calls that are executed at a time. Each holds its message in memory."""
-BODY_TIMEOUT_S = 60.0
+BODY_TIMEOUT_S = 300.0
 """A request must have arrived within this time."""
 MAX_IDLE_CONNECTION_S = 30.0
 """A connection is closed after this time without a request; members keep theirs busy."""
@@ -216,16 +216,19 @@ class _Door:
 
 
 async def _read(request: Request, limit: int) -> bytes | None:
-    """Read the body; None if it is too large, or the client is gone."""
+    """Read the body; None if it is too large, or the client is gone. Raise HTTPException if it takes too long."""
     content = bytearray()
-    with suppress(ClientDisconnect, TimeoutError):
+    try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 content += part
                 if len(content) > limit:
                     return None
-        return bytes(content)
-    return None
+    except ClientDisconnect:
+        return None
+    except TimeoutError as error:
+        raise HTTPException(408) from error
+    return bytes(content)
 
 
 def _answer(gateway: Gateway, answers: Answers, person: str, content: bytes) -> Response:

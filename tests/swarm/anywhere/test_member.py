@@ -1,19 +1,24 @@
 """A member that dialled in: what it does when the head is away, and when the swarm wants it no more."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from tests.swarm.anywhere.test_gateway import REPORT, ROW
+from tests.swarm.supervision.fake_cluster import PLAN
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.anywhere import join, remote_member
+from tpuswarm.swarm.anywhere.client import HttpsCalls
 from tpuswarm.swarm.anywhere.errand import Errand
-from tpuswarm.swarm.anywhere.gateway import Reported
+from tpuswarm.swarm.anywhere.gateway import Admitted, Reported
 from tpuswarm.swarm.anywhere.invites import Invitation
+from tpuswarm.swarm.anywhere.remote_member import PLAN as PLAN_AS_JSON
 from tpuswarm.swarm.anywhere.remote_member import Reporter
 from tpuswarm.swarm.anywhere.reports import MAX_ROWS
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.processes.effects import Unreachable
+from tpuswarm.swarm.processes.run_plan import DataFile
 from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.process.stop import StopSignals
 
@@ -55,6 +60,22 @@ def reporter_of(answer) -> Reporter:
         return answer(call) if callable(answer) else answer
 
     return Reporter(calls, ERRAND, Work())
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [("run", "../x"), ("run", "a/../../x"), ("run", "/x"), ("../x", "x"), ("/x", "x"), ("", "x")]
+)
+def test_head_cannot_write_outside_the_folder_of_its_run(monkeypatch, run, name):
+    plan = replace(PLAN, swarm=replace(PLAN.swarm, run=run), files={name: DataFile(1, "0" * 64)})
+    admitted = Admitted("ada-colab", PLAN_AS_JSON.dump_json(plan).decode(), (), "", 0, False)
+    monkeypatch.setattr(HttpsCalls, "connect", lambda calls: None)
+    monkeypatch.setattr(HttpsCalls, "__call__", lambda calls, call: admitted)
+    monkeypatch.setattr(remote_member, "on_notice", lambda leave: None)
+    monkeypatch.setattr(remote_member, "is_trusted", lambda target: False)
+    with pytest.raises(InputError, match=r"outside the run's folder|cannot name a folder"):
+        remote_member.run(ERRAND)
+    plan = replace(PLAN, files={"a/b.bin": DataFile(1, "0" * 64)})
+    remote_member.require_own_folder(plan)
 
 
 @pytest.mark.parametrize("answer", [InputError("it was revoked"), Refused("it was revoked")])

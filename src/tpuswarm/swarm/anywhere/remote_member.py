@@ -2,11 +2,13 @@
 
 import os
 import platform as machine
+import re
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
@@ -141,6 +143,7 @@ def run(errand: Errand) -> None:
         if leaving.wait(RETRY_INTERVAL_S):
             return
     plan = PLAN.validate_json(admitted.plan)
+    require_own_folder(plan)
     if not is_trusted(plan.target):
         raise InputError(
             f"the run executes code that is not part of tpuswarm: {plan.target} and what it imports. Get that file, "
@@ -168,6 +171,15 @@ def run(errand: Errand) -> None:
         raise InputError(reporter.refusal)
     if reporter.head_stops and not leaving.is_set():
         raise NoSwarm("the head has stopped the run")
+
+
+def require_own_folder(plan: RunPlan) -> None:
+    """Raise InputError if the run's files would lie outside its folder on this machine: the head names them."""
+    for name in plan.files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise InputError(f"the swarm has a data file {name!r}, which would lie outside the run's folder here")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", plan.swarm.run):
+        raise InputError(f"the swarm's run is called {plan.swarm.run!r}, which cannot name a folder here")
 
 
 def _say(text: str) -> None:

@@ -157,6 +157,7 @@ def test_person_cannot_fill_the_gateway_with_members():
     swarm = Swarm()
     for number in range(MAX_MEMBERS_OF_A_PERSON):
         swarm.join(f"ada-{number}")
+        swarm.report({**REPORT, "rows": ()}, how="left", member=f"ada-{number}")
     assert "64 members already" in swarm.join("ada-more").reason
     assert isinstance(swarm.join("bob-1", person="bob"), Wait)
     swarm.now = 1e6

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.anywhere.test_gateway import REPORT, ROW
+from tests.swarm.anywhere.test_gateway import EVALUATION, REPORT, ROW
 from tests.swarm.supervision.fake_cluster import PLAN
 from tpuswarm.swarm.anywhere.gateway import GATEWAY, Admitted, Gateway, Reported
 from tpuswarm.swarm.processes.effects import Call
@@ -24,6 +24,7 @@ class Head:
         self.made, self.stored, self.now = 0, 0, 0.0
         """Rows that the member's process made, and those that it knows to be stored; the supervisor's clock."""
         self.lost: list[str] = []
+        self.evaluates = False
         self.start()
 
     def start(self):
@@ -36,7 +37,7 @@ class Head:
         self.gateway = Gateway(lambda call: None, lambda: self.now)
 
     def begin_member(self, process):
-        return max(self.rows, default=0), False
+        return max(self.rows, default=0), self.evaluates
 
     def change_remote(self, name, instance, change):
         self.gateway.update(name, instance, change)
@@ -128,3 +129,19 @@ def test_member_goes_on_with_a_new_supervisor(head):
     assert head.all_rows_are_stored_once()
     head.made += 2
     assert head.all_rows_are_stored_once()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_only_the_member_that_was_asked_to_evaluate_does(monkeypatch, evaluates):
+    head = Head()
+    monkeypatch.setattr(remote_members.time, "monotonic", lambda: head.now)
+    head.evaluates = evaluates
+    head.member_reports()
+    head.look()
+    for first in (0, 1):
+        rows = ({**EVALUATION, "version": first},)
+        head.request("report", {**REPORT, "first": first, "rows": rows}, "", "")
+        head.look()
+        head.look()
+        assert head.member_reports().rows == first + 1, "it may forget the row"
+    assert head.rows == [1, 1] * evaluates

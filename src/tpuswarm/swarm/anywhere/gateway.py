@@ -33,6 +33,7 @@ MEMBER_REQUESTS: dict[str, Callable[..., str | None]] = {
 MAX_REMEMBERED_S = 600.0
 """A member that is silent for this long is forgotten; the coordinator has given its rows to others long before."""
 MAX_MEMBERS_OF_A_PERSON = 64
+"""Until they are forgotten, those that have left included."""
 MAX_REASON_CHARS = 500
 Word = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
 Facts = Annotated[dict[Word, Word], Field(max_length=16)]
@@ -123,9 +124,9 @@ class Gateway:
             return Refused(f"{member} is not a member of {person}")
         known = self.members.get(member)
         if known is None or known.instance != instance:
-            theirs = [other for other in self.members.values() if other.person == person and other.outcome is None]
-            if known is None and len(theirs) >= MAX_MEMBERS_OF_A_PERSON:
-                return Refused(f"{person} has {len(theirs)} members already")
+            count = sum(other.person == person for other in self.members.values())
+            if known is None and count >= MAX_MEMBERS_OF_A_PERSON:
+                return Refused(f"{person} has {count} members already")
             self.members[member] = known = RemoteMember(person, instance, facts, pid, self.clock())
         known.seen = self.clock()
         if known.dismissed:

@@ -35,8 +35,10 @@ class RemoteHandle:
         self.is_lost = False
         self.steps_before = 0
         """Steps whose rows were stored before: by a supervisor that has died, if the member's process is older."""
+        self.evaluates = False
+        """Whether it was asked to evaluate; evaluations of others are not stored."""
         self._skipped = 0
-        """Rows of this process that such a supervisor stored."""
+        """Rows of this process that are stored already, or never will be."""
         self._stored, self._reports_read = 0, 0
         self._changes: dict[str, Any] = {}
         """Changes of its fields at the gateway; a new gateway needs them again."""
@@ -60,7 +62,7 @@ class RemoteHandle:
         self._skipped += max(0, report["first"] - self._stored)
         unread = report["rows"][max(0, self._stored - report["first"]) :]
         rows: list[dict[str, Any]] = [dict(row) for row in unread]
-        rows = [row for row in rows if "loss" not in row or row["step"] > self.steps_before]
+        rows = [row for row in rows if (row["step"] > self.steps_before if "loss" in row else self.evaluates)]
         self._skipped += len(unread) - len(rows)
         return self.member.pid, {**report, "rows": rows}
 
@@ -141,6 +143,7 @@ class RemoteMembers:
             if member.admitted is None and process.actor is handle:
                 steps, evaluates = head.begin_member(process)
                 process.arguments = {"evaluates": evaluates}
+                handle.evaluates |= evaluates
                 admitted = Admitted(name, self._plan, self._shards, self._files_from, steps, evaluates)
                 head.change_remote(name, member.instance, {"admitted": admitted})
 

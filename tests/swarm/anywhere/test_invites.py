@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,16 @@ def test_invite_of_a_person_stays_the_same_until_it_ends(book, tmp_path):
     assert book.check("bob", bob.secret, 0.0) is None
     again = book.invite("ada")
     assert again.secret != ada.secret and book.check("ada", again.secret, 0.0) is None
+
+
+def test_changes_at_the_same_time_lose_nothing(book, tmp_path):
+    """Such as a revocation, while somebody else is invited."""
+    people = [f"p{number}" for number in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        secrets = list(pool.map(lambda person: InviteBook(tmp_path).invite(person).secret, people))
+        list(pool.map(lambda person: InviteBook(tmp_path).revoke(person), people[::2]))
+    states = [book.check(person, secret, 0.0) is None for person, secret in zip(people, secrets, strict=True)]
+    assert states == [False, True] * 20
 
 
 def test_wrong_secret_and_unknown_person_get_the_same_answer(book):

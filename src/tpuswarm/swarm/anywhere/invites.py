@@ -2,11 +2,15 @@
 
 import base64
 import binascii
+import fcntl
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -127,8 +131,9 @@ class InviteBook:
 
     def set_address(self, address: str, fingerprint: str) -> None:
         """Note where members reach the run; keep its invites."""
-        known = self.access()
-        self._write(Access(address, fingerprint, known.invites if known else {}))
+        with self._changing():
+            known = self.access()
+            self._write(Access(address, fingerprint, known.invites if known else {}))
 
     def invite(self, person: str, seconds: float | None = None) -> Invitation:
         """Return a person's invitation; make it if there is none, if it does not hold any more, or for another time.
@@ -137,21 +142,36 @@ class InviteBook:
         """
         if not PERSON.fullmatch(person):
             raise InputError(f"{person!r} cannot be a person's name: use 1 to 24 letters, digits and underscores")
-        known = self._require_access()
-        invite = known.invites.get(person)
-        if invite is None or seconds is not None or refusal(invite, time.time()) is not None:
-            invite = Invite(person, secrets.token_hex(SECRET_BYTES), None if seconds is None else time.time() + seconds)
-            known = replace(known, invites={**known.invites, person: invite})
-            self._write(known)
+        with self._changing():
+            known = self._require_access()
+            invite = known.invites.get(person)
+            if invite is None or seconds is not None or refusal(invite, time.time()) is not None:
+                end = None if seconds is None else time.time() + seconds
+                invite = Invite(person, secrets.token_hex(SECRET_BYTES), end)
+                known = replace(known, invites={**known.invites, person: invite})
+                self._write(known)
         return known.invitation(person)
 
     def revoke(self, person: str) -> None:
         """End a person's access. Raise InputError if nobody of that name was invited."""
-        known = self._require_access()
-        if person not in known.invites:
-            raise InputError(f"nobody named {person!r} was invited; invited: {', '.join(known.invites) or 'nobody'}")
-        invite = replace(known.invites[person], revoked=True)
-        self._write(replace(known, invites={**known.invites, person: invite}))
+        with self._changing():
+            known = self._require_access()
+            if person not in known.invites:
+                invited = ", ".join(known.invites) or "nobody"
+                raise InputError(f"nobody named {person!r} was invited; invited: {invited}")
+            invite = replace(known.invites[person], revoked=True)
+            self._write(replace(known, invites={**known.invites, person: invite}))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Let no other process change the file meanwhile."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _require_access(self) -> Access:
         if (known := self.access()) is None:
@@ -162,7 +182,6 @@ class InviteBook:
         return known
 
     def _write(self, access: Access) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, _ACCESS.dump_json(access, indent=1), mode=0o600)
 
     def check(self, person: str, secret: str, now: float) -> str | None:

@@ -35,13 +35,16 @@ from tpuswarm.train.storage.sync import STOP, send_request
 
 def test_run_is_resumed_from_another_disk(use_disk):
     run = start_run()
-    (run.folder / "token").write_text("secret")
+    secrets = ("token", "invites.json", "listen.pem")
+    for name in secrets:
+        (run.folder / name).write_text("secret")
     (run.folder / "status.json").write_text("from one")
     run.close()
     use_disk("two")
     download_run(URL)  # commands read the configuration first
     run = Run(copy_folder(URL))
-    assert run.config() == CONFIG and read_steps(run.folder) == [1, 2, 3] and not (run.folder / "token").exists()
+    assert run.config() == CONFIG and read_steps(run.folder) == [1, 2, 3]
+    assert not any((run.folder / name).exists() for name in secrets)
     run.write_metrics({"step": 4, "tokens": 8, "loss": 0.2})
     (run.folder / "status.json").write_text("from two")
     run.close()

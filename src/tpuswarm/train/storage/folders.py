@@ -18,7 +18,7 @@ BEST = "best.json"
 """Names the checkpoint that is kept besides the newest (train/run/best.py)."""
 NOT_UPLOADED = {
     *("commits", "headers", "objects", "payloads", "views", "members", "founding.json"),  # a swarm's store writes them
-    *(LOCK, "token", "index.sqlite", ORIGIN),  # specific to this machine, or secret
+    *(LOCK, "token", "invites.json", "listen.pem", "index.sqlite", ORIGIN),  # specific to this machine, or secret
 }
 TEMPORARY = re.compile(r"\.part$|\.\d+$|-journal$|-wal$|-shm$")
 

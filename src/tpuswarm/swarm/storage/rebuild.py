@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.core.arithmetic.outer import OuterRule, initial_state
+from tpuswarm.swarm.core.arithmetic.outer import OuterRule, gathered_after, initial_state
 from tpuswarm.swarm.core.choose import effective
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.storage.ledger import Ledger, header_name, record_digest
@@ -147,12 +147,14 @@ class _Rebuild:
                 record,
                 rate=rule.rate_for(effective(decision.weight for decision in kept), old.share),
                 kept=None if old.kept is None else old.kept**share,
+                gathered=0.0 if old.rule == "average" else gathered_after(newest.gathered, old.share),
             )
             record = self._compute(record)
         else:
             record = replace(
                 record, state=newest.state, outer=newest.outer, updates=(), rate=0.0, kept=newest.kept,
-                rule=newest.rule, momentum=newest.momentum, downlink=newest.downlink, averaged=newest.averaged,
+                share=old.share if newest.rule == "average" else 0.0, gathered=newest.gathered, rule=newest.rule,
+                momentum=newest.momentum, downlink=newest.downlink, averaged=newest.averaged,
             )  # fmt: skip
         self._append(record)
 

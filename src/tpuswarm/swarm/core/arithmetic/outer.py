@@ -134,8 +134,13 @@ def advance_quorum(outer: OuterRule, gathered: float, contributors: int, quorum:
     if outer.rule == "average":
         return 1.0, 0.0
     share = min(1.0, contributors / quorum)
+    return share, gathered_after(gathered, share)
+
+
+def gathered_after(gathered: float, share: float) -> float:
+    """Return the sum of shares after a commit: 0 once a quorum is complete."""
     after = gathered + share
-    return share, 0.0 if after >= FULL_QUORUM_SHARE else after
+    return 0.0 if after >= FULL_QUORUM_SHARE else after
 
 
 def nesterov_step(

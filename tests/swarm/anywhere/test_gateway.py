@@ -9,7 +9,7 @@ from tpuswarm.swarm.core.messages import Heartbeat, Refused
 from tpuswarm.swarm.core.rows import NO_ROWS
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation
 from tpuswarm.swarm.processes.aggregator import Shard
-from tpuswarm.swarm.processes.coordinator import Coordinator, FoundingCoordinator, Wait
+from tpuswarm.swarm.processes.coordinator import Begin, Coordinator, FoundingCoordinator, Wait
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.train.look.pictures import PICTURES, TEXTS
 
@@ -78,6 +78,21 @@ def test_only_requests_of_members_pass():
         for address in ("coordinator", "aggregator-0", GATEWAY):
             assert isinstance(swarm.gateway.serve("ada", Call(address, method, ())), Refused)
     assert not swarm.calls
+
+
+def test_only_a_person_who_was_asked_creates_the_first_version():
+    swarm, answers = Swarm(), {"hello": Wait(), "found": "stored"}
+    swarm.gateway.calls = lambda call: answers[call.method]
+
+    def found(person):
+        swarm.gateway.serve(person, Call("coordinator", "hello", (f"{person}-x",)))
+        return swarm.gateway.serve(person, Call("aggregator-0", "found", ()))
+
+    assert isinstance(found("ada"), Refused)
+    answers["hello"] = Begin()
+    assert found("ada") == "stored"
+    answers["hello"] = Wait()
+    assert isinstance(found("bob"), Refused) and found("ada") == "stored"
 
 
 def test_newer_instance_takes_the_place_of_the_older_one():

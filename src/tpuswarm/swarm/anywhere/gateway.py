@@ -15,7 +15,7 @@ from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.anywhere.reports import Report, check_report
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.engines.actor import Outcome
-from tpuswarm.swarm.processes.coordinator import Wait
+from tpuswarm.swarm.processes.coordinator import Begin, Wait
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.swarm.processes.requests import MemberName, request
 
@@ -95,6 +95,8 @@ class Gateway:
     calls: Callable[[Call], Any]
     clock: Callable[[], float]
     members: dict[str, RemoteMember] = field(default_factory=dict)
+    _founders: set[str] = field(default_factory=set)
+    """People of members that the coordinator has asked to create the first version."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def serve(self, person: str, call: Call) -> Any:
@@ -113,7 +115,12 @@ class Gateway:
             return Refused(f"{call.method} is malformed")
         if named is not None and person_of(str(named)) != person:
             return Refused(f"{named} is not a member of {person}")
-        return self.calls(call)
+        if call.method == "found" and person not in self._founders:
+            return Refused("only the member that was asked creates the first version")
+        answer = self.calls(call)
+        if isinstance(answer, Begin):
+            self._founders.add(person)
+        return answer
 
     @request
     def join(

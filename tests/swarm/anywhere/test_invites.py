@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.anywhere.certificate import CERTIFICATE, ensure_certificate, fingerprint
 from tpuswarm.swarm.anywhere.invites import INVITES, PERSON, Invitation, InviteBook, open_door, parse_invitation
+from tpuswarm.swarm.supervision import start
+from tpuswarm.swarm.views.screen import Screen
 
 
 @pytest.fixture
@@ -51,6 +53,14 @@ def test_invite_of_a_person_stays_the_same_until_it_ends(book, tmp_path):
     assert book.check("bob", bob.secret, 0.0) is None
     again = book.invite("ada")
     assert again.secret != ada.secret and book.check("ada", again.secret, 0.0) is None
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_head_shows_an_invite_on_a_terminal_and_not_in_its_log(book, tmp_path, monkeypatch, capfd, is_log):
+    monkeypatch.setattr(start, "writes_timestamped_log", lambda: is_log)
+    start.show_invite(Screen(), tmp_path)
+    shown = capfd.readouterr().err
+    assert "tpuswarm invite" in shown and ("tps1-" in shown) != is_log
 
 
 def test_changes_at_the_same_time_lose_nothing(book, tmp_path):

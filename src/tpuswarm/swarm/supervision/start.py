@@ -45,6 +45,7 @@ from tpuswarm.train.loop.resolve import Resolved, held_out, request
 from tpuswarm.train.loop.run_config import run_config
 from tpuswarm.train.process.numerics import run_key
 from tpuswarm.train.process.stop import Interrupted, defer_interrupts
+from tpuswarm.train.process.timestamps import writes_timestamped_log
 from tpuswarm.train.process.waiting import waiting
 from tpuswarm.train.program.compiled import place_program
 from tpuswarm.train.recipe import Recipe
@@ -323,6 +324,16 @@ def _open_loggers(run: Run, recipe: Recipe, project: str | None, screen: Screen,
             screen.note(f"W&B: {log.where}")
 
 
+def show_invite(screen: Screen, folder: Path) -> None:
+    """Say how to join from anywhere. A log does not get the invite: others may read it, and a bucket keeps it."""
+    command = f"`tpuswarm invite {shown(folder)}`"
+    if writes_timestamped_log():
+        screen.note(f"to join from anywhere: {command} prints an invite")
+        return
+    screen.note(f"to join from anywhere; {command} prints it for others:")
+    screen.line(f"tpuswarm join {InviteBook(folder).invite(GUEST)}")
+
+
 def _supervise(
     run: Run, recipe: Recipe, prepared: _PreparedRun, screen: Screen, watch: Callable[[Supervisor], None]
 ) -> SwarmResult:
@@ -366,8 +377,7 @@ def _supervise(
             if cluster.dashboard:
                 screen.note(f"Ray's dashboard: http://{cluster.dashboard}, which asks for the token in {cluster.token}")
             if prepared.listen:
-                screen.note(f"to join from anywhere; `tpuswarm invite {shown(run.folder)}` prints it for others:")
-                screen.line(f"tpuswarm join {InviteBook(run.folder).invite(GUEST)}")
+                show_invite(screen, run.folder)
             supervisor = Supervisor(run, plan, cluster, screen, prepared.environment, watch, log_row, prepared.listen)
             ended = supervisor.run_to_end()
     except TpuswarmError as error:

@@ -16,6 +16,7 @@ NAMES = (
     "feed",
     "overhead",
     "torch_speed",
+    "peers",
     "shakespeare",
     "goodput",
     "soak",

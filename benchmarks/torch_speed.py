@@ -79,7 +79,7 @@ def _compare_gpt2(settings: Settings) -> Table:
     took: dict[str, list[float]] = {name: [] for name in (OURS, *working)}
     for turn in range(-1, rounds):  # one round warms up
         for name, blocks in took.items():
-            seconds = working[name].run(steps) if name in working else _ours(bare, batch, steps)
+            seconds = working[name].run(steps) if name in working else steps_seconds(bare, batch, steps)
             if turn >= 0:
                 blocks.append(seconds / steps * 1e3)
     closing = {name: torch.close() for name, torch in torches.items()}
@@ -133,7 +133,8 @@ def _compare_modules(settings: Settings) -> Table:
     )
 
 
-def _ours(bare: Bare, batch: Any, steps: int) -> float:
+def steps_seconds(bare: Bare, batch: Any, steps: int) -> float:
+    """Return the seconds of a block of our steps."""
     start = time.perf_counter()
     for _ in range(steps):
         bare.step(batch)

@@ -125,7 +125,7 @@ def _plan_upload(data: str, path: Path, files: list[Path], run_url: str) -> Uplo
 
 def require_stored_data(data: str | None) -> None:
     """Raise InputError if `data` is a gs:// URL with nothing there."""
-    if data is not None and data.startswith("gs://"):
+    if data is not None and data.startswith("gs://") and "\n" not in data:  # place_data refuses a list
         try:
             StoredFiles(data)
         except FileNotFoundError:

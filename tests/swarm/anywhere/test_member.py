@@ -10,9 +10,9 @@ from tests.swarm.supervision.fake_cluster import PLAN
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.anywhere import join, remote_member
 from tpuswarm.swarm.anywhere.client import HttpsCalls
-from tpuswarm.swarm.anywhere.errand import Errand
 from tpuswarm.swarm.anywhere.gateway import Admitted, Reported
 from tpuswarm.swarm.anywhere.invites import Invitation
+from tpuswarm.swarm.anywhere.member_arguments import MemberArguments
 from tpuswarm.swarm.anywhere.remote_member import PLAN as PLAN_AS_JSON
 from tpuswarm.swarm.anywhere.remote_member import Reporter
 from tpuswarm.swarm.anywhere.reports import MAX_ROWS
@@ -23,7 +23,7 @@ from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.process.stop import StopSignals
 
 INVITATION = Invitation("127.0.0.1:1", "", "ada", "00" * 16)
-ERRAND = Errand(INVITATION, "ada-colab", "1", None)
+ERRAND = MemberArguments(INVITATION, "ada-colab", "1", None)
 
 
 class Work:

@@ -101,10 +101,10 @@ def _run_process(
     invitation: Invitation, member: str, batch: int | None, stop: StopSignals, say: Say
 ) -> tuple[int, str]:
     """Run one process to its end; return its exit status and the last line that it wrote on stderr."""
-    from tpuswarm.swarm.anywhere.errand import Errand, to_json
+    from tpuswarm.swarm.anywhere.member_arguments import MemberArguments, to_json
 
     command = [sys.executable, "-P", "-m", "tpuswarm.swarm.anywhere.remote_member"]  # -P: import nothing from here
-    errand = to_json(Errand(invitation, member, secrets.token_hex(16), batch))
+    arguments = to_json(MemberArguments(invitation, member, secrets.token_hex(16), batch))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors, start_new_session=True, text=True
@@ -112,7 +112,7 @@ def _run_process(
         assert process.stdin is not None
         try:
             try:
-                process.stdin.write(f"{errand}\n")
+                process.stdin.write(f"{arguments}\n")
                 process.stdin.flush()
             except BrokenPipeError:
                 pass  # its end says why

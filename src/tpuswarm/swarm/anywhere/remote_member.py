@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 
 from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.swarm.anywhere.client import HttpsCalls, NoSwarm
-from tpuswarm.swarm.anywhere.errand import Errand, from_json
 from tpuswarm.swarm.anywhere.gateway import GATEWAY, Admitted, Reported
+from tpuswarm.swarm.anywhere.member_arguments import MemberArguments, from_json
 from tpuswarm.swarm.anywhere.reports import MAX_ROWS
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.engines.notice import on_notice
@@ -42,8 +42,8 @@ PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
 class Reporter:
     """Sends the reports of one process until the last one has arrived."""
 
-    def __init__(self, calls: HttpsCalls, errand: Errand, work: MemberProcess):
-        self._calls, self._errand, self._work = calls, errand, work
+    def __init__(self, calls: HttpsCalls, arguments: MemberArguments, work: MemberProcess):
+        self._calls, self._arguments, self._work = calls, arguments, work
         self._stored = 0
         """Rows that the swarm has stored."""
         self._lock = threading.Lock()
@@ -91,10 +91,10 @@ class Reporter:
             report = self._work.report(self._stored)
             report.pop("trace")
             report |= {"first": self._stored, "rows": tuple(map(_numbers, report["rows"][:MAX_ROWS]))}
-            about = (self._errand.member, self._errand.instance, report, how, reason)
+            about = (self._arguments.member, self._arguments.instance, report, how, reason)
             answer = self._calls(Call(GATEWAY, "report", about))
             if isinstance(answer, Unreachable):  # a new gateway
-                _join(self._calls, self._errand)
+                _join(self._calls, self._arguments)
             elif isinstance(answer, Refused):
                 self.refusal = answer.reason
             elif isinstance(answer, Reported):
@@ -118,15 +118,15 @@ def facts() -> dict[str, str]:
     return {"python": machine.python_version(), **packages}
 
 
-def _join(calls: HttpsCalls, errand: Errand) -> Admitted | None:
+def _join(calls: HttpsCalls, arguments: MemberArguments) -> Admitted | None:
     """Ask for a place once; None if the swarm has not decided. Raise InputError if it refuses, Unreachable."""
-    answer = calls(Call(GATEWAY, "join", (errand.member, errand.instance, os.getpid(), facts())))
+    answer = calls(Call(GATEWAY, "join", (arguments.member, arguments.instance, os.getpid(), facts())))
     if isinstance(answer, Refused):
         raise InputError(answer.reason)
     return answer if isinstance(answer, Admitted) else None
 
 
-def run(errand: Errand) -> None:
+def run(arguments: MemberArguments) -> None:
     """Be a member until the run ends or this process is asked to leave. Raise NoSwarm if the head has stopped."""
     leaving = threading.Event()
     works: list[MemberProcess] = []
@@ -137,9 +137,9 @@ def run(errand: Errand) -> None:
             work.leave()
 
     on_notice(leave)
-    calls = HttpsCalls(errand.invitation)
+    calls = HttpsCalls(arguments.invitation)
     calls.connect()
-    while (admitted := _join(calls, errand)) is None:
+    while (admitted := _join(calls, arguments)) is None:
         if leaving.wait(RETRY_INTERVAL_S):
             return
     plan = PLAN.validate_json(admitted.plan)
@@ -152,13 +152,13 @@ def run(errand: Errand) -> None:
     _say(f"{admitted.member} is admitted")
     spec = MemberSpec(
         admitted.member, plan, admitted.shards, None, None, admitted.steps, admitted.evaluates, calls, _say,
-        errand.batch, platform.lower_priority, admitted.files_from, requires_code=False, largest_file=LARGEST_FILE,
+        arguments.batch, platform.lower_priority, admitted.files_from, requires_code=False, largest_file=LARGEST_FILE,
     )  # fmt: skip
     work = MemberProcess(spec)
     works.append(work)
     if leaving.is_set():
         work.leave()
-    reporter = Reporter(calls, errand, work)
+    reporter = Reporter(calls, arguments, work)
     threading.Thread(target=reporter.run, name="reports", daemon=True).start()
     try:
         how, reason = work.run(), ""
@@ -189,10 +189,10 @@ def _say(text: str) -> None:
 
 def main() -> NoReturn:
     """Run the process; its parent holds the other end of its stdin."""
-    errand = from_json(sys.stdin.readline())
+    arguments = from_json(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     try:
-        run(errand)
+        run(arguments)
     except (NoSwarm, Unreachable) as error:
         _exit(ExitStatus.ABSENT, str(error))
     except InputError as error:

@@ -8,7 +8,7 @@ from tpuswarm.swarm.anywhere.invites import Invitation
 
 
 @dataclass(frozen=True)
-class Errand:
+class MemberArguments:
     invitation: Invitation
     member: str
     instance: str
@@ -17,12 +17,12 @@ class Errand:
     """Rows of a step; None for the run's."""
 
 
-_ERRAND: TypeAdapter[Errand] = TypeAdapter(Errand)
+_ARGUMENTS: TypeAdapter[MemberArguments] = TypeAdapter(MemberArguments)
 
 
-def to_json(errand: Errand) -> str:
-    return _ERRAND.dump_json(errand).decode()
+def to_json(arguments: MemberArguments) -> str:
+    return _ARGUMENTS.dump_json(arguments).decode()
 
 
-def from_json(text: str) -> Errand:
-    return _ERRAND.validate_json(text)
+def from_json(text: str) -> MemberArguments:
+    return _ARGUMENTS.validate_json(text)

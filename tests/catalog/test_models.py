@@ -11,7 +11,7 @@ from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.recipes.decoder.weights import tensors
 
 
-def test_twenty_models_have_the_parameters_that_the_hub_counts():
+def test_twenty_models_have_the_known_counts_of_parameters():
     """A wrong width, number of layers or bias, and a head that is wrongly tied, change the count."""
     models = public_models()
     assert len(models) == 20 and [*models] == sorted(models, key=lambda name: models[name].parameters)

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuswarm.swarm.anywhere.gateway import GATEWAY, MAX_MEMBERS_OF_A_PERSON, MEMBER_REQUESTS, Admitted, Gateway
-from tpuswarm.swarm.core.messages import Heartbeat, Refused
+from tpuswarm.swarm.anywhere.gateway import (
+    GATEWAY,
+    MAX_MEMBERS_OF_A_PERSON,
+    MAX_UNACCEPTED_PUSHES,
+    MEMBER_REQUESTS,
+    Admitted,
+    Gateway,
+)
+from tpuswarm.swarm.core.messages import Accepted, Heartbeat, Refused
 from tpuswarm.swarm.core.rows import NO_ROWS
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation
 from tpuswarm.swarm.processes.aggregator import Shard
@@ -177,3 +184,22 @@ def test_person_cannot_fill_the_gateway_with_members():
     assert isinstance(swarm.join("bob-1", person="bob"), Wait)
     swarm.now = 1e6
     assert isinstance(swarm.join("ada-more"), Wait), "silent members are forgotten"
+
+
+def test_payloads_of_pushes_that_never_come_do_not_fill_the_heads_disk():
+    swarm, who = Swarm(), Incarnation("ada-colab", "a" * 32)
+    swarm.gateway.calls = lambda call: Accepted()
+
+    def put(sequence):
+        return swarm.gateway.serve("ada", Call("aggregator-0", "put", (Identity(who, sequence), 0, {}, "d" * 64)))
+
+    for sequence in range(1, MAX_UNACCEPTED_PUSHES + 1):
+        assert put(sequence) == put(sequence) == Accepted()
+    assert "never accepted" in put(1000).reason
+    header = Header(Identity(who, 5), "run", 0, NO_ROWS, 0, 1, "plain", 0.0, True, ())
+    assert swarm.gateway.serve("ada", Call("coordinator", "push", (header,))) == Accepted()
+    assert put(1000) == Accepted() and isinstance(put(1001), Refused)
+    other = Identity(Incarnation("bob-x", "b" * 32), 1)
+    assert swarm.gateway.serve("bob", Call("aggregator-0", "put", (other, 0, {}, "d" * 64))) == Accepted()
+    swarm.now += 25 * 3600.0
+    assert put(1001) == Accepted()

@@ -13,11 +13,13 @@ from pydantic import Field, StringConstraints
 
 from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.anywhere.reports import Report, check_report
-from tpuswarm.swarm.core.messages import Refused
+from tpuswarm.swarm.core.messages import Accepted, Refused
+from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.processes.coordinator import Begin, Wait
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 from tpuswarm.swarm.processes.requests import MemberName, request
+from tpuswarm.swarm.storage.retention import UNNAMED_RETENTION_S
 
 GATEWAY = "gateway"
 """Address of its process, and of the calls that it answers itself."""
@@ -34,6 +36,8 @@ MAX_REMEMBERED_S = 600.0
 """A member that is silent for this long is forgotten; the coordinator has given its rows to others long before."""
 MAX_MEMBERS_OF_A_PERSON = 64
 """Until they are forgotten, those that have left included."""
+MAX_UNACCEPTED_PUSHES = 128
+"""Of a person in a day; each member that dies leaves one at most. Their payloads are deleted after that time."""
 MAX_REASON_CHARS = 500
 Word = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
 Facts = Annotated[dict[Word, Word], Field(max_length=16)]
@@ -97,6 +101,8 @@ class Gateway:
     members: dict[str, RemoteMember] = field(default_factory=dict)
     _founders: set[str] = field(default_factory=set)
     """People of members that the coordinator has asked to create the first version."""
+    _unaccepted: dict[str, dict[Identity, float]] = field(default_factory=dict)
+    """Pushes of each person that have payloads and were not accepted, with the time of the last payload."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def serve(self, person: str, call: Call) -> Any:
@@ -117,10 +123,26 @@ class Gateway:
             return Refused(f"{named} is not a member of {person}")
         if call.method == "found" and person not in self._founders:
             return Refused("only the member that was asked creates the first version")
+        if call.method == "put" and not self._may_store(person, call.arguments[0]):
+            return Refused(f"{person} has stored payloads of {MAX_UNACCEPTED_PUSHES} pushes that were never accepted")
         answer = self.calls(call)
         if isinstance(answer, Begin):
             self._founders.add(person)
+        if call.method == "push" and isinstance(answer, Accepted):
+            with self._lock:
+                self._unaccepted.get(person, {}).pop(call.arguments[0].identity, None)
         return answer
+
+    def _may_store(self, person: str, identity: Identity) -> bool:
+        """Whether a person may store a payload of this push: not of ever more pushes that never come."""
+        with self._lock:
+            oldest = self.clock() - UNNAMED_RETENTION_S
+            pushes = {key: at for key, at in self._unaccepted.get(person, {}).items() if at > oldest}
+            may_store = identity in pushes or len(pushes) < MAX_UNACCEPTED_PUSHES
+            if may_store:
+                pushes[identity] = self.clock()
+            self._unaccepted[person] = pushes
+            return may_store
 
     @request
     def join(

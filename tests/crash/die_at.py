@@ -1,5 +1,6 @@
 """A program that trains and is killed at one point: `die_at.py POINT FOLDER [GOAL OF THE BEST]`."""
 
+import json
 import os
 import shutil
 import signal
@@ -46,11 +47,11 @@ def die_in_a_line_of_metrics() -> None:
     real = directory.Run.write_metrics
 
     def write_half(run, row):
-        real(run, row)
-        if row["step"] == 17:
-            metrics = run.folder / "metrics.jsonl"
-            os.truncate(metrics, metrics.stat().st_size - 9)
+        if row["step"] == 17:  # readers never see the whole line
+            with (run.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(row, default=float)[:-9])
             die()
+        real(run, row)
 
     directory.Run.write_metrics = write_half
 

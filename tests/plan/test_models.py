@@ -82,7 +82,7 @@ def test_wrong_input_is_one_sentence(plan, line, words):
 
 
 def test_training_a_model_of_the_catalog_takes_it_from_the_hub(typed, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its import has read the environment
     code, _, err = typed("train", "qwen3-0.6b", "--data", "fake", "--lora", "16", "--dry-run")
     assert code == 2 and "Qwen/Qwen3-0.6B" in err
 

@@ -149,3 +149,4 @@ def test_member_waits_for_a_head_that_is_away(make_swarm, dial):
     swarm.start()
     swarm.wait(lambda: "ada-colab" in str(swarm.events("commit")[began:]))
     assert join.poll() is None
+    swarm.end()  # while the member can still leave: the head would wait for a killed one

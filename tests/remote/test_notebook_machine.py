@@ -61,7 +61,8 @@ def test_jupyter_is_offered_lets_in_only_its_user_and_outlives_the_command(fleet
     fleet.run("notebook", ONE, "--stop")
     fleet.wait_until_gone("jupyterlab", ONE)
     fleet.wait_until_gone("ipykernel", ONE)
-    assert f"Jupyter on {ONE} is not running" in fleet.run("notebook", ONE, "--stop")[0]
+    # The job of these processes ends a moment after them.
+    until(lambda: f"Jupyter on {ONE} is not running" in fleet.run("notebook", ONE, "--stop")[0])
 
 
 def test_notebook_comes_back_after_a_lost_connection(fleet, routes, monkeypatch):

@@ -20,7 +20,7 @@ from benchmarks.report import Settings, Table
 from tpuswarm.swarm.anywhere import wire
 from tpuswarm.swarm.anywhere.client import HttpsCalls, NoSwarm
 from tpuswarm.swarm.anywhere.gateway import GATEWAY
-from tpuswarm.swarm.anywhere.invites import InviteBook, open_door
+from tpuswarm.swarm.anywhere.invites import InviteBook, prepare_listening
 from tpuswarm.swarm.core.messages import Accepted, Granted, Heartbeat
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation
@@ -75,7 +75,7 @@ def run(settings: Settings) -> Table:
     with tempfile.TemporaryDirectory() as name, Cluster("run", Path(name) / "token", None, largest=ELEMENTS * 4) as ray:
         folder, port = Path(name), _free_port()
         address = f"127.0.0.1:{port}"
-        open_door(folder, address, address)
+        prepare_listening(folder, address, address)
         gateway = {"store": name, "listen": ("127.0.0.1", port), "largest": ELEMENTS * 4}
         actors = {
             COORDINATOR: ray.start(COORDINATOR, "benchmarks.carriers:stand_in", {}, {}, folder / "c.log", None),

@@ -13,7 +13,7 @@ from tpuswarm.swarm.anywhere import server as serving
 from tpuswarm.swarm.anywhere.certificate import ensure_certificate
 from tpuswarm.swarm.anywhere.client import HttpsCalls
 from tpuswarm.swarm.anywhere.gateway import Gateway
-from tpuswarm.swarm.anywhere.invites import Invitation, InviteBook, open_door
+from tpuswarm.swarm.anywhere.invites import Invitation, InviteBook, prepare_listening
 from tpuswarm.swarm.processes.effects import Call, Unreachable
 
 
@@ -27,7 +27,7 @@ class Head:
         self.gateway = Gateway(self._call, time.monotonic)
         self._listener = serving.open_listener("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
-        open_door(folder, f"127.0.0.1:{self.port}", f"127.0.0.1:{self.port}")
+        prepare_listening(folder, f"127.0.0.1:{self.port}", f"127.0.0.1:{self.port}")
         self.book = InviteBook(folder)
         self.start()
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.anywhere.certificate import CERTIFICATE, ensure_certificate, fingerprint
-from tpuswarm.swarm.anywhere.invites import INVITES, PERSON, Invitation, InviteBook, open_door, parse_invitation
+from tpuswarm.swarm.anywhere.invites import INVITES, PERSON, Invitation, InviteBook, parse_invitation, prepare_listening
 from tpuswarm.swarm.supervision import start
 from tpuswarm.swarm.views.screen import Screen
 
 
 @pytest.fixture
 def book(tmp_path):
-    open_door(tmp_path, "0.0.0.0:8443", "swarm.example.org:8443")
+    prepare_listening(tmp_path, "0.0.0.0:8443", "swarm.example.org:8443")
     return InviteBook(tmp_path)
 
 
@@ -100,12 +100,12 @@ def test_secrets_are_readable_by_their_owner_only(book, tmp_path):
 
 def test_certificate_stays_so_that_invites_hold_after_a_restart(book, tmp_path):
     first = book.invite("ada")
-    open_door(tmp_path, "8443", "swarm.example.org")
+    prepare_listening(tmp_path, "8443", "swarm.example.org")
     assert book.invite("ada") == first and first.fingerprint == fingerprint(ensure_certificate(tmp_path))
 
 
 def test_tunnel_with_a_certificate_of_its_own_needs_no_fingerprint(tmp_path):
-    assert open_door(tmp_path, "127.0.0.1:9000", "https://x.trycloudflare.com/") == ("127.0.0.1", 9000)
+    assert prepare_listening(tmp_path, "127.0.0.1:9000", "https://x.trycloudflare.com/") == ("127.0.0.1", 9000)
     invitation = InviteBook(tmp_path).invite("ada")
     assert (invitation.address, invitation.fingerprint) == ("https://x.trycloudflare.com", "")
 
@@ -121,7 +121,7 @@ def test_tunnel_with_a_certificate_of_its_own_needs_no_fingerprint(tmp_path):
 )
 def test_impossible_addresses_are_refused(tmp_path, listen, address, reason):
     with pytest.raises(InputError, match=reason):
-        open_door(tmp_path, listen, address)
+        prepare_listening(tmp_path, listen, address)
 
 
 def test_run_that_does_not_listen_has_no_invites(tmp_path):

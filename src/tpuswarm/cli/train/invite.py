@@ -34,20 +34,20 @@ def invite(
         if expires is not None:
             raise InputError("--revoke and --expires exclude each other")
         book.revoke(person)
-        echo(f"{person} can reach {shown(folder)} no longer", err=True)
+        echo(f"{person} has no access to {shown(folder)} any more", err=True)
         return
     invitation = book.invite(person, None if expires is None else parse_seconds(expires, "--expires"))
     if as_json:
         print(json.dumps({"person": person, "address": invitation.address, "invite": str(invitation)}))
         return
-    echo(f"{person} joins with `tpuswarm join` and this invite, which is a secret:", err=True)
+    echo(f"{person}'s invite, a secret; to join: `tpuswarm join INVITE`", err=True)
     print(invitation)
 
 
 def _list(book: InviteBook, as_json: bool) -> None:
     access = book.access()
     rows = [
-        {"person": one.person, "expires": one.expires, "state": refusal(one, time.time()) or "holds"}
+        {"person": one.person, "expires": one.expires, "state": refusal(one, time.time()) or "valid"}
         for one in (access.invites.values() if access else ())
     ]
     if as_json:
@@ -56,4 +56,4 @@ def _list(book: InviteBook, as_json: bool) -> None:
     for row in rows:
         echo(f"{row['person']:24}  {row['state']}")
     if not rows:
-        echo("nobody was invited", err=True)
+        echo("no invites", err=True)

@@ -11,6 +11,7 @@ import httpx
 
 from tpuswarm.errors import InputError, first_line
 from tpuswarm.swarm.anywhere import wire
+from tpuswarm.swarm.anywhere.certificate import fingerprint_of
 from tpuswarm.swarm.anywhere.invites import Invitation
 from tpuswarm.swarm.anywhere.transfers import PART_BYTES
 from tpuswarm.swarm.processes.effects import Call, Unreachable
@@ -152,7 +153,7 @@ class HttpsCalls:
         except httpx.HTTPError as error:
             raise self._explain(error) from error
         if self._invitation.fingerprint:
-            found = hashlib.sha256(der).hexdigest()
+            found = fingerprint_of(der)
             if not hmac.compare_digest(found, self._invitation.fingerprint):
                 raise InputError(
                     f"the server at {self._invitation.address} has the certificate {found[:16]}…, the invite names "

@@ -204,7 +204,7 @@ def refusal(invite: Invite, now: float) -> str | None:
     return None
 
 
-def open_door(folder: Path, listen: str, address: str | None) -> tuple[str, int]:
+def prepare_listening(folder: Path, listen: str, address: str | None) -> tuple[str, int]:
     """Note in a run's folder how members reach it; return the host and port to listen on.
 
     listen: HOST:PORT, or only a port for all addresses of this machine; address: as members see it. Raise InputError.

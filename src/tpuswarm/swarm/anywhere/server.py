@@ -125,7 +125,7 @@ def make_app(
 
     largest: bytes of the largest array of a request; folder: for messages in parts; now: seconds since 1970.
     """
-    door, limit = _Door(book, now), largest + MAX_OVERHEAD_BYTES
+    authentication, limit = _Authentication(book, now), largest + MAX_OVERHEAD_BYTES
     uploads, answers = Uploads(folder / "uploads", limit), Answers(folder / "answers", ANSWERS_PER_LARGEST * limit)
     threads = ThreadPoolExecutor(MAX_CALLS, "calls")
     turns: dict[str, asyncio.Semaphore] = {}
@@ -135,7 +135,7 @@ def make_app(
 
     async def part(request: Request) -> Response:
         digest, start = request.path_params["digest"], request.query_params.get("start", "")
-        person = door.admit(request)
+        person = authentication.admit(request)
         if isinstance(person, Response):
             return person
         content = await _read(request, PART_BYTES)
@@ -145,7 +145,7 @@ def make_app(
         return _text("the message is longer than any of this run", 413) if size is None else _text(str(size))
 
     async def answer(request: Request) -> Response:
-        person = door.admit(request)
+        person = authentication.admit(request)
         if isinstance(person, Response):
             return person
         path = answers.path(request.path_params["digest"])
@@ -154,7 +154,7 @@ def make_app(
         return FileResponse(path, media_type=wire.MEDIA_TYPE, headers=_HEADERS)
 
     async def call(request: Request) -> Response:
-        person = door.admit(request)
+        person = authentication.admit(request)
         if isinstance(person, Response):
             return person
         content = await _read(request, PART_BYTES)
@@ -183,7 +183,7 @@ def make_app(
     return Starlette(routes=routes)
 
 
-class _Door:
+class _Authentication:
     """Admits requests of people whose invite holds."""
 
     def __init__(self, book: InviteBook, now: Callable[[], float]):

@@ -13,7 +13,7 @@ import jax
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError, TpuswarmError, message_of
-from tpuswarm.swarm.anywhere.invites import GUEST, InviteBook, open_door
+from tpuswarm.swarm.anywhere.invites import GUEST, InviteBook, prepare_listening
 from tpuswarm.swarm.core.arithmetic.fragments import fragment_sizes
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage
 from tpuswarm.swarm.core.arithmetic.quantize import sent_bytes
@@ -228,7 +228,7 @@ def _prepare(run: Run, recipe: Recipe, spec: RunSpec, options: SwarmOptions) -> 
     for change in spec.changed:
         run.write_event("note", message=f"accepted: {change}")
     environment = machine.environments(kind, spec.devices, spec.per_member, swarm.members)
-    listen = open_door(run.folder, options.listen, options.address) if options.listen else None
+    listen = prepare_listening(run.folder, options.listen, options.address) if options.listen else None
     cluster = Cluster(
         swarm.run,
         options.token or run.folder / TOKEN,

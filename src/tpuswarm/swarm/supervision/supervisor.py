@@ -265,7 +265,7 @@ class Supervisor:
 
     def report_dialled_in(self, name: str, facts: Mapping[str, str]) -> None:
         versions = ", ".join(f"{package} {version}" for package, version in facts.items())
-        self.reporter.event("note", member=name, message=f"{name} dialled in ({versions})")
+        self.reporter.event("note", member=name, message=f"{name} connected ({versions})")
 
     def report_lost(self, process: SupervisedProcess, reason: str) -> None:
         self.reporter.event("lost", message=reason, own_machine=process.is_guest, **self._loss(process))

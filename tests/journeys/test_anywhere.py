@@ -1,17 +1,25 @@
 """Members that dial in, as real processes: with an invite alone, killed, without their gateway, and to the end."""
 
+import copy
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import nbformat
+import psutil
 import pytest
+from nbclient import NotebookClient
 
 from tests import processes
+from tests.journeys.documents import ROOT
 from tests.journeys.test_swarm import contributors, member, tree
 from tests.swarm.chaos import SMALL, Swarm
 from tpuswarm.swarm.storage.ledger import Ledger
@@ -150,3 +158,111 @@ def test_member_waits_for_a_head_that_is_away(make_swarm, dial):
     swarm.wait(lambda: "ada-colab" in str(swarm.events("commit")[began:]))
     assert join.poll() is None
     swarm.end()  # while the member can still leave: the head would wait for a killed one
+
+
+class Session:
+    """A notebook of examples/ in a stand-in for its service: its variable, its secrets, no TPU, 64 MiB of disk."""
+
+    def __init__(self, folder: Path, service: str, invite: str, monkeypatch: pytest.MonkeyPatch):
+        secrets = {"colab": "google/colab/userdata.py", "kaggle": "kaggle_secrets.py"}[service]
+        for name, text in {
+            "modules/google/colab/__init__.py": "",
+            f"modules/{secrets}": f"class UserSecretsClient:\n    get_secret = get = lambda self, name: {invite!r}\n"
+            "get = UserSecretsClient().get\n",
+            "bin/pip": "#!/bin/sh\necho pip $*\n",
+            "kernels/capped/kernel.json": json.dumps({"display_name": "capped", "language": "python", "argv": [
+                "unshare", "--mount", "sh", "-c",
+                f"mount -t tmpfs -o size=64m tmpfs {folder}/cache && exec {sys.executable} -m ipykernel_launcher -f $0",
+                "{connection_file}",
+            ]}),
+        }.items():  # fmt: skip
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        (folder / "bin/pip").chmod(0o755)
+        (folder / "cache").mkdir()
+        for name, value in {
+            {"colab": "COLAB_RELEASE_TAG", "kaggle": "KAGGLE_KERNEL_RUN_TYPE"}[service]: "1",
+            "JUPYTER_PATH": str(folder),
+            "PYTHONPATH": str(folder / "modules"),
+            "PATH": f"{folder}/bin:{Path(processes.PROGRAM).parent}:{os.environ['PATH']}",
+            "TPUSWARM_CACHE": str(folder / "cache"),
+            **processes.ONE_DEVICE,
+        }.items():
+            monkeypatch.setenv(name, value)
+        notebook = nbformat.read(ROOT / "examples" / f"{service}.ipynb", as_version=4)
+        (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code")
+        self.cells = [cell, copy.deepcopy(cell)]
+        notebook.cells = self.cells
+        self._client = NotebookClient(notebook, timeout=None, kernel_name="capped")
+        self._threads = ThreadPoolExecutor(1)
+        self._end = self._threads.submit(self._client.execute, cwd=folder)
+        while not (self._client.km and self._client.km.has_kernel) and not self._end.done():
+            time.sleep(0.1)
+        monkeypatch.undo()
+
+    def interrupt(self) -> None:
+        """Interrupt the cell that runs, as the button of the page does."""
+        os.kill(self._client.km.provisioner.pid, signal.SIGINT)
+
+    def command(self) -> psutil.Process:
+        kernel = psutil.Process(self._client.km.provisioner.pid)
+        return next(child for child in kernel.children(recursive=True) if "join" in child.cmdline())
+
+    def output(self, number: int) -> str:
+        return "".join(output.text for output in self.cells[number].outputs)
+
+    def wait(self) -> None:
+        """Wait until both cells have ended."""
+        self._end.result(processes.PATIENCE)
+
+    def close(self) -> None:
+        if not self._end.done():
+            for pid in reversed(tree(self._client.km.provisioner.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._threads.shutdown(wait=False)
+
+
+@pytest.fixture
+def open_session(tmp_path, monkeypatch):
+    sessions = []
+
+    def start(service: str, invite: str) -> Session:
+        sessions.append(Session(tmp_path / service, service, invite, monkeypatch))
+        return sessions[-1]
+
+    yield start
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="the small disk is a mount")
+def test_notebooks_take_part_are_interrupted_run_again_and_lose_their_tpu(make_swarm, open_session, tmp_path):
+    swarm = make_swarm("--members", "0", "--steps", "10M")
+    swarm.wait(lambda: (swarm.run / "invites.json").exists())
+    invite, _ = processes.run(["invite", str(swarm.run), "ada"], tmp_path)
+    kaggle = open_session("kaggle", invite.strip())
+    swarm.wait(lambda: "ada-kaggle" in contributors(swarm) and "of the run" in kaggle.output(0))
+    kaggle.interrupt()
+    swarm.wait(lambda: len(swarm.events("joined")) == 2)
+    first, second = swarm.events("joined")
+    assert second["member"] == "ada-kaggle" and second["again"] and second["incarnation"] != first["incarnation"]
+    begun = len(swarm.events("commit"))
+    swarm.wait(lambda: len(swarm.events("commit")) > begun)
+    shown = kaggle.output(0)
+    assert shown.startswith("pip install -q tpuswarm") and "as ada-kaggle" in shown and "is admitted" in shown, shown
+
+    colab = open_session("colab", invite.strip())
+    swarm.wait(lambda: "ada-colab" in contributors(swarm) and "step " in colab.output(0))
+    kaggle.interrupt()
+    kaggle.wait()
+    colab.command().terminate()  # its TPU is taken
+    swarm.wait(lambda: "left" in colab.output(0))
+    swarm.wait(lambda: len(swarm.events("joined")) == 4)
+    colab.interrupt()
+    colab.wait()
+    swarm.wait(lambda: len(swarm.events("left")) == 4)
+    assert not swarm.events("lost"), "every process has pushed its last work"
+    swarm.end()
+    assert verify(Store(swarm.run), print).problems == []

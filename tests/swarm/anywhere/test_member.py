@@ -1,5 +1,6 @@
 """A member that dialled in: what it does when the head is away, and when the swarm wants it no more."""
 
+import fcntl
 from dataclasses import replace
 from itertools import count
 
@@ -12,10 +13,12 @@ from tpuswarm.swarm.anywhere import join, remote_member
 from tpuswarm.swarm.anywhere.client import HttpsCalls
 from tpuswarm.swarm.anywhere.gateway import Admitted, Reported
 from tpuswarm.swarm.anywhere.invites import Invitation
-from tpuswarm.swarm.anywhere.member_arguments import MemberArguments
+from tpuswarm.swarm.anywhere.member_arguments import MACHINE_TAKEN, MemberArguments
+from tpuswarm.swarm.anywhere.progress import Progress
 from tpuswarm.swarm.anywhere.remote_member import PLAN as PLAN_AS_JSON
 from tpuswarm.swarm.anywhere.remote_member import Reporter
 from tpuswarm.swarm.anywhere.reports import MAX_ROWS
+from tpuswarm.swarm.anywhere.session import Session
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.processes.effects import Unreachable
 from tpuswarm.swarm.processes.run_plan import DataFile
@@ -24,10 +27,11 @@ from tpuswarm.train.process.stop import StopSignals
 
 INVITATION = Invitation("127.0.0.1:1", "", "ada", "00" * 16)
 ERRAND = MemberArguments(INVITATION, "ada-colab", "1", None)
+NO_SESSION = Session(None, {}, 0.0)
 
 
 class Work:
-    rows = (ROW,)
+    rows, counted = (ROW,), (32, 64)
 
     def report(self, since):
         return {**REPORT, "rows": self.rows, "trace": None}
@@ -59,7 +63,7 @@ def reporter_of(answer) -> Reporter:
             raise answer
         return answer(call) if callable(answer) else answer
 
-    return Reporter(calls, ERRAND, Work())
+    return Reporter(calls, ERRAND, Work(), Progress(32, lambda text: None, lambda: 0.0))
 
 
 @pytest.mark.parametrize(
@@ -118,5 +122,73 @@ def test_command_searches_for_a_head_that_went_away_after_a_long_time(exits, mon
     monkeypatch.setattr(join, "wait", lambda seconds, stop: False)
     monkeypatch.setattr(join, "SILENCE_TIMEOUT_S", 2000.0)
     with StopSignals() as stop, pytest.raises(RunFailed, match="is the run still alive"):
-        join._keep_alive(INVITATION, "ada-colab", None, stop, lambda text: None)
+        join._keep_alive(INVITATION, "ada-colab", None, stop, NO_SESSION, 0, lambda text: None)
     assert len(processes) > 90
+
+
+@pytest.mark.parametrize("preempted", [True, False])
+def test_command_says_why_its_member_has_left(exits, monkeypatch, preempted):
+    monkeypatch.setattr(
+        join, "_run_process", lambda *arguments: (ExitStatus.LEFT, MACHINE_TAKEN if preempted else "a warning")
+    )
+    said = []
+    with StopSignals() as stop:
+        join._keep_alive(INVITATION, "ada-colab", None, stop, NO_SESSION, 0, said.append)
+    assert said == [MACHINE_TAKEN if preempted else "the run has ended"]
+
+
+def test_new_command_waits_for_a_process_that_pushes_its_last_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(join, "cache_folder", lambda name: tmp_path)
+    said, orphan = [], (tmp_path / "ada-colab.process").open("w")
+    fcntl.flock(orphan, fcntl.LOCK_EX)
+    with StopSignals() as stop:
+        monkeypatch.setattr(join, "wait", lambda seconds, stop: orphan.close())
+        with join._process_lock("ada-colab", stop, said.append):
+            assert said == ["an earlier process of ada-colab is pushing its last work; waiting for it"]
+        monkeypatch.setattr(join, "LAST_PUSH_TIMEOUT_S", -1.0)
+        with (tmp_path / "ada-colab.process").open("w") as hanging:
+            fcntl.flock(hanging, fcntl.LOCK_EX)
+            with pytest.raises(RunFailed, match="does not end"), join._process_lock("ada-colab", stop, said.append):
+                pass
+
+
+def test_member_with_a_stated_time_warns_and_leaves_before_its_end():
+    now = [1000.0]
+    session = Session(2.0, {"COLAB_RELEASE_TAG": "1"}, 0.0, lambda: now[0])
+    assert session.due_warning() is None and not session.must_leave
+    now[0] += 7200 - 600
+    assert session.due_warning() == "the 2 hours of --hours end in 10 min; the last work is pushed before"
+    assert session.due_warning() is None and not session.must_leave
+    now[0] += 560
+    assert session.must_leave
+
+
+def test_member_in_a_notebook_warns_before_each_limit_of_the_service_and_goes_on():
+    now = [8.8 * 3600]
+    session = Session(None, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, 0.0, lambda: now[0])
+    assert session.due_warning() == (
+        "Kaggle may end this session in 11 min, 9 h after its start: interrupt the cell first"
+    )
+    now[0] = 10 * 3600
+    assert session.due_warning() is None
+    now[0] = 11.9 * 3600
+    assert "12 h after its start" in session.due_warning()
+    now[0] = 13 * 3600
+    assert session.due_warning() is None and not session.must_leave
+    assert Session(None, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0.0, lambda: 10 * 3600).due_warning() is None
+
+
+def test_progress_is_a_line_now_and_then_with_an_estimate():
+    said, now = [], [0.0]
+    progress = Progress(32, said.append, lambda: now[0])
+    report = {"rows": (), "rows_per_s": None}
+    progress.update(report, (0, 64_000))
+    assert said == [], "there is no step yet"
+    progress.update({**report, "rows": ({"step": 1, "loss": 4.25},)}, (0, 64_000))
+    for second in range(1, 300):
+        now[0] = second
+        row = {"step": second, "loss": 2.0}
+        progress.update({"rows": (row, {"eval_loss": 1.0}), "rows_per_s": 10.0}, (32 * second, 64_000))
+    assert said[0] == "step 1: loss 4.250, 0% of the run"
+    assert said[-1].endswith("320 tokens/s here, 13% of the run, about 29 min to its end")
+    assert len(said) < 12

@@ -42,6 +42,10 @@ def join(
     batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step here: the run's batch, or a divisor.")
     ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="With an invite: hours that this machine stays; its last work is pushed before."),
+    ] = None,
     role: Annotated[
         Literal["member", "aggregators", "both"],
         typer.Option(help="What may run here; aggregators need a run in a bucket, and access to it."),
@@ -59,8 +63,11 @@ def join(
     if address == "-":
         address = sys.stdin.readline().strip()
     if address.startswith(INVITE_PREFIX):
-        _join_by_invite(address, name, batch, [token_file, hosts, host, hosts_at, ports, of_machine, role != "member"])
+        others = [token_file, hosts, host, hosts_at, ports, of_machine, role != "member"]
+        _join_by_invite(address, name, batch, hours, others)
         return
+    if hours is not None:
+        raise InputError("--hours is for joining with an invite")
     if token_file is None:
         raise InputError("--token-file is missing: copy the file `token` of the run's folder here and name it")
     from tpuswarm.swarm.engines.ports import parse_ports
@@ -91,12 +98,12 @@ def join(
     start(address, name, group, token_file, lambda text: echo(text, err=True), ray_ports, batch, role)
 
 
-def _join_by_invite(invite: str, name: str | None, batch: int | None, others: list[Any]) -> None:
+def _join_by_invite(invite: str, name: str | None, batch: int | None, hours: float | None, others: list[Any]) -> None:
     from tpuswarm.swarm.anywhere.join import join_by_invite
 
     if any(others):
-        raise InputError("with an invite, join takes only --name and --batch: everything else goes through the invite")
-    join_by_invite(invite, name, batch, lambda text: echo(text, err=True))
+        raise InputError("with an invite, join takes only --name, --batch and --hours; the invite replaces all others")
+    join_by_invite(invite, name, batch, hours, lambda text: echo(text, err=True))
 
 
 def _hide(invite: str) -> None:

@@ -15,11 +15,13 @@ from contextlib import contextmanager
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.anywhere.invites import Invitation, parse_invitation
+from tpuswarm.swarm.anywhere.member_arguments import MACHINE_TAKEN, MemberArguments, to_json
+from tpuswarm.swarm.anywhere.session import Session, container_start
 from tpuswarm.swarm.engines.node import wait
 from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.process.platform import cache_folder
-from tpuswarm.train.process.stop import StopSignals
+from tpuswarm.train.process.stop import Interrupted, StopSignals
 
 MAX_DEATHS = 4
 """The machine gives up after its process has died this often in a row without living a minute."""
@@ -27,24 +29,30 @@ MIN_LIFE_S = 60.0
 RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 60.0
 ABSENT_PAUSE_S = 5.0
 """Wait between two searches for a head that does not answer."""
+LAST_PUSH_TIMEOUT_S = 2 * NOTICE_S
 SILENCE_TIMEOUT_S = 600.0
 """The command ends after searching for the head for this long."""
+NOTEBOOK_KILL_S = 2.0
+"""A notebook interrupts `!tpuswarm join`, interrupts it again, and kills it, all within half a second."""
 MAX_MACHINE_CHARS = 32
 MAX_MEMBERS_HERE = 64
 
 Say = Callable[[str], None]
 
 
-def join_by_invite(text: str, name: str | None, batch: int | None, say: Say) -> None:
+def join_by_invite(text: str, name: str | None, batch: int | None, hours: float | None, say: Say) -> None:
     """Take part until Ctrl-C, SIGTERM or the end of the run.
 
-    text: the invite; name: of this machine, by default its hostname; batch: rows of a step here, by default the run's.
-    Raise InputError for an invite that does not hold and for a refusal, RunFailed if the member cannot live here.
+    text: the invite; name: of this machine, by default its hostname; batch: rows of a step here, by default the run's;
+    hours: that this machine stays. Raise InputError for an invite that does not hold and for a refusal, RunFailed if
+    the member cannot live here.
     """
-    invitation = parse_invitation(text)
+    invitation, session = parse_invitation(text), Session(hours, os.environ, container_start())
     with _member_name(invitation, name) as member, StopSignals() as stop:
         say(f"joining {invitation.address} as {member}; Ctrl-C leaves")
-        _keep_alive(invitation, member, batch, stop, say)
+        with _process_lock(member, stop, say) as lock:
+            if stop.requested is None:
+                _keep_alive(invitation, member, batch, stop, session, lock, say)
 
 
 @contextmanager
@@ -65,13 +73,35 @@ def _member_name(invitation: Invitation, name: str | None) -> Iterator[str]:
     raise InputError(f"{MAX_MEMBERS_HERE} members of {invitation.person} are at work on this machine already")
 
 
-def _keep_alive(invitation: Invitation, member: str, batch: int | None, stop: StopSignals, say: Say) -> None:
+@contextmanager
+def _process_lock(member: str, stop: StopSignals, say: Say) -> Iterator[int]:
+    """Yield a lock that the member's processes hold; wait for one that outlives its command to push its last work."""
+    with (cache_folder("anywhere") / f"{member}.process").open("w") as lock:
+        end, told = time.monotonic() + LAST_PUSH_TIMEOUT_S, False
+        while stop.requested is None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise RunFailed(f"an earlier process of {member} does not end on this machine; kill it") from None
+                if not told:
+                    say(f"an earlier process of {member} is pushing its last work; waiting for it")
+                told = True
+                wait(1.0, stop)
+        yield lock.fileno()
+
+
+def _keep_alive(
+    invitation: Invitation, member: str, batch: int | None, stop: StopSignals, session: Session, lock: int, say: Say
+) -> None:
     deaths, silent_since, told = 0, None, ""
     while True:
         began = time.monotonic()
-        status, last_line = _run_process(invitation, member, batch, stop, say)
+        status, last_line = _run_process(invitation, member, batch, stop, session, lock, say)
         if stop.requested is not None or status == ExitStatus.LEFT:
-            say("left" if stop.requested is not None else "the run has ended")
+            is_taken = last_line == MACHINE_TAKEN
+            say("left" if stop.requested is not None else MACHINE_TAKEN if is_taken else "the run has ended")
             return
         if status == ExitStatus.WRONG_INPUT:
             raise InputError(last_line)
@@ -98,17 +128,16 @@ def _keep_alive(invitation: Invitation, member: str, batch: int | None, stop: St
 
 
 def _run_process(
-    invitation: Invitation, member: str, batch: int | None, stop: StopSignals, say: Say
+    invitation: Invitation, member: str, batch: int | None, stop: StopSignals, session: Session, lock: int, say: Say
 ) -> tuple[int, str]:
     """Run one process to its end; return its exit status and the last line that it wrote on stderr."""
-    from tpuswarm.swarm.anywhere.member_arguments import MemberArguments, to_json
-
     command = [sys.executable, "-P", "-m", "tpuswarm.swarm.anywhere.remote_member"]  # -P: import nothing from here
     arguments = to_json(MemberArguments(invitation, member, secrets.token_hex(16), batch))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors, start_new_session=True, text=True
-        )
+            command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors, start_new_session=True,
+            text=True, pass_fds=[lock],
+        )  # fmt: skip
         assert process.stdin is not None
         try:
             try:
@@ -118,6 +147,10 @@ def _run_process(
                 pass  # its end says why
             told = False
             while process.poll() is None:
+                if warning := session.due_warning():
+                    say(warning)
+                if session.must_leave and stop.requested is None:
+                    stop.request(signal.SIGTERM)
                 if stop.requested is not None and not told:
                     told = True
                     say(f"pushing the last work, in at most {NOTICE_S:.0f} s; Ctrl-C again leaves at once")
@@ -125,9 +158,15 @@ def _run_process(
                 if stop.requested is not None and stop.seconds_since_request() > NOTICE_S:
                     break
                 time.sleep(0.2)
-        finally:
+        except Interrupted:
+            if stop.seconds_since_request() > NOTEBOOK_KILL_S:
+                process.kill()
+            raise  # else the process pushes without this command
+        except BaseException:
             process.kill()
-            status = process.wait()
+            raise
+        process.kill()
+        status = process.wait()
         errors.seek(0)
         lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
     return status, lines[-1] if lines else ""

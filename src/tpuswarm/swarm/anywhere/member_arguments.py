@@ -6,6 +6,9 @@ from pydantic import TypeAdapter
 
 from tpuswarm.swarm.anywhere.invites import Invitation
 
+MACHINE_TAKEN = "left: this machine is being taken away"
+"""Last line of a member's process that its machine asked to leave."""
+
 
 @dataclass(frozen=True)
 class MemberArguments:

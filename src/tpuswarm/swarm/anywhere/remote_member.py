@@ -3,10 +3,12 @@
 import os
 import platform as machine
 import re
+import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
@@ -16,10 +18,11 @@ from pydantic import TypeAdapter
 from tpuswarm.errors import InputError, TpuswarmError, message_of
 from tpuswarm.swarm.anywhere.client import HttpsCalls, NoSwarm
 from tpuswarm.swarm.anywhere.gateway import GATEWAY, Admitted, Reported
-from tpuswarm.swarm.anywhere.member_arguments import MemberArguments, from_json
+from tpuswarm.swarm.anywhere.member_arguments import MACHINE_TAKEN, MemberArguments, from_json
+from tpuswarm.swarm.anywhere.progress import Progress
 from tpuswarm.swarm.anywhere.reports import MAX_ROWS
 from tpuswarm.swarm.core.messages import Refused
-from tpuswarm.swarm.engines.notice import on_notice
+from tpuswarm.swarm.engines.notice import NOTICE_S, on_notice
 from tpuswarm.swarm.member.member_process import MemberProcess, MemberSpec
 from tpuswarm.swarm.processes.effects import Call, ProcessEnded, Unreachable
 from tpuswarm.swarm.processes.run_plan import RunPlan
@@ -42,8 +45,8 @@ PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
 class Reporter:
     """Sends the reports of one process until the last one has arrived."""
 
-    def __init__(self, calls: HttpsCalls, arguments: MemberArguments, work: MemberProcess):
-        self._calls, self._arguments, self._work = calls, arguments, work
+    def __init__(self, calls: HttpsCalls, arguments: MemberArguments, work: MemberProcess, progress: Progress):
+        self._calls, self._arguments, self._work, self._progress = calls, arguments, work, progress
         self._stored = 0
         """Rows that the swarm has stored."""
         self._lock = threading.Lock()
@@ -90,6 +93,7 @@ class Reporter:
         with self._lock:
             report = self._work.report(self._stored)
             report.pop("trace")
+            self._progress.update(report, self._work.counted)
             report |= {"first": self._stored, "rows": tuple(map(_numbers, report["rows"][:MAX_ROWS]))}
             about = (self._arguments.member, self._arguments.instance, report, how, reason)
             answer = self._calls(Call(GATEWAY, "report", about))
@@ -126,8 +130,11 @@ def _join(calls: HttpsCalls, arguments: MemberArguments) -> Admitted | None:
     return answer if isinstance(answer, Admitted) else None
 
 
-def run(arguments: MemberArguments) -> None:
-    """Be a member until the run ends or this process is asked to leave. Raise NoSwarm if the head has stopped."""
+def run(arguments: MemberArguments) -> bool:
+    """Be a member until the run ends or this process is asked to leave; return whether it was asked.
+
+    Raise NoSwarm if the head has stopped.
+    """
     leaving = threading.Event()
     works: list[MemberProcess] = []
 
@@ -141,7 +148,7 @@ def run(arguments: MemberArguments) -> None:
     calls.connect()
     while (admitted := _join(calls, arguments)) is None:
         if leaving.wait(RETRY_INTERVAL_S):
-            return
+            return True
     plan = PLAN.validate_json(admitted.plan)
     require_own_folder(plan)
     if not is_trusted(plan.target):
@@ -149,7 +156,7 @@ def run(arguments: MemberArguments) -> None:
             f"the run executes code that is not part of tpuswarm: {plan.target} and what it imports. Get that file, "
             "read it, and if you trust it, name it once: `tpuswarm train` with it, or --trust of another command"
         )
-    _say(f"{admitted.member} is admitted")
+    _say(f"{admitted.member} is admitted; it fetches the data and compiles, which takes minutes the first time")
     spec = MemberSpec(
         admitted.member, plan, admitted.shards, None, None, admitted.steps, admitted.evaluates, calls, _say,
         arguments.batch, platform.lower_priority, admitted.files_from, requires_code=False, largest_file=LARGEST_FILE,
@@ -158,7 +165,7 @@ def run(arguments: MemberArguments) -> None:
     works.append(work)
     if leaving.is_set():
         work.leave()
-    reporter = Reporter(calls, arguments, work)
+    reporter = Reporter(calls, arguments, work, Progress(plan.tokens_per_row, _say, time.monotonic))
     threading.Thread(target=reporter.run, name="reports", daemon=True).start()
     try:
         how, reason = work.run(), ""
@@ -171,6 +178,7 @@ def run(arguments: MemberArguments) -> None:
         raise InputError(reporter.refusal)
     if reporter.head_stops and not leaving.is_set():
         raise NoSwarm("the head has stopped the run")
+    return how != "ended"
 
 
 def require_own_folder(plan: RunPlan) -> None:
@@ -183,35 +191,40 @@ def require_own_folder(plan: RunPlan) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    with suppress(OSError):  # its terminal or notebook has gone
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 def main() -> NoReturn:
     """Run the process; its parent holds the other end of its stdin."""
     arguments = from_json(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=_leave_without_parent, name="parent", daemon=True).start()
     try:
-        run(arguments)
+        was_asked = run(arguments)
     except (NoSwarm, Unreachable) as error:
         _exit(ExitStatus.ABSENT, str(error))
     except InputError as error:
         _exit(ExitStatus.WRONG_INPUT, str(error))
     except (TpuswarmError, ProcessEnded) as error:
         _exit(ExitStatus.FAILED, str(error))
-    _exit(ExitStatus.LEFT, "")
+    _exit(ExitStatus.LEFT, MACHINE_TAKEN if was_asked else "")
 
 
 def _exit(status: int, sentence: str) -> NoReturn:
-    if sentence:
-        sys.stderr.write(f"{sentence}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        if sentence:
+            sys.stderr.write(f"{sentence}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
     os._exit(status)  # threads may wait for the network
 
 
-def _end_with_parent() -> None:
+def _leave_without_parent() -> None:
+    """Push the last work once the command was killed, as a notebook does half a second after an interrupt."""
     os.read(sys.stdin.fileno(), 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(NOTICE_S)
     os._exit(ExitStatus.LOST)
 
 

@@ -132,6 +132,12 @@ class MemberProcess:
             "trace": self._tracer.next_part(),
         }
 
+    @property
+    def counted(self) -> tuple[int, int] | None:
+        """Tokens of the whole run that its newest version here counts, and those at its end; None before the first."""
+        state = self._loop.state if self._loop else self._last_state
+        return (state.tokens, state.terms.horizon * state.terms.tokens_per_row) if state else None
+
     def run(self) -> str:
         """Run until the run ends (return `ended`) or this member was asked to leave (`left`).
 

@@ -80,6 +80,8 @@ def test_correct_file_is_read_without_warnings(tmp_path):
         ("2027-01-01", "2026-11-20", 28, "ended on 2026-11-20: remove it (the price is then $1.35 an hour each), or"),
         ("2027-01-01", '"soon"', 28, "a date such as 2026-12-24, not 'soon'"),
         ('"n2-highmem-8"', '"big"', 31, "head.type: a machine type such as n2-highmem-8, not 'big'"),
+        ('"n2-highmem-8"', '"n2-highmem-8"\nlisten = true\nexternal_ips = false', 30, "needs external_ips = true"),
+        ("ip_forward = true", "ip_forward = true\nlisten = true", 41, "vm 1 has no key listen"),
         ("ip_forward = true", "ip_forward = false", 35, 'role = "router" needs ip_forward = true'),
         ("ip_forward = true", "ip_forward = true\nports = [22, 22]", 35, "ports has the same port twice"),
         ('role = "router"', "ports = [8470]", 35, 'ports is for role = "router"'),

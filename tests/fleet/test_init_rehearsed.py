@@ -221,6 +221,32 @@ def test_firewall_rule_of_the_right_name_and_wrong_content_is_refused(init, acce
     assert names == {"tpuswarm-swarm-inside", "doors"}
 
 
+HEAD = """
+[head]
+type = "n1-standard-8"
+zone = "us-central1-b"
+network = "tpuswarm-swarm"
+listen = true
+"""
+
+
+def test_port_of_a_head_that_listens_is_opened_after_asking_and_closed_with_the_network(init, typed, access):
+    init("--yes", "open-1")
+    project, file = Project(access("open-1")), Path("swarm.toml")
+    file.write_text(file.read_text() + HEAD)
+    out = typed("up", "--dry-run")[1]
+    assert "first: let everybody reach port 8443 of the head, which asks for an invite" in out
+    code, out, _ = typed("up")
+    assert code != 0 and "tcp:8443" in out and "tpuswarm-swarm-listen" not in {rule.name for rule in project.rules()}
+    assert typed("up", "--yes")[0] == 0
+    (rule,) = [rule for rule in project.rules() if rule.name == "tpuswarm-swarm-listen"]
+    assert (rule.allowed, rule.target_tags) == ((("tcp", ("8443",)),), ("head-tpuswarm-swarm",))
+    machines = GoogleProvider(access("open-1")).machines(["us-central1-b"]).machines
+    assert len(machines) == 2 and all(machine.state == "ready" for machine in machines)
+    assert "first:" not in typed("up", "--yes")[1]
+    assert "deleted tpuswarm-swarm-inside, tpuswarm-swarm-listen, " in typed("down", "--yes", "--all")[1]
+
+
 @pytest.fixture
 def bare(init) -> Path:
     """Swarm.toml of a prepared fleet with machines of its own account."""

@@ -36,6 +36,14 @@ def test_jobs_have_separate_ports_and_expect_all_members(read):
     assert all(found[name].endswith("--ports ${TPUSWARM_MEMBER_PORTS:-21000-21999}") for name in list(found)[1:])
 
 
+def test_head_admits_members_from_anywhere_if_the_file_says_so(read):
+    file = read()
+    assert "--listen" not in job_lines(file)["head"]
+    file = file.model_copy(update={"head": file.head.model_copy(update={"listen": True})})
+    assert " --listen ${TPUSWARM_LISTEN:-8443}; code=$?" in job_lines(file)["head"]
+    assert "admits members from anywhere" in training.train_jobs(file)[0].says
+
+
 def test_aggregators_run_on_machines_that_the_file_names(read):
     vm = '[[vm]]\nname = "net"\ntype = "n2-standard-8"\nzone = "us-central1-f"\nrole = "aggregators"'
     file = read(before=vm)

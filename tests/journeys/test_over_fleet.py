@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import shutil
+import signal
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.local_cloud import delete_machine, local_cloud
+from tests.processes import ONE_DEVICE, PROGRAM, Forked
 from tests.remote.conftest import Fleet, swarm_toml
 from tpuswarm.cloud.rehearsal.connect import send_command
 
@@ -21,6 +25,7 @@ FILE = (
 type = "n2-highmem-8"
 zone = "us-central1-f"
 network = "tpuswarm-duo"
+listen = true
 
 [[grant]]
 type = "v5e-1"
@@ -94,6 +99,18 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
     assert int(first["address"].rpartition(":")[2]) in range(24_000, 32_768), "Ray's ports are the machine's own"
     secret = secrets_of(fleet)
     assert len(set(secret.values())) == 1 and len(secret) == 4
+
+    invite_of = ["python", "-m", "tpuswarm", "invite", URL, "ada"]
+    (invite,) = re.findall(r"tps1-\S+", fleet.run("exec", machine(fleet, "head"), "--", *invite_of)[0])
+    assert f"tpuswarm invite {URL}" in " ".join(fleet.run("invite", URL, code=2)[1].split())
+    guest = Forked(
+        [PROGRAM, "join", invite, "--name", "home"], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **ONE_DEVICE, "TPUSWARM_CACHE": str(fleet.folder / "home")},
+    )  # fmt: skip
+    until(fleet, lambda seen: "ada-home" in alive(seen), "a member has come from anywhere")
+    guest.send_signal(signal.SIGINT)
+    assert guest.communicate()[1].splitlines()[-1] == "left" and guest.returncode == 0
+    until(fleet, lambda seen: "ada-home" not in alive(seen), "it has left")
 
     for name in (one, slice_):
         send_command(fleet.place, "preempt", name=name, ending="preempted")

@@ -20,8 +20,11 @@ TOKEN_TIMEOUT_S = 10.0
 """A new head does not wait longer for a host that may be going."""
 HEAD_PORTS, MEMBER_PORTS = "${TPUSWARM_HEAD_PORTS:-20000-20999}", "${TPUSWARM_MEMBER_PORTS:-21000-21999}"
 """Ray's ports, as a shell expands them; a head and a member may share a machine."""
+LISTEN = "${TPUSWARM_LISTEN:-8443}"
+"""Where the head admits members from anywhere, as a shell expands it."""
 AGGREGATORS = "aggregators-"
 """Prefix of the jobs of VMs for aggregators."""
+LISTENS = ", and admits members from anywhere; `tpuswarm invite` on it prints their invites"
 ACCEPT_CODE = " --accept-code"
 HEAD_ENDS = "; code=$?; [ $code = 130 ] && exit 0; exit $code"
 """Follows the head's command: Ctrl-C and `tpuswarm stop` end the job, SIGTERM ends only the machine."""
@@ -66,8 +69,14 @@ def train_jobs(file: SwarmFile, accept_code: bool = False) -> tuple[TrainJob, ..
     where = HEAD if head_pool is None else f"the first host of pool {head_pool.name}"
     if batches:
         train = train.model_copy(update={"batch": max(batches.values())})
-    line = head_command(train, url, sum(pool.count for pool in file.pool)) + ACCEPT_CODE * accept_code + HEAD_ENDS
-    jobs = [TrainJob(HEAD, HEAD if head_pool is None else head_pool.name, line, f"the head runs on {where}")]
+    line = head_command(train, url, sum(pool.count for pool in file.pool))
+    listens = file.head is not None and file.head.listen
+    line += f" --listen {LISTEN}" * listens + ACCEPT_CODE * accept_code + HEAD_ENDS
+    jobs = [
+        TrainJob(
+            HEAD, HEAD if head_pool is None else head_pool.name, line, f"the head runs on {where}{LISTENS * listens}"
+        )
+    ]
     for pool in file.pool:
         line = join_command(url)
         says = f"{pool.count} member{'s' * (pool.count > 1)}, one on each {pool.type} of pool {pool.name}"

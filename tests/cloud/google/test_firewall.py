@@ -5,7 +5,10 @@ import pytest
 from tpuswarm.cloud.google.firewall import (
     Rule,
     fleet_rules,
+    head_tag,
+    listening_rule,
     opens_all_ports,
+    opens_port,
     rule_from_firewall,
     rules_open_to_strangers,
 )
@@ -26,6 +29,16 @@ def test_fleet_rules_join_its_machines_and_admit_nobody_else():
     assert not opens_all_ports(OURS[1:], NET, [TAG]), "ssh alone does not join them"
     assert not opens_all_ports(OURS, "default", [TAG]), "they are another network's"
     assert not opens_all_ports(OURS, NET, ["other"]), "they are other machines'"
+
+
+def test_listening_rule_opens_one_port_of_the_head_alone():
+    rules = [*OURS, listening_rule("mine", NET)]
+    assert [rule.gcloud("p").split("--")[3:5] for rule in rules[-1:]] == [
+        ["allow=tcp:8443 ", "source-ranges=0.0.0.0/0 "]
+    ]
+    assert opens_port(rules, NET, [TAG, head_tag("mine")], 8443) and not opens_port(OURS, NET, [head_tag("mine")], 8443)
+    assert not opens_port(rules, NET, [TAG], 8443), "not of other machines"
+    assert rules_open_to_strangers(rules, NET, [TAG]) == []
 
 
 @pytest.mark.parametrize(

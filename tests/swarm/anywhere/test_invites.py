@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.anywhere import invites
 from tpuswarm.swarm.anywhere.certificate import CERTIFICATE, ensure_certificate, fingerprint
 from tpuswarm.swarm.anywhere.invites import INVITES, PERSON, Invitation, InviteBook, parse_invitation, prepare_listening
 from tpuswarm.swarm.supervision import start
@@ -108,6 +109,12 @@ def test_tunnel_with_a_certificate_of_its_own_needs_no_fingerprint(tmp_path):
     assert prepare_listening(tmp_path, "127.0.0.1:9000", "https://x.trycloudflare.com/") == ("127.0.0.1", 9000)
     invitation = InviteBook(tmp_path).invite("ada")
     assert (invitation.address, invitation.fingerprint) == ("https://x.trycloudflare.com", "")
+
+
+def test_address_of_a_vm_of_google_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(invites, "external_address", lambda: "203.0.113.7")
+    assert prepare_listening(tmp_path, "8443", None) == ("0.0.0.0", 8443)
+    assert InviteBook(tmp_path).invite("ada").address == "203.0.113.7:8443"
 
 
 @pytest.mark.parametrize(

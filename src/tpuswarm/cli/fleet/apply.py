@@ -21,7 +21,14 @@ from tpuswarm.cloud.errors import Denied
 from tpuswarm.cloud.google.accounts import Grantee, account_address
 from tpuswarm.cloud.protocol import FLEET_LABEL, Listing, Provider
 from tpuswarm.errors import InputError, RunFailed, TpuswarmError
-from tpuswarm.fleet.apply.init import InitStep, NetworkPlan, list_network_steps, run_network_step
+from tpuswarm.fleet.apply.init import (
+    InitStep,
+    NetworkPlan,
+    list_listening_steps,
+    list_network_steps,
+    run_listening_step,
+    run_network_step,
+)
 from tpuswarm.fleet.apply.preview import Preview, make_preview
 from tpuswarm.fleet.decide.choose_actions import make_plan
 from tpuswarm.fleet.decide.desired import Desired
@@ -89,7 +96,8 @@ def preview_and_confirm(
     if not any(machine.fleet == desired.fleet for machine in listing.machines):
         require_checks(cloud, file, desired.paid, network)
     network_steps = _missing_network_steps(cloud, network) if network else []
-    print_network_steps(network_steps)
+    listening_steps = _missing_listening_steps(cloud, file)
+    print_network_steps([*network_steps, *listening_steps])
     if document:
         check_tf_pods(replace(document, desired=desired))
     steps = preview_change(desired, listing, cloud.project, document)
@@ -98,10 +106,13 @@ def preview_and_confirm(
     for name in pods:
         echo(f"{name} gets new flags: its tpu-runtime restarts, which ends programs on its TPU")
     print_more()
-    if steps.steps or pods or network_steps:
+    if steps.steps or pods or network_steps or listening_steps:
         confirm(yes)
     if network:
         _make_network(cloud, network, network_steps)
+    for step in listening_steps:
+        with waiting(step.says):
+            run_listening_step(step, _project_of(cloud), file)
     if document:
         Routes(fleet, cloud, store).note_new_key(document)
     fleets.store_desired(fleet, store, file, desired, before)
@@ -113,6 +124,13 @@ def preview_and_confirm(
 def _missing_network_steps(cloud: Provider, network: NetworkPlan) -> list[InitStep]:
     project = _project_of(cloud)
     steps = list_network_steps(network, project.has_network(network.network), project.rules())
+    return [step for step in steps if not step.there]
+
+
+def _missing_listening_steps(cloud: Provider, file: SwarmFile) -> list[InitStep]:
+    if file.head is None or not file.head.listen:
+        return []
+    steps = list_listening_steps(file, cloud.project, _project_of(cloud).rules())
     return [step for step in steps if not step.there]
 
 
@@ -192,7 +210,8 @@ def print_dry_run(
     network: NetworkPlan | None = None,
 ) -> None:
     """Print the preview of a new fleet."""
-    print_network_steps(list_network_steps(network, False, ()) if network else ())
+    steps = list_network_steps(network, False, ()) if network else []
+    print_network_steps([*steps, *list_listening_steps(file, file.project or "PROJECT", ())])
     desired = desired_from_file.desired_from_file(file, f"{file.name}-{desired_from_file.ID_PLACEHOLDER}", paid, None)
     desired = adjust(desired)
     if keep:

@@ -10,10 +10,10 @@ import typer
 from tpuswarm.cli.completion import complete_runs
 from tpuswarm.config.units import parse_seconds
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.anywhere.invites import GUEST, InviteBook, refusal
+from tpuswarm.swarm.anywhere.invites import GUEST, INVITES, InviteBook, refusal
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.listing import find_run
-from tpuswarm.train.storage.folders import shown
+from tpuswarm.train.storage.folders import is_url, shown
 
 
 def invite(
@@ -26,6 +26,11 @@ def invite(
 ) -> None:
     """Print a person's invite to a run that listens (`train --listen`), or revoke it."""
     folder = Path(find_run(run))
+    if is_url(run) and not (folder / INVITES).exists():
+        raise InputError(
+            f"the invites of {run} are on its head: run this there, in a fleet by `tpuswarm exec HEAD -- python -m "
+            f"tpuswarm invite {run}`"
+        )
     book = InviteBook(folder)
     if list_all:
         _list(book, as_json)

@@ -149,7 +149,8 @@ def train(
         str | None, option("HOST:PORT on which this machine admits members from anywhere, by HTTPS.", SWARM)
     ] = None,
     address: Annotated[
-        str | None, option("Where they reach it: HOST:PORT, or the https:// address of a tunnel.", SWARM)
+        str | None,
+        option("Where they reach it: HOST:PORT, or a tunnel's https:// address. Default: a Google VM's own.", SWARM),
     ] = None,
     paid: Annotated[bool, option("Pay for TPUs that no grant covers.", FLEET, flag="--paid")] = False,
     yes: Annotated[bool, option("Rent the machines of the fleet without asking.", FLEET, flag="--yes")] = False,

@@ -1,4 +1,4 @@
-"""Define a fleet's two firewall rules, and find rules that admit strangers.
+"""Define a fleet's firewall rules, and find rules that admit strangers.
 
 Ray's and JAX's processes listen on all addresses and execute what they receive, so every port must be open among the
 fleet's machines and closed to all others. The rules name no ports, which change: JAX uses 8482 since 0.8.1.
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 HARMLESS_PORTS = {"22", "3389"}
 """TCP ports that strangers may reach: SSH needs a key, and nothing listens on the port of remote desktops."""
 ANYWHERE = "0.0.0.0/0"
+LISTEN_PORT = 8443
+"""TCP port on which a fleet's head admits members from anywhere."""
 
 
 class Rule(NamedTuple):
@@ -61,6 +63,18 @@ def network_tag(fleet: str) -> str:
     return f"tpuswarm-{fleet}"
 
 
+def head_tag(fleet: str) -> str:
+    """Return the network tag of a fleet's head alone."""
+    return f"head-{network_tag(fleet)}"  # no tag of another fleet
+
+
+def listening_rule(fleet: str, network: str) -> Rule:
+    """Return the rule that lets everybody reach the port of a fleet's head for members from anywhere."""
+    ports, tags = (("tcp", (str(LISTEN_PORT),)),), (head_tag(fleet),)
+    name = f"{network_tag(fleet)}-listen"
+    return Rule(name, network, ports, (ANYWHERE,), (), tags, description=f"tpuswarm {fleet}")
+
+
 def fleet_rules(network: str, tag: str, description: str) -> tuple[Rule, Rule]:
     """Return the rules of a fleet: all TCP among machines with `tag`, and SSH from everywhere."""
     inside = Rule(f"{tag}-inside", network, (("tcp", ()),), (), (tag,), (tag,), description=description)
@@ -81,15 +95,17 @@ def opens_all_ports(rules: Iterable[Rule], network: str, tags: Iterable[str]) ->
     )
 
 
-def opens_ssh(rules: Iterable[Rule], network: str, tags: Iterable[str]) -> bool:
-    """Return whether a rule opens SSH's port on machines with `tags` to everybody."""
+def opens_port(rules: Iterable[Rule], network: str, tags: Iterable[str], port: int = 22) -> bool:
+    """Return whether a rule opens a TCP port, by default SSH's, on machines with `tags` to everybody."""
     own = set(tags)
     return any(
         rule.network == network
         and rule.reaches(own)
         and not rule.target_accounts
         and ANYWHERE in rule.ranges
-        and any(protocol in ("all", "tcp", "6") and (not ports or "22" in ports) for protocol, ports in rule.allowed)
+        and any(
+            protocol in ("all", "tcp", "6") and (not ports or str(port) in ports) for protocol, ports in rule.allowed
+        )
         for rule in rules
     )
 

@@ -72,7 +72,7 @@ class NetworkPlan:
 
     def is_covered(self, rule: firewall.Rule, existing: Iterable[firewall.Rule]) -> bool:
         """Whether existing rules allow as much as this rule."""
-        allows = firewall.opens_all_ports if rule.source_tags else firewall.opens_ssh
+        allows = firewall.opens_all_ports if rule.source_tags else firewall.opens_port
         return allows(existing, self.network, [firewall.network_tag(self.name)])
 
     @property
@@ -202,6 +202,16 @@ def list_network_steps(plan: NetworkPlan, has_network: bool, rules: Iterable[fir
     ]  # fmt: skip
 
 
+def list_listening_steps(file: SwarmFile, project: str, rules: Iterable[firewall.Rule]) -> list[InitStep]:
+    """List the step that opens the head's port to members from anywhere, if the file asks for it."""
+    if file.head is None or not file.head.listen:
+        return []
+    rule, tags = firewall.listening_rule(file.name, file.head.network), [firewall.head_tag(file.name)]
+    says = f"let everybody reach port {firewall.LISTEN_PORT} of the head, which asks for an invite"
+    is_open = firewall.opens_port(rules, file.head.network, tags, firewall.LISTEN_PORT)
+    return [InitStep("listen", says, rule.gcloud(project), is_open)]
+
+
 def list_steps(plan: InitPlan, text: str, state: ProjectState) -> list[InitStep]:
     """List all steps in order, including finished ones. `text`: swarm.toml."""
     project = f"--project={plan.project}"
@@ -305,17 +315,26 @@ def run_network_step(step: InitStep, project: "Project", plan: NetworkPlan) -> N
         with suppress(Taken):  # it was invisible before the APIs were on
             project.make_network(plan.network, plan.description)
     else:
-        _make_rule(step, project, plan)
+        inside, ssh = plan.rules
+        rule = inside if step.id == "inside" else ssh
+        _make_rule(step, rule, project, lambda rules: plan.is_covered(rule, rules))
 
 
-def _make_rule(step: InitStep, project: "Project", plan: NetworkPlan) -> None:
-    inside, ssh = plan.rules
-    rule = inside if step.id == "inside" else ssh
+def run_listening_step(step: InitStep, project: "Project", file: SwarmFile) -> None:
+    assert file.head is not None
+    rule, tags = firewall.listening_rule(file.name, file.head.network), [firewall.head_tag(file.name)]
+    port = firewall.LISTEN_PORT
+    _make_rule(step, rule, project, lambda rules: firewall.opens_port(rules, rule.network, tags, port))
+
+
+def _make_rule(
+    step: InitStep, rule: firewall.Rule, project: "Project", is_covered: Callable[[Iterable[firewall.Rule]], bool]
+) -> None:
     try:
         project.make_rule(rule)
     except Taken:
-        if not plan.is_covered(rule, project.rules()):
-            delete = f"gcloud compute firewall-rules delete {rule.name} --project={plan.project}"
+        if not is_covered(project.rules()):
+            delete = f"gcloud compute firewall-rules delete {rule.name} --project={project.id}"
             raise Taken(
                 f"there is a firewall rule {rule.name}, and it does not {step.says}: delete it with `{delete}`, then "
                 "repeat this command, which makes the right one"

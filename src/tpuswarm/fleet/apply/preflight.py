@@ -23,7 +23,7 @@ from tpuswarm.fleet.apply.project_facts import NetworkKey, ProjectFacts, account
 from tpuswarm.fleet.decide import money
 from tpuswarm.fleet.spec.checks import read_price
 from tpuswarm.fleet.spec.desired_from_file import list_grants
-from tpuswarm.fleet.spec.file import HeadTable, MachineTable, Pool, SwarmFile
+from tpuswarm.fleet.spec.file import HeadTable, MachineTable, Pool, SwarmFile, VmTable
 from tpuswarm.train.storage.credentials import used_credentials
 
 UNLIMITED_COUNT = 10**6
@@ -106,7 +106,7 @@ def run_checks(
             checks.append(_image(pool.image, facts))
         else:
             checks += dict.fromkeys(_runtime(pool, zone, facts) for zone in zones)
-    vms = [(name, table) for name, table, _ in file.machine_tables if isinstance(table, HeadTable)]
+    vms = [(name, table) for name, table, _ in file.machine_tables if isinstance(table, VmTable)]
     checks += [_vm_type(name, vm, facts) for name, vm in vms]
     checks += [_bucket(file, file.storage.bucket, facts)] if file.storage else []
     checks += [_addresses(file, key, facts) for key in facts.subnetworks]
@@ -190,7 +190,7 @@ def _type(pool: Pool, zone: str, facts: ProjectFacts) -> Verdict:
 
 
 @_check("type", optional=True)
-def _vm_type(name: str, vm: HeadTable, facts: ProjectFacts) -> Verdict:
+def _vm_type(name: str, vm: VmTable, facts: ProjectFacts) -> Verdict:
     offered = _answer(facts.machine_types[vm.zone])
     if vm.type in offered:
         return f"{vm.zone} offers {vm.type}"
@@ -314,7 +314,7 @@ def _region_remedy(file: SwarmFile, quota: str, free: int, facts: ProjectFacts) 
         return others
     has_nat = facts.nats and all(nat is True for nat in facts.nats.values())
     nat = "" if has_nat else f", with Cloud NAT for what they download ({NAT_PAGE})"
-    has_vm = any(isinstance(table, HeadTable) and table.external_ips for _, table, _ in file.machine_tables)
+    has_vm = any(isinstance(table, VmTable) and table.external_ips for _, table, _ in file.machine_tables)
     vm = "" if has_vm else ", with a [head] or [[vm]] to reach them through"
     return f"external_ips = false in [[pool]]{nat}{vm}; or {others}"
 
@@ -401,7 +401,7 @@ def _price(file: SwarmFile, now: float, paid: bool) -> Iterator[Check]:
                 rate = rate.plus(max((price for price in prices if price is not None), default=None))
                 outside[f"{pool.type} of pool {pool.name}"] += 1
     for _, table, _ in file.machine_tables:
-        if isinstance(table, HeadTable):
+        if isinstance(table, VmTable):
             rate = rate.plus(money.vm_price(table.type, table.zone, getattr(table, "spot", False), table.disk_gib))
     if outside and grants and not paid:
         tpus = ", ".join(f"{count} {what}" for what, count in outside.items())

@@ -10,7 +10,7 @@ from tpuswarm.catalog.prices import region_of
 from tpuswarm.cloud.errors import CloudError, Denied
 from tpuswarm.cloud.google.accounts import Grantee
 from tpuswarm.cloud.protocol import Listing, Machine
-from tpuswarm.fleet.spec.file import HeadTable, SwarmFile
+from tpuswarm.fleet.spec.file import SwarmFile, VmTable
 
 if TYPE_CHECKING:
     from tpuswarm.cloud.google.accounts import Lack
@@ -91,7 +91,7 @@ def collect_facts(google: "GoogleProvider", project: "Project", file: SwarmFile)
         billing, quotas = ask(project.billing), ask(project.quotas, [api for api in APIS if by_api[api]])
         types = {zone: ask(lambda zone: tuple(google.types(zone)), zone) for zone in by_api["tpu"]}
         runtimes = {zone: ask(lambda zone: tuple(google.runtimes(zone)), zone) for zone in by_api["tpu"]}
-        vm_zones = {zone for _, table, zones in file.machine_tables if isinstance(table, HeadTable) for zone in zones}
+        vm_zones = {zone for _, table, zones in file.machine_tables if isinstance(table, VmTable) for zone in zones}
         machine_types = {zone: ask(project.machine_types, zone) for zone in sorted({*by_api["compute"], *vm_zones})}
         images = {image: ask(project.has_image, image) for image in image_names}
         storage = file.storage

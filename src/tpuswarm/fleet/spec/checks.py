@@ -14,7 +14,7 @@ from tpuswarm.config.toml_file import TomlPath, locate_error
 from tpuswarm.errors import InputError
 from tpuswarm.fleet.decide import money
 from tpuswarm.fleet.decide.names import ALL
-from tpuswarm.fleet.spec.file import HEAD, Grant, HeadTable, Pool, SwarmFile
+from tpuswarm.fleet.spec.file import HEAD, Grant, Pool, SwarmFile, VmTable
 from tpuswarm.fleet.spec.flags import flag_problems, flag_warnings
 
 RUNTIME_PATTERN = re.compile(
@@ -52,7 +52,7 @@ def find_problems(file: SwarmFile, now: float) -> Iterator[tuple[TomlPath, str]]
         for name in names:
             if name not in pools and (key, name) != ("swap_gb", ALL):
                 yield ("setup", key, name), f"there is no pool or VM {name}; {did_you_mean(name, pools)}"
-    vms = [name for name, table, _ in file.machine_tables if isinstance(table, HeadTable)]
+    vms = [name for name, table, _ in file.machine_tables if isinstance(table, VmTable)]
     if file.setup and file.setup.nfs and file.setup.nfs.server not in vms:
         yield ("setup", "nfs", "server"), f"there is no VM {file.setup.nfs.server}; {did_you_mean('', vms)}"
 
@@ -146,5 +146,5 @@ def _warnings(file: SwarmFile) -> Iterator[str]:
             yield f"pool {pool.name}: runtime {pool.runtime} is for {others}; usual for {pool.type}: {usual}"
     yield from flag_warnings(file)
     for name, table, _ in file.machine_tables:
-        if isinstance(table, HeadTable) and money.vm_price(table.type, table.zone, False, 0) is None:
+        if isinstance(table, VmTable) and money.vm_price(table.type, table.zone, False, 0) is None:
             yield f"{name}: the price of a {table.type} in {table.zone} is unknown"

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tpuswarm.catalog import APIS, find
-from tpuswarm.cloud.google.firewall import network_tag
+from tpuswarm.cloud.google.firewall import head_tag, network_tag
 from tpuswarm.cloud.google.settings import find_zone
 from tpuswarm.cloud.protocol import SSH_KEYS, Disk, Listing, TpuSpec, VmSpec
 from tpuswarm.config.nearest import did_you_mean
@@ -46,7 +46,7 @@ def location_mark(location: str) -> str:
 
 def desired_from_file(file: tables.SwarmFile, fleet: str, paid: bool, public_key: str | None) -> Desired:
     """Convert the file. `paid`: allow TPUs outside its grants; without grants, everything is paid."""
-    vms: list[tuple[str, tables.HeadTable]] = [(tables.HEAD, file.head)] if file.head else []
+    vms: list[tuple[str, tables.VmTable]] = [(tables.HEAD, file.head)] if file.head else []
     vms += [(vm.name, vm) for vm in file.vm]
     pools = [_vm_spec(file, name, table, fleet, public_key) for name, table in vms]  # first, as others wait for them
     pools += [_pool_spec(file, pool, fleet, public_key) for pool in file.pool]
@@ -82,9 +82,7 @@ def _pool_spec(file: tables.SwarmFile, pool: tables.Pool, fleet: str, public_key
     return PoolSpec(pool.name, spec, pool.zones, pool.count, pool.wait)
 
 
-def _vm_spec(
-    file: tables.SwarmFile, name: str, table: tables.HeadTable, fleet: str, public_key: str | None
-) -> PoolSpec:
+def _vm_spec(file: tables.SwarmFile, name: str, table: tables.VmTable, fleet: str, public_key: str | None) -> PoolSpec:
     vm = table if isinstance(table, tables.Vm) else None
     spec = VmSpec(
         name=f"{file.name}-{name}",
@@ -102,7 +100,9 @@ def _vm_spec(
 def _common_settings(
     file: tables.SwarmFile, table: tables.MachineTable, type_: str, fleet: str, public_key: str | None
 ) -> dict[str, Any]:
-    metadata = table.metadata
+    metadata, tags = table.metadata, (network_tag(file.name), *table.tags)  # the firewall knows the fleet by its tag
+    if isinstance(table, tables.HeadTable):
+        tags += (head_tag(file.name),)
     if public_key is not None and SSH_KEYS not in metadata:
         metadata = {SSH_KEYS: f"{getpass.getuser()}:{public_key}", **metadata}
     return {
@@ -111,7 +111,7 @@ def _common_settings(
         "network": table.network,
         "subnetwork": table.subnet,
         "external_ips": table.external_ips,
-        "tags": tuple(dict.fromkeys((network_tag(file.name), *table.tags))),  # the firewall knows the fleet by its tag
+        "tags": tuple(dict.fromkeys(tags)),
         "labels": table.labels,
         "metadata": metadata,
         "service_account": table.service_account,

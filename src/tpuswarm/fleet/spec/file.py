@@ -265,8 +265,8 @@ class Grant(StrictTable):
     """The day it ends, at 00:00 UTC."""
 
 
-class HeadTable(MachineTable):
-    """[head]: the VM of the swarm's coordinator and of the keeper; never spot."""
+class VmTable(MachineTable):
+    """A VM without a TPU."""
 
     type: MachineType
     """Google's machine type."""
@@ -278,7 +278,20 @@ class HeadTable(MachineTable):
     """Size of the boot disk; it can grow later."""
 
 
-class Vm(HeadTable):
+class HeadTable(VmTable):
+    """[head]: the VM of the swarm's coordinator and of the keeper; never spot."""
+
+    listen: bool = False
+    """Whether people with an invite may train along from anywhere: opens port 8443 of the head to everybody."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "HeadTable":
+        if self.listen and not self.external_ips:
+            raise ValueError("listen = true needs external_ips = true: members from anywhere reach the head by it")
+        return self
+
+
+class Vm(VmTable):
     name: Name
     """What commands call the VM."""
     ip_forward: bool = False
@@ -368,7 +381,7 @@ class SwarmFile(StrictTable):
     @property
     def machine_tables(self) -> list[tuple[str, MachineTable, tuple[str, ...]]]:
         """All tables that request machines, head and VMs first: name, table and zones."""
-        vms: list[tuple[str, HeadTable]] = [(HEAD, self.head)] if self.head else []
+        vms: list[tuple[str, VmTable]] = [(HEAD, self.head)] if self.head else []
         vms += [(vm.name, vm) for vm in self.vm]
         return [*((name, vm, (vm.zone,)) for name, vm in vms), *((pool.name, pool, pool.zones) for pool in self.pool)]
 

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError
 from tpuswarm.train.process.atomic import write_atomically
+from tpuswarm.train.process.metadata import external_address
 
 INVITES = "invites.json"
 """File in the run's folder, readable by its owner only."""
@@ -207,15 +208,17 @@ def refusal(invite: Invite, now: float) -> str | None:
 def prepare_listening(folder: Path, listen: str, address: str | None) -> tuple[str, int]:
     """Note in a run's folder how members reach it; return the host and port to listen on.
 
-    listen: HOST:PORT, or only a port for all addresses of this machine; address: as members see it. Raise InputError.
+    listen: HOST:PORT, or only a port for all addresses of this machine; address: as members see it, by default the
+    external address of a VM of Google's. Raise InputError.
     """
     from tpuswarm.swarm.anywhere.certificate import ensure_certificate, fingerprint
 
     host, port = parse_address(listen if ":" in listen else f"0.0.0.0:{listen}", "--listen")
+    address = address or external_address()
     if address is None:
         raise InputError(
             "--listen needs --address: the HOST:PORT at which others reach this machine, or the https:// address of a "
-            "tunnel to it"
+            "tunnel to it. Only a VM of Google's with an external address knows its own"
         )
     if not address.startswith("https://"):
         name, _, given = address.rpartition(":")

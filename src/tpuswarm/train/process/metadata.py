@@ -56,6 +56,16 @@ def read_local_machine() -> LocalMachine | None:
     return LocalMachine(name, int(read("attributes/agent-worker-number") or 0), addresses)
 
 
+def external_address() -> str | None:
+    """Return this VM's external address; None without one, and on a machine that Google did not make."""
+    if (host := metadata_host()) is None:
+        return None
+    try:
+        return read_metadata(host, "network-interfaces/0/access-configs/0/external-ip")
+    except (OSError, http.client.HTTPException):
+        return None
+
+
 def format_maintenance(answer: str | None) -> str:
     """Format the value of the metadata key upcoming-maintenance; empty if it announces nothing."""
     try:

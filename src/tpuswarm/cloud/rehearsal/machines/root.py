@@ -171,6 +171,7 @@ class Root:
                 "TPU_RUNTIME_METRICS_PORTS": str(metrics_port(first)),
                 "TPUSWARM_HEAD_PORTS": f"{metrics_port(first) + 1}-{half - 1}",
                 "TPUSWARM_MEMBER_PORTS": f"{half}-{first + PORTS_PER_MACHINE - 1}",
+                "TPUSWARM_LISTEN": f"{host.external or host.internal}:8443",  # not the port of every machine
             }
         if host.devices:
             environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={host.devices} {FAST_COMPILATION}"

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: setup checkers demo demo-cloud test test-slow test-all test-long test-real test-real-quick test-tpu-compiler oracle oracle-quick soak lint docs wheel bench bench-router
+.PHONY: setup checkers demo demo-cloud demo-anywhere test test-slow test-all test-long test-real test-real-quick test-tpu-compiler oracle oracle-quick soak lint docs wheel bench bench-router
 
 setup: .venv/installed
 
@@ -27,6 +27,9 @@ demo: setup
 
 demo-cloud: setup
 	@$(BIN)/tpuswarm demo --cloud
+
+demo-anywhere: setup
+	@$(BIN)/tpuswarm demo --anywhere
 
 # The quick files: everything broad. tests/conftest.py puts the files in order.
 test: setup

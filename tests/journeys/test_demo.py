@@ -1,8 +1,10 @@
 """`tpuswarm demo` from its start to its end, and a second one that is refused meanwhile."""
 
 import json
+import os
 
 import numpy as np
+import psutil
 import pytest
 
 from tests import processes
@@ -43,6 +45,30 @@ def test_demo_trains_through_a_kill(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert rows[-1]["eval_loss"] < bigram_loss() < 4.0 < losses[0]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="it makes networks")
+def test_demo_of_members_behind_a_nat_ends_with_a_sound_ledger(tmp_path):
+    out, err = processes.run(["demo", "--anywhere"], tmp_path)
+    for line in (
+        "ada: ada-home is admitted", "bob: bob-home is admitted", "the head cannot connect to 192.168.2.2",
+        "head: bob-home killed", "head: ada-home left cleanly", "contributed: ada", "run is sound",
+    ):  # fmt: skip
+        assert line in out, out + err
+    left = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [words for words in left if "198.51.100.1:8443" in words]
+
+
+def test_demo_that_cannot_make_networks_says_why(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    code, _, err = typed("demo", "--anywhere")
+    assert code == 2 and "sudo make demo-anywhere" in err
+    monkeypatch.setenv("PATH", "")
+    code, _, err = typed("demo", "--anywhere")
+    assert code == 2 and "install iproute2, nftables and util-linux" in " ".join(err.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_demo_of_a_cloud_counts_a_new_head_once_it_has_committed(tmp_path):

@@ -34,6 +34,10 @@ def demo(
         bool,
         typer.Option("--cloud", help="Over machines of a local cloud; leaves runs/demo-cloud/."),
     ] = False,
+    anywhere: Annotated[
+        bool,
+        typer.Option("--anywhere", help="With members behind a NAT; needs root; leaves runs/demo-anywhere/."),
+    ] = False,
 ) -> None:
     """Train a small GPT-2 as a swarm of three, and kill one of them, in two minutes; leaves runs/demo/.
 
@@ -43,6 +47,11 @@ def demo(
         from tpuswarm.cli.demo.demo_cloud import demo_cloud
 
         demo_cloud()
+        return
+    if anywhere:
+        from tpuswarm.cli.demo.demo_anywhere import demo_anywhere
+
+        demo_anywhere()
         return
     _check_folder()
     echo(

@@ -160,6 +160,29 @@ def test_member_waits_for_a_head_that_is_away(make_swarm, dial):
     swarm.end()  # while the member can still leave: the head would wait for a killed one
 
 
+@pytest.mark.slow
+def test_member_that_stood_still_for_longer_than_its_lease_goes_on(make_swarm, dial):
+    swarm = make_swarm("--members", "1", "--steps", "10M")
+    join = dial(swarm, "ada", "laptop")
+    swarm.wait(lambda: "ada-laptop" in contributors(swarm))
+    asleep, before = tree(join.pid), member(swarm, "ada-laptop")["pid"]
+    for pid in asleep:
+        os.kill(pid, signal.SIGSTOP)
+    swarm.wait(lambda: any(event["member"] == "ada-laptop" for event in swarm.events("lost")))
+    begun = len(swarm.events("commit"))
+    swarm.wait(lambda: len(swarm.events("commit")) > begun + 2)
+    assert "ada-laptop" not in str(swarm.events("commit")[begun:])
+    for pid in asleep:
+        os.kill(pid, signal.SIGCONT)
+    begun = len(swarm.events("commit"))
+    swarm.wait(lambda: "ada-laptop" in str([event["contributors"] for event in swarm.events("commit")[begun:]]))
+    assert join.poll() is None and member(swarm, "ada-laptop")["pid"] == before, "it goes on in the same process"
+    lives = [event["incarnation"] for event in swarm.events("joined") if event["member"] == "ada-laptop"]
+    assert lives[0] != lives[-1], "without the rows that others got meanwhile"
+    swarm.end()
+    assert verify(Store(swarm.run), print).problems == []
+
+
 class Session:
     """A notebook of examples/ in a stand-in for its service: its variable, its secrets, no TPU, 64 MiB of disk."""
 

@@ -17,6 +17,7 @@ import asyncssh
 import httpx
 import numpy as np
 import pytest
+from cryptography import x509
 
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.anywhere import client, server, transfers, wire
@@ -157,6 +158,26 @@ def test_login_page_of_a_network_is_told_from_a_swarm(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="answers with text/html, status 200, and not as a swarm"):
         HttpsCalls(invitation).connect()
     portal.shutdown()
+
+
+def test_login_page_without_tls_is_told_from_a_head_that_is_away():
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as portal:
+        portal.timeout, thread = 20.0, threading.Thread(target=portal.handle_request)
+        thread.start()
+        with pytest.raises(InputError, match="speaks no TLS: this network may want you to log in"):
+            HttpsCalls(Invitation(f"127.0.0.1:{portal.server_port}", "a" * 64, "ada", "00" * 16)).connect()
+        thread.join()
+
+
+def test_wrong_clock_of_a_member_is_named_and_does_not_matter_to_a_pinned_certificate(head):
+    pem = ensure_certificate(head.folder).read_text()
+    certificate = x509.load_pem_x509_certificate(pem[pem.index("-----BEGIN CERT") :].encode())
+    years = certificate.not_valid_before_utc.year, certificate.not_valid_after_utc.year
+    assert years == (2000, 2100)
+    for words in ("certificate is not yet valid", "certificate has expired"):
+        calls = HttpsCalls(Invitation("https://swarm.example.org", "", "ada", "00" * 16))
+        why = calls._explain(httpx.ConnectError(f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {words}"))
+        assert isinstance(why, InputError) and "is the clock of this machine right?" in str(why)
 
 
 def test_unknown_certificate_of_a_tunnel_is_refused(tmp_path):

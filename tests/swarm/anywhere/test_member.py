@@ -1,6 +1,7 @@
 """A member that dialled in: what it does when the head is away, and when the swarm wants it no more."""
 
 import fcntl
+import shutil
 from dataclasses import replace
 from itertools import count
 
@@ -20,6 +21,7 @@ from tpuswarm.swarm.anywhere.remote_member import Reporter
 from tpuswarm.swarm.anywhere.reports import MAX_ROWS
 from tpuswarm.swarm.anywhere.session import Session
 from tpuswarm.swarm.core.messages import Refused
+from tpuswarm.swarm.member import data_files
 from tpuswarm.swarm.processes.effects import Unreachable
 from tpuswarm.swarm.processes.run_plan import DataFile
 from tpuswarm.train.hosts.control_channel import ExitStatus
@@ -93,6 +95,16 @@ def test_member_without_a_head_ends_some_day(exits):
     with pytest.raises(Exit):
         reporter_of(Unreachable("connection refused")).run()
     assert exits == [(ExitStatus.ABSENT, "nothing answers (connection refused)")]
+
+
+def test_member_without_room_for_the_data_says_so_before_it_fetches_any(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**30)
+    monkeypatch.setattr(data_files.shutil, "disk_usage", lambda folder: usage)
+    data_files.require_room(tmp_path / "new", [DataFile(2**29, ""), DataFile(2**29, "")])
+    with pytest.raises(
+        InputError, match=r"needs 1\.5 GiB more, .* has 1\.0 GiB free: make room, or set TPUSWARM_CACHE"
+    ):
+        data_files.require_room(tmp_path, [DataFile(2**30, ""), DataFile(2**29, "")])
 
 
 def test_long_list_of_rows_travels_in_several_reports():

@@ -170,6 +170,11 @@ class HttpsCalls:
         if "certificate" in text.lower():
             clock = " (is the clock of this machine right?)" if "not yet valid" in text or "expired" in text else ""
             return InputError(f"the certificate of {self._invitation.address} is not valid: {text}{clock}")
+        if "WRONG_VERSION_NUMBER" in text:
+            return InputError(
+                f"what answers at {self._invitation.address} speaks no TLS: this network may want you to log in first, "
+                "or the invite's address is another program's"
+            )
         return NoSwarm(f"nothing answers at {self._invitation.address} ({text or type(error).__name__})")
 
     def _require_swarm(self, response: httpx.Response) -> None:

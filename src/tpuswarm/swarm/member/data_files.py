@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -55,6 +56,17 @@ def _changed(path: Path) -> InputError:
 
 def _is_there(path: Path, file: DataFile) -> bool:
     return path.exists() and path.stat().st_size == file.size and contents_digest(path) == file.digest
+
+
+def require_room(folder: Path, files: Iterable[DataFile]) -> None:
+    """Raise InputError if the disk has no room for files that are to be fetched."""
+    need = sum(file.size for file in files)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < need:
+        raise InputError(
+            f"the run's data needs {need / 2**30:.1f} GiB more, and the disk of {folder} has {free / 2**30:.1f} GiB "
+            "free: make room, or set TPUSWARM_CACHE to a folder on a larger disk"
+        )
 
 
 def write(path: Path, parts: Iterable[bytes | bytearray], digest: str) -> None:

@@ -324,9 +324,12 @@ class MemberProcess:
             files.check(spec.data, spec.plan.files)
             return spec.data
         folder, known = files.cache_folder(spec.plan), spec.plan.files
-        for name in files.missing(folder, known):
+        missing = files.missing(folder, known)
+        remote = {name for name in missing if spec.largest_file is not None and known[name].size > spec.largest_file}
+        files.require_room(folder, (known[name] for name in missing if name not in remote))
+        for name in missing:
             fetch = partial(self._fetch_file, folder, name)
-            if spec.largest_file is not None and known[name].size > spec.largest_file:
+            if name in remote:
                 provide(RemoteFile(folder / name, partial(self._read_ranges, name), fetch))
             else:
                 fetch()

@@ -2,6 +2,7 @@
 
 import fcntl
 import shutil
+import time
 from dataclasses import replace
 from itertools import count
 
@@ -19,7 +20,7 @@ from tpuswarm.swarm.anywhere.progress import Progress
 from tpuswarm.swarm.anywhere.remote_member import PLAN as PLAN_AS_JSON
 from tpuswarm.swarm.anywhere.remote_member import Reporter
 from tpuswarm.swarm.anywhere.reports import MAX_ROWS
-from tpuswarm.swarm.anywhere.session import Session
+from tpuswarm.swarm.anywhere.session import Session, container_start
 from tpuswarm.swarm.core.messages import Refused
 from tpuswarm.swarm.member import data_files
 from tpuswarm.swarm.processes.effects import Unreachable
@@ -29,7 +30,7 @@ from tpuswarm.train.process.stop import StopSignals
 
 INVITATION = Invitation("127.0.0.1:1", "", "ada", "00" * 16)
 ERRAND = MemberArguments(INVITATION, "ada-colab", "1", None)
-NO_SESSION = Session(None, {}, 0.0)
+NO_SESSION = Session(None, {}, float)
 
 
 class Work:
@@ -166,7 +167,7 @@ def test_new_command_waits_for_a_process_that_pushes_its_last_work(monkeypatch, 
 
 def test_member_with_a_stated_time_warns_and_leaves_before_its_end():
     now = [1000.0]
-    session = Session(2.0, {"COLAB_RELEASE_TAG": "1"}, 0.0, lambda: now[0])
+    session = Session(2.0, {"COLAB_RELEASE_TAG": "1"}, float, lambda: now[0])
     assert session.due_warning() is None and not session.must_leave
     now[0] += 7200 - 600
     assert session.due_warning() == "the 2 hours of --hours end in 10 min; the last work is pushed before"
@@ -177,7 +178,7 @@ def test_member_with_a_stated_time_warns_and_leaves_before_its_end():
 
 def test_member_in_a_notebook_warns_before_each_limit_of_the_service_and_goes_on():
     now = [8.8 * 3600]
-    session = Session(None, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, 0.0, lambda: now[0])
+    session = Session(None, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, float, lambda: now[0])
     assert session.due_warning() == (
         "Kaggle may end this session in 11 min, 9 h after its start: interrupt the cell first"
     )
@@ -187,7 +188,8 @@ def test_member_in_a_notebook_warns_before_each_limit_of_the_service_and_goes_on
     assert "12 h after its start" in session.due_warning()
     now[0] = 13 * 3600
     assert session.due_warning() is None and not session.must_leave
-    assert Session(None, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0.0, lambda: 10 * 3600).due_warning() is None
+    assert Session(None, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, float, lambda: 10 * 3600).due_warning() is None
+    assert 0 < container_start() < time.time()
 
 
 def test_progress_is_a_line_now_and_then_with_an_estimate():

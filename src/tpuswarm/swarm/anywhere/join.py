@@ -47,7 +47,7 @@ def join_by_invite(text: str, name: str | None, batch: int | None, hours: float 
     hours: that this machine stays. Raise InputError for an invite that does not hold and for a refusal, RunFailed if
     the member cannot live here.
     """
-    invitation, session = parse_invitation(text), Session(hours, os.environ, container_start())
+    invitation, session = parse_invitation(text), Session(hours, os.environ, container_start)
     with _member_name(invitation, name) as member, StopSignals() as stop:
         say(f"joining {invitation.address} as {member}; Ctrl-C leaves")
         with _process_lock(member, stop, say) as lock:

@@ -166,7 +166,7 @@ def test_model_is_trained_over_machines_that_come_and_go(fleet):
 def is_waiting_for_both(seen: dict) -> bool:
     """Return whether both pools have no machine, and status says since when they wait."""
     missing = [
-        machine for machine in seen["machines"] if machine["kind"] == "missing" and "waiting since" in machine["why"]
+        machine for machine in seen["machines"] if machine["kind"] == "missing" and "no capacity" in machine["why"]
     ]
     return not alive(seen) and {item["pool"] for item in missing} == {"one", "slice"}
 

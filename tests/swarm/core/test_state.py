@@ -19,7 +19,7 @@ from tpuswarm.swarm.core.messages import Granted, Heartbeat, Refused, StoreHeade
 from tpuswarm.swarm.core.rounds import RoundTimeouts, quorum, round_status
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.core.summary import Summary, Tokens, summary
-from tpuswarm.swarm.core.transitions import Lease
+from tpuswarm.swarm.core.transitions import MAX_LEASED_CYCLES, PERSON_LEASE_S, Lease
 from tpuswarm.swarm.core.values import Header, Identity, Incarnation
 from tpuswarm.swarm.engines.inproc import Faults
 
@@ -102,6 +102,29 @@ def test_push_out_of_order_is_refused(decided):
         assert state == desk.state
         assert answer == Refused(f"its push {sequence} is not the next: that is push {decided + 1}")
     assert coordinator.receive_push(desk.state, header)[1] == StoreHeader(header)
+
+
+@pytest.mark.parametrize(
+    ("rows_per_s", "exchange_s", "ahead"),
+    [(2.0, 0.0, 2), (2.0, 0.2, 2), (2.0, 3.2, 1 + 13), (None, 9.0, 2), (1e300, 1e300, 1 + MAX_LEASED_CYCLES)],
+)
+def test_member_behind_a_slow_network_holds_the_rows_that_it_trains_meanwhile(rows_per_s, exchange_s, ahead):
+    terms = replace(JOINED, horizon=100, cycle=1)
+    for member, expected in (("ada-home", ahead), ("m0", 2)):
+        who = replace(A, member=member)
+        beat = Heartbeat(who, DIGESTS, False, 0, NO_ROWS, NO_ROWS, None, rows_per_s, 0, exchange_s=exchange_s)
+        _, answer = coordinator.heartbeat(Desk(terms).state, beat, 0.0)
+        assert len(answer.rows) == expected and answer.cycle == 1
+
+
+def test_lease_of_a_member_that_dialled_in_outlasts_a_cut_connection():
+    desk, ada = Desk(JOINED), replace(A, member="ada-home")
+    for who in (A, ada):
+        desk.beat(who, NO_ROWS, 0, 0.0)
+    desk.tick(PERSON_LEASE_S - 1)
+    assert set(desk.state.leases) == {ada}
+    desk.tick(PERSON_LEASE_S)
+    assert not desk.state.leases
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def group(count: int = 3, step_s: float = 1.0, mbit: float = 100, **more) -> dic
 
 def scenario(*groups: dict, cycle: int = 20, **more) -> Scenario:
     exchange = {"cycle": cycle, "quantize": "int8", **more.pop("exchange", {})}
-    return Scenario.model_validate({"model": MODEL, "exchange": exchange, "members": groups, **more})
+    return Scenario.model_validate({"model": more.pop("model", MODEL), "exchange": exchange, "members": groups, **more})
 
 
 def simulated(wanted: Scenario) -> tuple[SimulatedSwarm, Result]:
@@ -78,6 +78,31 @@ def test_slow_members_do_their_share():
     fast, slow = found.groups
     assert slow.name == "slow" and slow.applied == pytest.approx(0.25, abs=0.02)
     assert found.contributors.mean > 3 and fast.stall < 0.05 and slow.stall < 0.05
+
+
+class CutSwarm(SimulatedSwarm):
+    """Connections of members that dial in stand still for half a minute in every hour."""
+
+    def travel_seconds(self, node, call, back):
+        seconds, into = super().travel_seconds(node, call, back), (self.now - 1200) % 3600
+        return seconds + 30 - into if node.startswith("p") and into < 30 else seconds
+
+
+@pytest.mark.parametrize(
+    ("mbit", "step_s", "own"),
+    [(20, 1.0, 3), (11.4, 2.0, 3), (20, 0.33, 0)],
+    ids=["20 Mbit/s", "1% loss: 8 connections of 1.4 Mbit/s", "without members beside it"],
+)
+def test_members_at_home_lose_less_than_a_twentieth_to_their_network(mbit, step_s, own):
+    """GPT-2 with 124 M parameters in int8, a push every 100 steps; 100 ms, and a cut of 30 s in every hour."""
+    home = group(1 if own else 3, step_s, mbit, latency_ms=100, dials_in=True)
+    near = [group(own, step_s, 1000)] if own else []
+    model = {"parameters": 124_000_000, "batch": 16, "tokens_per_row": 1024}
+    swarm = CutSwarm(scenario(home, *near, cycle=100, hours=2, model=model))
+    swarm.simulate()
+    found = result(swarm)
+    assert found.groups[0].stall < 0.05 and not found.refusals
+    assert found.tokens.dropped == found.tokens.lost == 0
 
 
 def test_seed_decides_the_simulation():

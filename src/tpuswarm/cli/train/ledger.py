@@ -13,7 +13,7 @@ import typer
 from tpuswarm.cli.console import Json, Run, make_console
 from tpuswarm.config.units import check_number
 from tpuswarm.errors import InputError, RunFailed
-from tpuswarm.swarm.anywhere.invites import person_of
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.storage import rebuild as rebuilding
 from tpuswarm.swarm.storage import verify as verification
 from tpuswarm.swarm.storage.store import Store

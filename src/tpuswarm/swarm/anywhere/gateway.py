@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.anywhere.reports import Report, check_report
 from tpuswarm.swarm.core.messages import Accepted, Refused
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.core.values import Identity
 from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.processes.coordinator import Begin, Wait

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import hmac
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -18,25 +17,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.config.units import parse_address
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.people import PERSON
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.process.metadata import external_address
 
 INVITES = "invites.json"
 """File in the run's folder, readable by its owner only."""
 PREFIX = "tps1-"
-PERSON = re.compile(r"(?![jm][0-9]*$)[A-Za-z0-9_]{1,24}")
-"""A person's name; `j` and `m0` would be taken for members of the swarm itself."""
 SECRET_BYTES = 16
 GUEST = "guest"
 """The person of the invite that the head prints at its start."""
 _CHECK_BYTES = 4
 """Bytes of a checksum, so that a string that was copied only in part is noticed."""
-
-
-def person_of(member: str) -> str:
-    """Return the person whose member this is, `PERSON-MACHINE`; empty for a member of the swarm itself."""
-    person, dash, _ = member.partition("-")
-    return person if dash and PERSON.fullmatch(person) else ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Lease:
     rows_per_s: float | None
     outstanding: Rows
     """Trained rows without a verdict that the member knows of."""
+    exchange_s: float = 0.0
+    """As in Heartbeat, of a member that dialled in; 0 for others, whose network is no bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class CoordinatorState:
     @property
     def median_cycle(self) -> float | None:
         """Median cycle in seconds of the members whose speed is known."""
-        known = [lease.rows_per_s for lease in self.leases.values() if lease.rows_per_s]
-        return median(cycle_of(self.terms, speed, self.fastest) / speed for speed in known) if known else None
+        known = [(lease.rows_per_s, lease.exchange_s) for lease in self.leases.values() if lease.rows_per_s]
+        times = [max(cycle_of(self.terms, speed, self.fastest) / speed, exchange_s) for speed, exchange_s in known]
+        return median(times) if times else None
 
     def round_status(self, now: float) -> RoundStatus:
         first: dict[str, float] = {}

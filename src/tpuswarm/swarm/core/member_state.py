@@ -150,7 +150,9 @@ def finish_push(member: MemberState, norm: float, finite: bool, digests: tuple[s
     return replace(member, undecided=replace(member.undecided, finite=finite)), made
 
 
-def make_heartbeat(member: MemberState, rows_per_s: float | None, stalled: float = 0.0) -> Heartbeat:
+def make_heartbeat(
+    member: MemberState, rows_per_s: float | None, stalled: float = 0.0, exchange_s: float = 0.0
+) -> Heartbeat:
     return Heartbeat(
         incarnation=member.incarnation,
         digests=member.terms.digests,
@@ -162,6 +164,7 @@ def make_heartbeat(member: MemberState, rows_per_s: float | None, stalled: float
         rows_per_s=rows_per_s,
         processed=member.processed,
         stalled=stalled,
+        exchange_s=exchange_s,
     )
 
 

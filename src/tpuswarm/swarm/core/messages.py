@@ -50,6 +50,8 @@ class Heartbeat:
     """Tokens trained by this incarnation."""
     stalled: float = 0.0
     """Seconds that the current device action has run; 0 if the devices are idle."""
+    exchange_s: float = 0.0
+    """Seconds in which a contribution and a version travel, without the wait for a verdict; 0 if unknown."""
 
 
 @dataclass(frozen=True)

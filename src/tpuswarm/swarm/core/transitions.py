@@ -33,6 +33,7 @@ from tpuswarm.swarm.core.messages import (
     Superseded,
     Terms,
 )
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.core.rounds import RoundStatus, RoundTimeouts
 from tpuswarm.swarm.core.rows import NO_ROWS
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
@@ -42,6 +43,11 @@ MAX_HEARTBEATS_PER_S = 400.0
 listens for one lease time, and hears every member."""
 MIN_LEASE_PAUSES = 3
 """A lease lasts this many pauses, so that one lost heartbeat does not end it."""
+MAX_LEASED_CYCLES = 32
+"""A lease reaches at most this far ahead."""
+MAX_EXCHANGE_S = 3600.0
+PERSON_LEASE_S = 60.0
+"""A lease of a member that dialled in lasts at least this long: its connection may be cut for half a minute."""
 AWAITED_RECORD_COUNT = 3
 """A new epoch awaits the contributors of this many last records."""
 
@@ -117,18 +123,23 @@ def heartbeat(
         rows = state.leases[key].rows
     fastest = max(report.rows_per_s or 0.0, state.fastest or 0.0) or None
     cycle = cycle_of(state.terms, report.rows_per_s, fastest)
+    is_far = bool(person_of(key.member))
+    exchange_s = min(report.exchange_s, MAX_EXCHANGE_S) if is_far else 0.0
     if not state.recovering:
-        missing = min(2 * cycle - len(rows - accepted_rows(state, report.undecided)), state.room)
+        ahead = _rows_ahead(state.terms.batch, cycle, report.rows_per_s, exchange_s)
+        missing = min(ahead - len(rows - accepted_rows(state, report.undecided)), state.room)
         if missing > 0:
             rows |= state.taken.free(missing)
     pause = min(max(1, len(state.leases)) / MAX_HEARTBEATS_PER_S, state.terms.lease_seconds / 2)
-    until = now + max(state.terms.lease_seconds, MIN_LEASE_PAUSES * pause)
+    least_s = PERSON_LEASE_S if is_far else 0.0
+    until = now + max(state.terms.lease_seconds, least_s, MIN_LEASE_PAUSES * pause)
     if key in state.leases and report.stalled > _max_stall_s(state.terms.timeouts, cycle, report.rows_per_s):
         until = state.leases[key].until  # its devices hang: let the lease expire, or its rows would never come back
     news = report.processed > state.processed.get(key, -1)
+    held = Lease(rows, until, report.base, report.rows_per_s, outstanding, exchange_s)
     state = updated(
         state,
-        leases=state.leases.insert(key, Lease(rows, until, report.base, report.rows_per_s, outstanding)),
+        leases=state.leases.insert(key, held),
         taken=state.taken | rows,
         fastest=fastest,
         seen=state.seen.insert(key.member),
@@ -313,6 +324,16 @@ def _merge(state: CoordinatorState, headers: Iterable[Header], reason: str) -> M
     tokens = sum(decision.tokens for decision in decisions if decision.fate == "applied")
     kept = outer.average.kept(tokens, state.view.tokens + tokens) if outer.average and weights else None
     return Merge(state.view.version + 1, tuple(decisions), outer, rate, share, gathered, kept, reason)
+
+
+def _rows_ahead(batch: int, cycle: int, rows_per_s: float | None, exchange_s: float) -> int:
+    """Return how many rows a member holds ahead, so that it never waits for its network.
+
+    Besides the rows of the last push it needs those that it trains until the verdict is adopted. Two cycles are enough
+    if that takes less than a cycle. Otherwise its pushes become larger and rarer.
+    """
+    trained = min(2 * exchange_s * (rows_per_s or 0.0), MAX_LEASED_CYCLES * cycle)
+    return cycle + max(cycle, math.ceil(trained / batch) * batch)
 
 
 def _max_stall_s(timeouts: RoundTimeouts, cycle: int, rows_per_s: float | None) -> float:

@@ -19,6 +19,7 @@ class Payload:
     digests: tuple[str, ...]
     norm: float
     finite: bool
+    size_bytes: int = 0
 
 
 class Evaluation(NamedTuple):

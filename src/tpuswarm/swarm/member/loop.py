@@ -85,6 +85,8 @@ class MemberLoop:
     """Fragments of the version fetched last, to which quantized updates are added; None fetches whole versions."""
     say: Callable[[str], None] = lambda sentence: None
     """Shows a sentence to the user."""
+    calls_per_shard: int = 1
+    """Payloads or fragments that travel to or from an aggregator at a time: several connections bear losses better."""
     leaving: bool = False
     """Whether the member should push its finished work, return the rest, and end."""
     ended: bool = False
@@ -98,6 +100,14 @@ class MemberLoop:
     """Returns how many of them have rows of metrics on the supervisor's disk."""
     awaits_storage: bool = False
     """Whether a push waits until its rows of metrics are stored."""
+    push_bytes_per_s: float | None = None
+    """Speed of the last push; None before the first."""
+    round_trip_s: float | None = None
+    """Duration of the last heartbeat."""
+    _push_s: float = 0.0
+    """Duration of the last push."""
+    _exchanges_s: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+    """Durations of the last pushes with the fetch of the version that counts them."""
     _accepted: Identity | None = None
     """The last accepted contribution."""
     _snapshot: Any = None
@@ -125,6 +135,13 @@ class MemberLoop:
     def rows_per_s(self) -> float | None:
         """Training speed while there are rows to train; None until a step was measured."""
         return self._speed.rows_per_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds in which a contribution and a version travel while it trains; the median ignores a single cut."""
+        if not self.state.overlap:
+            return 0.0
+        return median(self._exchanges_s) if self._exchanges_s else self._push_s
 
     @property
     def stalled(self) -> float:
@@ -177,8 +194,10 @@ class MemberLoop:
         """Push and fetch until the run ends. Raise ProcessEnded if the incarnation ends."""
         while not self.ended:
             if self._snapshot is not None:
+                began = self.clock()
                 yield from self._encode()
                 yield from self._push()
+                self._push_s = self.clock() - began
             reply = (yield from self._beat()) if self._until_heartbeat_s <= MIN_SLEEP_S else None
             if reply is not None:
                 if reply.unknown and self._pushed and self._snapshot is None:
@@ -186,7 +205,10 @@ class MemberLoop:
                 self.ended = reply.ended
                 adopt = core.find_adoption(self.state, reply)
                 if adopt and self._incoming is None:
+                    began = self.clock()
                     yield from self._fetch(adopt, reply.tokens)
+                    if adopt.verdict_on:
+                        self._exchanges_s.append(self._push_s + self.clock() - began)
             if self.leaving and self._snapshot is None and (self.state.undecided or not self.state.outstanding):
                 yield from self._call_until_answered(Call(self.coordinator, "leave", (self.state.incarnation,)))
                 raise ProcessEnded("left cleanly")
@@ -270,8 +292,11 @@ class MemberLoop:
     def _beat(self) -> Process:
         adoptions, self._last_heartbeat = self.state.adoptions, self.clock()
         try:
-            report = core.make_heartbeat(self.state, self._speed.rows_per_s, max(0.0, self.stalled))
+            stalled, speed = max(0.0, self.stalled), self._speed.rows_per_s
+            report = core.make_heartbeat(self.state, speed, stalled, self.exchange_s)
+            began = self.clock()
             reply: Granted | Refused | None = yield Call(self.coordinator, "beat", (report,))
+            self.round_trip_s = self.clock() - began
         except Unreachable:
             # A lease lasts only three of the longest pauses: make up for the lost heartbeat.
             self._min_interval_s = min(self._min_interval_s, HEARTBEAT_INTERVAL_S)
@@ -301,6 +326,7 @@ class MemberLoop:
             number: (header.identity, number, arrays, payload.digests[number])
             for number, arrays in enumerate(payload.fragments)
         }
+        began = self.clock()
         while uploads:
             answers = yield from self._call_shards("put", uploads)
             uploads = {
@@ -311,6 +337,7 @@ class MemberLoop:
                 if damaged > MAX_REFUSALS:  # probably this machine's memory, not the network
                     raise ProcessEnded(answers[next(iter(uploads))].reason)
                 yield Sleep(POLL_INTERVAL_S)
+        self.push_bytes_per_s = payload.size_bytes / max(self.clock() - began, 1e-9)
         while self.steps_stored() < self._snapshot_steps:
             self.awaits_storage = True
             yield Sleep(IDLE_SLEEP_S)
@@ -338,13 +365,15 @@ class MemberLoop:
                 yield Sleep(POLL_INTERVAL_S)
 
     def _call_shards(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Process:
-        """Call the shard of each fragment until it answers, one call per shard at a time; return all answers.
+        """Call the shard of each fragment until it answers, `calls_per_shard` at a time; return all answers.
 
         Raise ProcessEnded if one is refused.
         """
         answers: dict[int, Any] = {}
         while left := [number for number in arguments if number not in answers]:
-            numbers = {number % len(self.shards): number for number in reversed(left)}.values()
+            count = len(self.shards)
+            queues = ([number for number in left if number % count == index] for index in range(count))
+            numbers = [number for queue in queues for number in queue[: self.calls_per_shard]]
             calls = (Call(self.shards[number % len(self.shards)], method, arguments[number]) for number in numbers)
             results = yield Parallel(tuple(calls))
             if refused := next((result for result in results if isinstance(result, Refused)), None):

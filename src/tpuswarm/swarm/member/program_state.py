@@ -172,7 +172,8 @@ class ProgramState:
             arrays = self._params.codes(coded)
         finite = bool(np.isfinite(length))
         digests = tuple(map(tensors.digest, arrays))
-        return Payload(tuple(arrays), digests, length if finite else 0.0, finite)
+        size = sum(array.nbytes for fragment in arrays for array in fragment.values())
+        return Payload(tuple(arrays), digests, length if finite else 0.0, finite, size)
 
     def place(self, fragments: Sequence[np.ndarray]) -> Flat:
         """Bring the fragments of a version, float32[size] each, to the devices."""

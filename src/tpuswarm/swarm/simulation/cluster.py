@@ -50,7 +50,7 @@ class SimulatedSwarm(Inproc):
         super().__init__(scenario.seed, faults=Faults(timeout=inf), on_ended=self._ended)
         self.scenario = scenario
         self.machines = [
-            Machine(f"m{index}-{number}", group, scenario.step_s(group))
+            Machine(f"{'p' if group.dials_in else 'm'}{index}-{number}", group, scenario.step_s(group))
             for index, group in enumerate(scenario.members)
             for number in range(group.count)
         ]

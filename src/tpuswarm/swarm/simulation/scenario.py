@@ -43,6 +43,8 @@ class MemberGroup(StrictTable):
     mbit_down: PositiveFloat
     latency_ms: NonNegativeFloat = 40.0
     """Round trip."""
+    dials_in: bool = False
+    """Whether they join with an invite, from anywhere."""
     preempted_every_hours: PositiveFloat | None = None
     """Mean for one member; None for never."""
     back_after_minutes: PositiveFloat = 5.0

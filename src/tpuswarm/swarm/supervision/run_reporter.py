@@ -11,8 +11,8 @@ from typing import Any
 
 from tpuswarm.config.formatting import format_figure
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.anywhere.invites import person_of
 from tpuswarm.swarm.core.alarms import LiveMember, alarms
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.swarm.core.values import Record
 from tpuswarm.swarm.processes.run_plan import RunPlan

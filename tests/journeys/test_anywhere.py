@@ -22,6 +22,7 @@ from tests import processes
 from tests.journeys.documents import ROOT
 from tests.journeys.test_swarm import contributors, member, tree
 from tests.swarm.chaos import SMALL, Swarm
+from tests.swarm.link import Link
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
@@ -38,9 +39,10 @@ def free_port() -> int:
 def make_swarm(tmp_path):
     swarms = []
 
-    def make(*words: str) -> Swarm:
+    def make(*words: str, address: str = "127.0.0.1", port: int | None = None) -> Swarm:
         arguments = ["gpt2-tiny", "--data", "fake", *SMALL, "--cycle", "8", "--outer", "average", *words]
-        swarm = Swarm(tmp_path / "run", [*arguments, "--listen", f"127.0.0.1:{free_port()}", "--address", "127.0.0.1"])
+        listen = ["--listen", f"127.0.0.1:{port or free_port()}", "--address", address]
+        swarm = Swarm(tmp_path / "run", [*arguments, *listen])
         swarm.start()
         swarms.append(swarm)
         return swarm
@@ -143,6 +145,29 @@ def test_run_of_dialled_in_members_alone_ends_and_is_evaluated(make_swarm, dial,
     assert contributors(swarm) == {"guest-one", "guest-two"}
     rows = read_rows(swarm.run / METRICS)
     assert any("eval_loss" in row for row in rows)
+    assert verify(Store(swarm.run), print).problems == []
+
+
+@pytest.mark.slow
+def test_member_goes_on_after_its_slow_connection_was_cut(make_swarm, dial):
+    """8 Mbit/s and 100 ms; it is cut for longer than the lease of a member of the swarm's own."""
+    port, megabyte = free_port(), 1e6
+    link = Link(port, one_way_s=0.05, bytes_per_s=megabyte)
+    swarm = make_swarm("--members", "1", "--steps", "10M", address=f"127.0.0.1:{link.port}", port=port)
+    join = dial(swarm, "ada", "home")
+    swarm.wait(lambda: "ada-home" in contributors(swarm))
+    before = member(swarm, "ada-home")
+    assert before["round_trip_s"] > 0.1 and before["push_bytes_per_s"] < 1.1 * megabyte
+    link.cut()
+    time.sleep(25.0)
+    link.mend()
+    done = len(swarm.events("commit"))
+    swarm.wait(lambda: "ada-home" in str(swarm.events("commit")[done + 1 :]))
+    assert member(swarm, "ada-home")["incarnation"] == before["incarnation"], "it went on where it was"
+    join.send_signal(signal.SIGINT)
+    join.communicate(timeout=processes.PATIENCE)
+    swarm.end()
+    link.close()
     assert verify(Store(swarm.run), print).problems == []
 
 

@@ -25,6 +25,7 @@ ROW = {"step": 1, "tokens": 8, "loss": 2.5, "member": "ada-colab", "version": 0,
 EVALUATION = {"step": 1, "tokens": 8, "eval_loss": 2.5, "member": "ada-colab", "version": 0}
 REPORT = {
     "incarnation": "a" * 32, "base": 0, "tokens": 8, "at_risk": 0, "rows_per_s": 1.5, "awaits_storage": False,
+    "push_bytes_per_s": None, "round_trip_s": 0.1,
     "evaluating": False, "first": 0, "rows": (ROW,),
 }  # fmt: skip
 

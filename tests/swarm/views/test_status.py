@@ -124,6 +124,7 @@ def test_run_that_goes_on_verifies(folder):
     assert shown["members"][0] == {
         "id": "m0", "state": "alive", "pid": 11, "incarnation": "a" * 32, "base": 4, "tokens": 700,
         "tokens_per_s": 50.0, "loss": 2.0, "grad_norm": 1.0, "lag": 0, "carried": 0,
+        "push_bytes_per_s": None, "round_trip_s": None,
     }  # fmt: skip
     assert shown["tokens"] == {"processed": 1000, "applied": 640, "dropped": 40, "outstanding": 200, "lost": 120}
     assert {"run", "recipe", "state", "message", "version", "alarms", "step", "loss"} <= shown.keys()
@@ -200,6 +201,13 @@ def test_every_fact_is_shown_at_any_width(width):
     status = status_of([member(0), member(1, state="lost")], metrics={"eval_accuracy": 0.8125})
     text = "\n".join(draw_lines(status, (3.0, 2.0), width))
     assert [words for words in LIVE if words not in text] == []
+
+
+def test_links_of_members_that_dialled_in_are_shown():
+    ada = replace(M1, id="ada-home", push_bytes_per_s=2.36e6, round_trip_s=0.1042)
+    seen = "\n".join(draw_lines(composed(members=(replace(M0, round_trip_s=0.001), ada)), width=200))
+    assert "link" in seen and "18.9 Mbit/s, 104 ms" in seen and " 1 ms" not in seen
+    assert "link" not in "\n".join(draw_lines(composed(), width=200))
 
 
 def test_view_adapts_to_what_is_known():

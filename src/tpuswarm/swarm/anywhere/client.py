@@ -19,11 +19,12 @@ from tpuswarm.swarm.processes.effects import Call, Unreachable
 CONNECT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, CALL_TIMEOUT_S = 10.0, 20.0, 120.0
 """Longest silence of the other side: while connecting, in a heartbeat, and in any other call. A transfer that moves may
 take as long as it needs."""
-PART_TIMEOUT_S = 20.0
-"""Longest silence within a part of a message."""
+PART_TIMEOUT_S = 60.0
+"""Longest silence within a part of a message: several parts may share a slow link, or it is cut for half a minute."""
 MAX_RETRY_S, RETRY_PAUSE_S = 300.0, 1.0
 """A transfer without progress for so long is given up; the caller begins it again."""
-MAX_CONNECTIONS = 8
+MAX_CONNECTIONS = 12
+"""Room for the parts that travel at a time, a heartbeat and a report."""
 
 
 class NoSwarm(Exception):

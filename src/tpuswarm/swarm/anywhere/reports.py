@@ -24,6 +24,8 @@ class Report(TypedDict):
     tokens: Count
     at_risk: Count
     rows_per_s: Annotated[float, Field(ge=0, le=1e12)] | None
+    push_bytes_per_s: Annotated[float, Field(ge=0, le=1e12)] | None
+    round_trip_s: Annotated[float, Field(ge=0, le=1e12)] | None
     awaits_storage: bool
     evaluating: bool
     first: Count

@@ -71,6 +71,8 @@ class MemberSpec:
     """Whether its code must be the swarm's. A member that dials in may have other versions of the same protocol."""
     largest_file: int | None = None
     """Bytes of the largest data file that is fetched whole if its reader can do with parts; None for any size."""
+    calls_per_shard: int = 1
+    """As in MemberLoop."""
 
 
 @dataclass
@@ -126,6 +128,8 @@ class MemberProcess:
             "tokens": state.processed if state else 0,
             "at_risk": (loop.at_risk if loop else self._lost_rows) * self.spec.plan.tokens_per_row,
             "rows_per_s": loop.rows_per_s if loop else None,
+            "push_bytes_per_s": loop.push_bytes_per_s if loop else None,
+            "round_trip_s": loop.round_trip_s if loop else None,
             "awaits_storage": loop is not None and loop.awaits_storage,
             "evaluating": self._evaluates_last or (loop is not None and loop.evaluating),
             "rows": rows,
@@ -231,6 +235,7 @@ class MemberProcess:
             time.monotonic,
             anchor=None if swarm.quantize == "plain" else anchor,
             say=spec.say,
+            calls_per_shard=spec.calls_per_shard,
             leaving=self._leaving,
             evaluate_every=spec.plan.evaluate_every if spec.evaluates else None,
             on_evaluation=self._metrics.add_evaluation,

@@ -140,6 +140,8 @@ class SupervisedProcess:
             grad_norm=row.get("grad_norm"),
             lag=None if base is None or version is None else max(0, version - base),
             carried=carried,
+            push_bytes_per_s=report.get("push_bytes_per_s"),
+            round_trip_s=report.get("round_trip_s"),
         )
 
 

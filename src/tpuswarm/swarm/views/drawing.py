@@ -119,6 +119,7 @@ def members_table(
     shown: Sequence[MemberStatus], horizon: int, unit: str, width: int, reasons: Sequence[str] = ()
 ) -> RenderableType:
     """Draw one row for each member; reasons: why each needs attention, if any."""
+    links = [member.link for member in shown]
     columns = [
         Column("member"),
         Column("state", width=len("evaluating")),
@@ -128,6 +129,7 @@ def members_table(
         Column(unit, right=True, width=len(f"{horizon:,}"), rank=3),
         Column(f"{unit}/s", right=True, width=9, rank=1),
         Column("loss", right=True, width=len("0.01234")),
+        *([Column("link", rank=2)] if any(links) else []),
         Column(""),
     ]
     rows = [
@@ -140,6 +142,7 @@ def members_table(
             f"{member.tokens:,}",
             "–" if member.tokens_per_s is None else f"{member.tokens_per_s:,.0f}",
             format_figure(member.loss),
+            *([links[number]] if any(links) else []),
             reasons[number] if reasons else "",
         )
         for number, member in enumerate(shown)

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tpuswarm.config.formatting import token_unit
 from tpuswarm.errors import InputError
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.core.summary import Summary, Tokens
 from tpuswarm.train.process.atomic import write_atomically
 from tpuswarm.train.run.directory import read_config, reading, writing
@@ -42,6 +43,18 @@ class MemberStatus:
     """Versions behind the newest."""
     carried: int = 0
     """Bytes transferred: a payload there and a version back for each contribution."""
+    push_bytes_per_s: float | None = None
+    """Speed of its last push."""
+    round_trip_s: float | None = None
+    """Duration of its last heartbeat."""
+
+    @property
+    def link(self) -> str:
+        """The connection of a member that dialled in; empty for others."""
+        if not person_of(self.id) or self.round_trip_s is None:
+            return ""
+        speed = "" if self.push_bytes_per_s is None else f"{8e-6 * self.push_bytes_per_s:.3g} Mbit/s, "
+        return f"{speed}{1000 * self.round_trip_s:.0f} ms"
 
     @property
     def is_alive(self) -> bool:

@@ -73,7 +73,7 @@ def _facts(state: State) -> dict[str, Any]:
 
 
 def _members(run: RunView) -> Table:
-    """Columns: state, rank among urgent members, why, tokens/s, loss, commit, lag, tokens, pid, incarnation."""
+    """Columns: state, rank among urgent members, why, tokens/s, loss, commit, lag, tokens, pid, incarnation, link."""
     urgent = find_urgent_members(run.status) if run.state == "running" else []
     ranks = {member.id: (rank, why) for rank, (member, why) in enumerate(urgent)}
     return {
@@ -81,7 +81,7 @@ def _members(run: RunView) -> Table:
             member.state, *ranks.get(member.id, (None, "")),
             None if member.tokens_per_s is None else round(member.tokens_per_s),
             None if member.loss is None else float(f"{member.loss:.4g}"), member.base, member.lag, member.tokens,
-            member.pid, (member.incarnation or "")[:8],
+            member.pid, (member.incarnation or "")[:8], member.link,
         ]
         for member in run.status.members
     }  # fmt: skip

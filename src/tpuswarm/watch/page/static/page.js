@@ -134,11 +134,12 @@ function members() {
   const byName = all.sort(([a], [b]) => order(a, b)), byNeed = [...all].sort(([, x], [, y]) => (x[1] ?? 1e9) - (y[1] ?? 1e9));
   $("dots").replaceChildren(...byName.map(([name, row]) => Object.assign(element("i", "", `${COLORS[row[0]] ?? "dim"}${row[1] !== null ? " look" : ""}`), { title: `${name}: ${word(row[0])}` })));
   const unit = seen.facts.unit ?? "tokens";
-  const kinds = ["", "", "n", "n", "n more", "n more", "n more", "n more", "more", "why"];
-  const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", "why"].map((name, n) => [name, kinds[n]]);
+  const linked = all.some(([, row]) => row[10]);
+  const kinds = ["", "", "n", "n", "n more", "n more", "n more", "n more", "more", ...(linked ? ["more"] : []), "why"];
+  const heads = ["member", "state", `${unit}/s`, "loss", "commit", "behind", unit, "pid", "incarnation", ...(linked ? ["link"] : []), "why"].map((name, n) => [name, kinds[n]]);
   const rows = byNeed.filter(([name, row]) => `${name} ${row[0]} ${row[2]}`.toLowerCase().includes(wanted)).map(([name, row]) => {
-    const [state, , why, speed, loss, base, lag, tokens, pid, incarnation] = row, made = document.createElement("tr");
-    return cells(made, [logButton(name), element("span", word(state), COLORS[word(state)]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", why], kinds);
+    const [state, , why, speed, loss, base, lag, tokens, pid, incarnation, link] = row, made = document.createElement("tr");
+    return cells(made, [logButton(name), element("span", word(state), COLORS[word(state)]), number(speed), figure4(loss), number(base), number(lag), number(tokens), pid === null ? "–" : `${pid}`, incarnation || "–", ...(linked ? [link || "–"] : []), why], kinds);
   });
   table($("members-table"), heads, rows);
   $("no-match").hidden = rows.length > 0;

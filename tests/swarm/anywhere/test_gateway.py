@@ -8,12 +8,16 @@ from tpuswarm.swarm.anywhere.gateway import (
     GATEWAY,
     MAX_MEMBERS_OF_A_PERSON,
     MAX_UNACCEPTED_PUSHES,
+    MAX_UNPUSHED_ROWS,
+    MAX_WASTED_PAYLOADS,
     MEMBER_REQUESTS,
     Admitted,
     Gateway,
+    Reported,
 )
+from tpuswarm.swarm.anywhere.reports import MAX_ROWS
 from tpuswarm.swarm.core.messages import Accepted, Heartbeat, Refused
-from tpuswarm.swarm.core.rows import NO_ROWS
+from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation
 from tpuswarm.swarm.processes.aggregator import Shard
 from tpuswarm.swarm.processes.coordinator import Begin, Coordinator, FoundingCoordinator, Wait
@@ -204,3 +208,44 @@ def test_payloads_of_pushes_that_never_come_do_not_fill_the_heads_disk():
     assert swarm.gateway.serve("bob", Call("aggregator-0", "put", (other, 0, {}, "d" * 64))) == Accepted()
     swarm.now += 25 * 3600.0
     assert put(1001) == Accepted()
+
+
+def test_payloads_sent_in_vain_are_limited():
+    swarm, answers = Swarm(), iter([Accepted()] * (MAX_WASTED_PAYLOADS // 2 + 1) + [Refused("no")] * 10**4)
+    swarm.gateway.calls = lambda call: next(answers)
+
+    def put(fragment, person="ada"):
+        identity = Identity(Incarnation(f"{person}-x", "a" * 32), 1)
+        return swarm.gateway.serve(person, Call("aggregator-0", "put", (identity, fragment, {}, "d" * 64)))
+
+    for number in range(MAX_WASTED_PAYLOADS + 1):
+        assert "in vain" not in getattr(put(0), "reason", ""), number
+    assert "in vain today" in put(1).reason
+    assert put(0, person="bob").reason == "no"
+    swarm.now = 25 * 3600.0
+    assert put(0).reason == "no"
+
+
+def test_rows_of_metrics_follow_the_pushes():
+    swarm, who = Swarm(), Incarnation("ada-colab", "a" * 32)
+    swarm.gateway.calls = lambda call: Accepted()
+    swarm.join()
+    sent = 0
+
+    def report(count):
+        nonlocal sent
+        answer = swarm.report({**REPORT, "first": sent, "rows": (ROW,) * count})
+        sent += count
+        return answer
+
+    for _ in range(MAX_UNPUSHED_ROWS // MAX_ROWS):
+        assert isinstance(report(MAX_ROWS), Reported)
+    again = {**REPORT, "first": sent - MAX_ROWS, "rows": (ROW,) * MAX_ROWS}
+    assert isinstance(swarm.report(again), Reported), "rows that come again count once"
+    header = Header(Identity(who, 1), "run", 0, Rows(((0, 5),)), 0, 1, "plain", 0.0, True, ())
+    swarm.gateway.serve("ada", Call("coordinator", "push", (header,)))
+    assert isinstance(report(5), Reported)
+    assert "without a push" in report(1).reason
+    swarm.now = 25 * 3600.0
+    swarm.join()
+    assert isinstance(report(1), Reported)

@@ -38,6 +38,11 @@ MAX_MEMBERS_OF_A_PERSON = 64
 """Until they are forgotten, those that have left included."""
 MAX_UNACCEPTED_PUSHES = 128
 """Of a person in a day; each member that dies leaves one at most. Their payloads are deleted after that time."""
+MAX_WASTED_PAYLOADS = 1000
+"""Payloads of a person in a day that arrive again, damaged, or for nothing."""
+MAX_UNPUSHED_ROWS = 100_000
+"""Rows of metrics of a person in a day, beyond the rows of data in their accepted pushes."""
+DAY_S = 86_400.0
 MAX_REASON_CHARS = 500
 Word = Annotated[str, StringConstraints(max_length=64, pattern=r"^[ -~]*$")]
 Facts = Annotated[dict[Word, Word], Field(max_length=16)]
@@ -90,6 +95,26 @@ class RemoteMember:
     reports: int = 0
     """How many there were."""
     rows_stored: int = 0
+    rows_reported: int = 0
+
+
+@dataclass
+class _Push:
+    """A push that is not accepted."""
+
+    touched: float
+    fragments: set[int] = field(default_factory=set)
+    """Those whose payload is stored."""
+
+
+@dataclass
+class _Usage:
+    """What a person's members have sent in a day."""
+
+    began: float
+    pushes: dict[Identity, _Push] = field(default_factory=dict)
+    wasted_payloads: int = 0
+    unpushed_rows: int = 0
 
 
 @dataclass
@@ -101,8 +126,8 @@ class Gateway:
     members: dict[str, RemoteMember] = field(default_factory=dict)
     _founders: set[str] = field(default_factory=set)
     """People of members that the coordinator has asked to create the first version."""
-    _unaccepted: dict[str, dict[Identity, float]] = field(default_factory=dict)
-    """Pushes of each person that have payloads and were not accepted, with the time of the last payload."""
+    _usages: dict[str, _Usage] = field(default_factory=dict)
+    """By person."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def serve(self, person: str, call: Call) -> Any:
@@ -123,26 +148,44 @@ class Gateway:
             return Refused(f"{named} is not a member of {person}")
         if call.method == "found" and person not in self._founders:
             return Refused("only the member that was asked creates the first version")
-        if call.method == "put" and not self._may_store(person, call.arguments[0]):
-            return Refused(f"{person} has stored payloads of {MAX_UNACCEPTED_PUSHES} pushes that were never accepted")
+        if call.method == "put" and (why := self._why_not_store(person, call.arguments[0])):
+            return Refused(why)
         answer = self.calls(call)
         if isinstance(answer, Begin):
             self._founders.add(person)
-        if call.method == "push" and isinstance(answer, Accepted):
-            with self._lock:
-                self._unaccepted.get(person, {}).pop(call.arguments[0].identity, None)
+        with self._lock:
+            usage = self._usage(person)
+            if call.method == "push" and isinstance(answer, Accepted):
+                header = call.arguments[0]
+                usage.pushes.pop(header.identity, None)
+                usage.unpushed_rows = max(0, usage.unpushed_rows - len(header.rows))
+            elif call.method == "put":
+                push = usage.pushes.get(call.arguments[0])
+                if not isinstance(answer, Accepted) or push is None or call.arguments[1] in push.fragments:
+                    usage.wasted_payloads += 1
+                else:
+                    push.fragments.add(call.arguments[1])
         return answer
 
-    def _may_store(self, person: str, identity: Identity) -> bool:
-        """Whether a person may store a payload of this push: not of ever more pushes that never come."""
+    def _usage(self, person: str) -> _Usage:
+        """Return what a person has sent, without what is too long ago."""
+        now = self.clock()
+        usage = self._usages.setdefault(person, _Usage(now))
+        if now - usage.began > DAY_S:
+            usage.began, usage.wasted_payloads, usage.unpushed_rows = now, 0, 0
+        usage.pushes = {key: push for key, push in usage.pushes.items() if push.touched > now - UNNAMED_RETENTION_S}
+        return usage
+
+    def _why_not_store(self, person: str, identity: Identity) -> str:
+        """Return why a person may not store a payload of this push now; empty if they may."""
         with self._lock:
-            oldest = self.clock() - UNNAMED_RETENTION_S
-            pushes = {key: at for key, at in self._unaccepted.get(person, {}).items() if at > oldest}
-            may_store = identity in pushes or len(pushes) < MAX_UNACCEPTED_PUSHES
-            if may_store:
-                pushes[identity] = self.clock()
-            self._unaccepted[person] = pushes
-            return may_store
+            usage = self._usage(person)
+            if usage.wasted_payloads >= MAX_WASTED_PAYLOADS:
+                return f"{person} has sent {MAX_WASTED_PAYLOADS} payloads in vain today"
+            if identity not in usage.pushes and len(usage.pushes) >= MAX_UNACCEPTED_PUSHES:
+                return f"{person} has stored payloads of {MAX_UNACCEPTED_PUSHES} pushes that were never accepted"
+            usage.pushes.setdefault(identity, _Push(0.0)).touched = self.clock()
+            return ""
 
     @request
     def join(
@@ -175,9 +218,15 @@ class Gateway:
         known.seen = self.clock()
         if report is not None:
             try:
-                known.report, known.reports = check_report(report, member), known.reports + 1
+                checked = check_report(report, member)
             except ValueError as error:
                 return Refused(f"the report is malformed: {error}")
+            usage, end = self._usage(person), checked["first"] + len(checked["rows"])
+            usage.unpushed_rows += min(len(checked["rows"]), max(0, end - known.rows_reported))
+            known.rows_reported = max(known.rows_reported, end)
+            if usage.unpushed_rows > MAX_UNPUSHED_ROWS:
+                return Refused(f"{person} has sent {MAX_UNPUSHED_ROWS:,} rows of metrics today without a push")
+            known.report, known.reports = checked, known.reports + 1
         if how:
             shown = "".join(sign if sign.isprintable() else " " for sign in reason[:MAX_REASON_CHARS])
             known.outcome = Outcome(how, shown)

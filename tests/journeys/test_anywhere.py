@@ -136,7 +136,7 @@ def test_members_of_people_come_die_and_leave(make_swarm, dial, tmp_path):
 
 @pytest.mark.slow
 def test_run_of_dialled_in_members_alone_ends_and_is_evaluated(make_swarm, dial, tmp_path):
-    swarm = make_swarm("--members", "0", "--steps", "120", "--eval-every", "60")
+    swarm = make_swarm("--members", "0", "--steps", "1200", "--eval-every", "600")
     joined = [dial(swarm, "guest", machine) for machine in ("one", "two")]
     assert swarm.process.wait(processes.PATIENCE) == 0
     for join in joined:

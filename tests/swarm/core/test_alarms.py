@@ -15,6 +15,7 @@ from tpuswarm.swarm.core.alarms import (
     Step,
     alarms,
 )
+from tpuswarm.swarm.core.choose import FALSELY_FINITE, UNTRUE_NORM
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Decision, Identity, Incarnation
 
@@ -66,6 +67,13 @@ ALONE = ["a"] * MIN_SOLO_COMMITS
 def test_commits_with_one_contributor_while_others_train(contributors, trained, alive, words):
     found = alarms_of(records(contributors, trained), [steady(name) for name in alive])
     assert (len(found) == 1 and words in found[0]) if words else found == []
+
+
+@pytest.mark.parametrize(("reason", "words"), [(FALSELY_FINITE, "NaN or infinity"), (UNTRUE_NORM, "an untrue norm")])
+def test_member_whose_payload_contradicts_its_header_is_named(reason, words):
+    decision = Decision(Identity(Incarnation("eve-home", "1"), 1), "dropped", reason, Rows(((1, 2),)), 0, 1)
+    [alarm] = alarms_of([genesis(TERMS, version=1, decisions=(decision,), time=NOW)])
+    assert alarm.startswith("eve-home pushed") and words in alarm
 
 
 OTHERS = [steady("a", 2.0, 2.0), steady("b", 2.1, 2.1), steady("c", 1.9, 1.9)]

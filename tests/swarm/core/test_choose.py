@@ -70,6 +70,14 @@ def test_large_contribution_is_clipped():
     assert clipping([1.0, 2.0, 12.0]) == [1.0, 1.0, 0.5]
 
 
+def test_large_contribution_of_a_person_is_clipped_without_a_majority():
+    assert clipping([1.0, 12.0], [False, True]) == [1.0, 0.25]
+    assert clipping([12.0, 1.0], [False, True]) == [1.0, 1.0], "the swarm's own are trusted"
+    assert clipping([12.0, 1.0], [True, True]) == [0.25, 1.0]
+    assert clipping([12.0], [True], [1.0, 1.0, 9.0]) == [0.25]
+    assert clipping([12.0], [True]) == [1.0], "nothing is known"
+
+
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20))
 def test_unequal_weights_count_as_fewer_contributors(tokens):
     exact = Fraction(sum(tokens)) ** 2 / sum(Fraction(count) ** 2 for count in tokens)

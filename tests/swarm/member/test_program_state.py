@@ -17,13 +17,13 @@ from tests.train import toy
 from tpuswarm import Every, Stop, supervised
 from tpuswarm.errors import InputError
 from tpuswarm.swarm.core.arithmetic.fragments import Layout, Piece
-from tpuswarm.swarm.core.arithmetic.quantize import BITS, encode, feedback
+from tpuswarm.swarm.core.arithmetic.quantize import BITS, decode, encode, feedback
 from tpuswarm.swarm.core.member_state import Adopt
 from tpuswarm.swarm.core.rows import NO_ROWS, Rows
 from tpuswarm.swarm.member.loop import Speed
 from tpuswarm.swarm.member.program import make_program
 from tpuswarm.swarm.member.program_state import RAMP_STEPS, Prefetch, ProgramState, layout_of
-from tpuswarm.swarm.member.shared_params import SharedParams
+from tpuswarm.swarm.member.shared_params import SharedParams, norm
 from tpuswarm.swarm.processes.run_plan import RunPlan, Swarm, code_digest
 from tpuswarm.train.paths import leaf_paths
 from tpuswarm.train.program.compiled import compile_step
@@ -99,6 +99,13 @@ def test_codes_of_the_devices_are_numpys_bit_for_bit(devices, shard):
         for snapshot, anchor, left in (random, (zeros, [ties(size, width) for size in layout.sizes], zeros)):
             coded = exchanged.code(*map(exchanged.to_devices, (snapshot, anchor, left)))
             found, rest = exchanged.codes(coded), exchanged.fragments(coded.left)
+            sent = [
+                decode(*encode((a - s) + e, width), a.size, width)
+                for s, a, e in zip(snapshot, anchor, left, strict=True)
+            ]
+            assert norm(coded.squares) == pytest.approx(
+                np.linalg.norm(np.concatenate(sent).astype(np.float64)), rel=1e-6
+            )
             for number, (s, a, e) in enumerate(zip(snapshot, anchor, left, strict=True)):
                 x = (a - s) + e
                 codes, scales = encode(x, width)

@@ -14,6 +14,7 @@ from tests.swarm.exact import genesis
 from tests.train import toy
 from tpuswarm import Trainer, supervised
 from tpuswarm.swarm.core.arithmetic.outer import MovingAverage, OuterRule
+from tpuswarm.swarm.core.choose import UNTRUE_NORM
 from tpuswarm.swarm.core.member_state import MemberState
 from tpuswarm.swarm.core.messages import Terms
 from tpuswarm.swarm.core.rounds import RoundTimeouts
@@ -36,6 +37,7 @@ from tpuswarm.train.program.compiled import compile_step
 from tpuswarm.train.program.request import Request
 
 BATCH, STEPS = 8, 12
+STEP_TIMES = lambda random, name: 1.0 if name == "member trains" else 0.01  # noqa: E731
 
 
 @cache
@@ -52,9 +54,11 @@ class Swarm:
 
     def __init__(
         self, folder, recipe, *, members=1, cycle=2, overlap=True, fragments=1, form="plain", shards=1,
-        timeouts=None, steps=STEPS, batch=BATCH, outer=None, ema=None, compiled=None, engine=None, **options,
+        timeouts=None, steps=STEPS, batch=BATCH, outer=None, ema=None, compiled=None, engine=None, names=None,
+        **options,
     ):  # fmt: skip
-        """options: of every MemberLoop."""
+        """names: of the members; options: of every MemberLoop."""
+        self.names = names or tuple(f"m{n}" for n in range(members))
         self.engine = engine or Inproc(7)
         self.store = Store(str(folder))
         self.ledger, self.objects = Ledger(self.store), Objects(self.store)
@@ -64,13 +68,13 @@ class Swarm:
         self.init_key, self.step_key = jax.random.split(jax.random.key(0))
         self.terms = Terms(
             run="run", digests=Digests(self.layout.digest, "c", "d", "e"), batch=batch, tokens_per_row=1,
-            horizon=steps * batch, cycle=cycle * batch, members=tuple(f"m{n}" for n in range(members)),
+            horizon=steps * batch, cycle=cycle * batch, members=self.names,
             outer=outer or OuterRule("average"), timeouts=timeouts or RoundTimeouts(),
         )  # fmt: skip
         self.device_states, self.processes = [], []
         self.shards = [f"shard-{n}" for n in range(shards)]
         self.clock = lambda: self.engine.now
-        states, anchor = self.begin(members)
+        states, anchor = self.begin(len(self.names))
         self.ledger.append(genesis(self.terms, state=tuple(map(self.objects.put_array, anchor))))
         for number, state in enumerate(states):
             self.start(number, state, anchor)
@@ -91,7 +95,7 @@ class Swarm:
 
     def start(self, number, state, anchor, base=0, tokens=0) -> None:
         device_state = self.make_state(state, anchor)
-        incarnation = Incarnation(f"m{number}", f"{len(self.device_states):032x}")
+        incarnation = Incarnation(self.names[number], f"{len(self.device_states):032x}")
         state_of_member = MemberState(self.terms, self.form, self.overlap, incarnation, base, tokens)
         member = MemberLoop(
             state_of_member, device_state, "coordinator", self.shards, self.clock, anchor=anchor, **self.options
@@ -167,6 +171,30 @@ def test_one_member_is_the_plain_trainer_bit_for_bit(tmp_path, plain, cycle, ove
 def test_three_members_learn_and_the_ledger_verifies(tmp_path, form):
     swarm = Swarm(tmp_path, FAST, members=3, form=form, fragments=2)
     assert loss_of(swarm.run(), toy.data()) < 0.7 * loss_of(swarm.version(0), toy.data())
+    assert not problems_of(swarm.store)
+
+
+def verdicts_on(swarm, member) -> list[tuple[str, str]]:
+    records = [swarm.ledger.record(version) for version in swarm.ledger.versions()]
+    decisions = [decision for record in records for decision in record.decisions]
+    return [(each.fate, each.reason) for each in decisions if each.identity.incarnation.member == member]
+
+
+@pytest.mark.parametrize("form", ["plain", "int8", "int4"])
+def test_work_of_a_person_with_an_untrue_norm_does_not_count(tmp_path, form):
+    engine, names = Inproc(7, seconds=STEP_TIMES), ("m0", "ada-home", "eve-home")
+    swarm = Swarm(tmp_path, FAST, names=names, form=form, fragments=3, shards=2, engine=engine)
+    eve = swarm.device_states[2]
+    encode = eve.payload
+
+    def understate(snapshot):
+        payload = encode(snapshot)
+        return replace(payload, norm=0.99 * payload.norm)
+
+    eve.payload = understate
+    swarm.run()
+    assert set(verdicts_on(swarm, "eve-home")) == {("dropped", UNTRUE_NORM)}
+    assert {fate for fate, _ in verdicts_on(swarm, "ada-home")} == {"applied"}
     assert not problems_of(swarm.store)
 
 

@@ -26,20 +26,22 @@ from tpuswarm.swarm.core.messages import (
     VersionDamaged,
     VersionExpired,
 )
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.core.rows import Rows
 from tpuswarm.swarm.core.values import Identity, Incarnation
 from tpuswarm.swarm.engines.inproc import Inproc
 from tpuswarm.swarm.engines.threads import NodeThreads
-from tpuswarm.swarm.processes.aggregator import MAX_STALENESS, Aggregator
+from tpuswarm.swarm.processes.aggregator import MAX_STALENESS, Aggregator, sum_by_identity
 from tpuswarm.swarm.processes.coordinator import Coordinator
 from tpuswarm.swarm.processes.effects import ProcessEnded, Unreachable
 from tpuswarm.swarm.storage import tensors
 from tpuswarm.swarm.storage.downlink import Chain
 from tpuswarm.swarm.storage.ledger import Ledger
-from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name
+from tpuswarm.swarm.storage.objects import Objects, object_name, payload_name, to_quantized
 from tpuswarm.swarm.storage.store import Missing, Store
 from tpuswarm.swarm.supervision import entry
 
+PEOPLE = ["m0", "ada-home", "ada-colab", "bob-home"]
 kinds = pytest.mark.parametrize(
     "kind",
     ["average-plain", "nesterov-plain", "average-int8", "nesterov-int4", "average-plain-ema", "nesterov-int8-ema"],
@@ -86,6 +88,33 @@ def test_any_number_of_shards_makes_the_same_bits(tmp_path, kind):
             made = {number: digest for part in parts for number, digest in getattr(part, name).items()}
             assert in_order(made) == getattr(newest, name)
         assert not problems_of(run.store)
+
+
+@pytest.mark.parametrize("kind", ["average-plain", "nesterov-int8"])
+def test_work_of_people_is_measured_in_any_number_of_shards(tmp_path, kind):
+    rule, downlink = kind.split("-")
+    run = Run(Store(tmp_path), random.Random(4), rule=rule, downlink=downlink)
+    run.members = [replace(key, member=name) for key, name in zip(run.members, PEOPLE, strict=True)]
+    run.sequences = run.processed = dict.fromkeys(run.members, 0)
+    bases = run.state(0)
+    deltas = {}
+    for member in run.members:
+        identity = run.push(member).identity
+        payloads = [run.objects.get_payload(identity, *numbered) for numbered in enumerate(run.pending[-1].digests)]
+        whole = [
+            base - payload["s"] if "s" in payload
+            else to_quantized(payload).decode(0, base.size, np.empty(payload["codes"].shape[0] * 256, np.float32))
+            for base, payload in zip(bases, payloads, strict=True)
+        ]  # fmt: skip
+        deltas[identity] = np.concatenate(whole).astype(np.float64)
+    decisions = tuple(choose(run.view, run.pending, (), run.staleness))
+    merge = Merge(1, decisions, run.outer, 0.7 if rule == "nesterov" else 1.0, 1.0, 0.0, None, "")
+    for count in (1, 2):
+        parts = [shard.merge(run.records[0], merge) for shard in shards(run.store, count)]
+        assert sum_by_identity(part.squares for part in parts) == {
+            identity: pytest.approx(delta @ delta, rel=1e-5)
+            for identity, delta in deltas.items() if person_of(identity.incarnation.member)
+        }  # fmt: skip
 
 
 PAYLOADS = {

@@ -7,7 +7,7 @@ from itertools import pairwise, takewhile
 from statistics import median
 from typing import NamedTuple
 
-from tpuswarm.swarm.core.choose import FALSELY_FINITE
+from tpuswarm.swarm.core.choose import FALSELY_FINITE, UNTRUE_NORM
 from tpuswarm.swarm.core.values import Record
 
 MIN_SOLO_COMMITS = 5
@@ -22,6 +22,10 @@ MIN_OUTLIER_SHARE = 0.5
 QUIET_ALARM_S = 120.0
 MAX_QUIET_CYCLES = 5.0
 """A round may take four cycles: one until its first contribution, three more until its deadline."""
+UNTRUE = {
+    FALSELY_FINITE: "{} pushed NaN or infinity as finite values, which were dropped: check its machine",
+    UNTRUE_NORM: "{} pushed work with an untrue norm, which was dropped: no unchanged tpuswarm does that",
+}
 CLOCK_JUMP_S = 3600.0
 """Clocks of different machines may differ by this much."""
 
@@ -54,7 +58,7 @@ def alarms(
     """
     return [
         *_solo_commits(recent, len(members)),
-        *_falsely_finite(recent),
+        *_untrue(recent),
         *_outliers(members),
         *_quiet(cycle, quiet),
         *_jumped(recent, now),
@@ -83,12 +87,12 @@ def _solo_commits(recent: Sequence[Record], alive: int) -> list[str]:
     ]
 
 
-def _falsely_finite(recent: Sequence[Record]) -> list[str]:
-    dropped = (decision for record in recent for decision in record.decisions if decision.reason == FALSELY_FINITE)
-    return [
-        f"{member} pushed NaN or infinity as finite values, which were dropped: check its machine"
-        for member in sorted({decision.identity.incarnation.member for decision in dropped})
-    ]
+def _untrue(recent: Sequence[Record]) -> list[str]:
+    found = {
+        (decision.reason, decision.identity.incarnation.member)
+        for record in recent for decision in record.decisions if decision.reason in UNTRUE
+    }  # fmt: skip
+    return [UNTRUE[reason].format(member) for reason, member in sorted(found)]
 
 
 def _contributors(record: Record) -> set[str]:

@@ -4,14 +4,17 @@ Only headers matter, so that anyone who reads the record can check the choice.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 
 from tpuswarm.swarm.core.ledger_view import LedgerView
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.core.values import Decision, Fate, Header, Identity
 
 FALSELY_FINITE = "its payload is not finite, its header says that it is"
+UNTRUE_NORM = "its payload has another norm than its header states"
 CLIP_FACTOR = 3.0
 """A delta's norm may be this many times the median norm of its round."""
 
@@ -32,11 +35,13 @@ def choose(
     headers: Iterable[Header],
     unreadable: Collection[Identity],
     rule: Staleness,
-    not_finite: Collection[Identity] = (),
+    rejected: Mapping[Identity, str] = MappingProxyType({}),
+    usual: Sequence[float] = (),
 ) -> list[Decision]:
     """Decide on each header, in the order of identities. The weights of the applied ones add up to 1.
 
-    unreadable: contributions whose payload was lost; not_finite: those whose payload contradicts a finite header.
+    unreadable: contributions whose payload was lost; rejected: those that must not count, with the reason;
+    usual: norms of contributions that were counted lately.
     """
     decisions: list[Decision] = []
     contributors: list[tuple[Header, float]] = []
@@ -52,13 +57,14 @@ def choose(
         taken |= header.rows
         if not header.finite:
             decisions.append(_decided(header, "dropped", "not finite"))
-        elif header.identity in not_finite:
-            decisions.append(_decided(header, "dropped", FALSELY_FINITE))
+        elif header.identity in rejected:
+            decisions.append(_decided(header, "dropped", rejected[header.identity]))
         elif stale > rule.limit:
             decisions.append(_decided(header, "dropped", f"{stale} commits stale, more than {rule.limit}"))
         else:
             contributors.append((header, header.tokens * rule.weight(stale)))
-    clips = clipping([header.norm for header, _ in contributors])
+    people = [bool(person_of(header.identity.incarnation.member)) for header, _ in contributors]
+    clips = clipping([header.norm for header, _ in contributors], people, usual)
     whole = math.fsum(weight for _, weight in contributors)
     for (header, weight), clip in zip(contributors, clips, strict=True):
         stale = view.staleness(header.base)
@@ -67,12 +73,20 @@ def choose(
     return sorted(decisions, key=lambda decision: decision.identity)
 
 
-def clipping(norms: list[float]) -> list[float]:
-    """Return the factor that brings each norm to at most CLIP_FACTOR times the median; 1 for fewer than 3 norms."""
-    if len(norms) < 3:
-        return [1.0] * len(norms)
-    limit = CLIP_FACTOR * median(norms)
-    return [1.0 if norm <= limit else limit / norm for norm in norms]
+def clipping(norms: Sequence[float], people: Sequence[bool] = (), usual: Sequence[float] = ()) -> list[float]:
+    """Return the factor that brings each norm to at most CLIP_FACTOR times the median.
+
+    With fewer than 3 norms only those of people are limited, by the median of the other ones and the usual ones.
+    """
+    if len(norms) >= 3:
+        limit = CLIP_FACTOR * median(norms)
+        return [1.0 if norm <= limit else limit / norm for norm in norms]
+    found = []
+    for number, (norm, is_persons) in enumerate(zip(norms, people or [False] * len(norms), strict=True)):
+        known = [*usual, *norms[:number], *norms[number + 1 :]]
+        limit = CLIP_FACTOR * median(known) if is_persons and known else math.inf
+        found.append(1.0 if norm <= limit else limit / norm)
+    return found
 
 
 def effective(weights: Iterable[float]) -> float:

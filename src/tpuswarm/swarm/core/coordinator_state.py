@@ -61,7 +61,10 @@ class CoordinatorState:
     """Rows per second of the fastest member; rises at once, falls at the next tick."""
     merging: Merge | None = None
     unreadable: frozenset[Identity] = frozenset()
-    not_finite: frozenset[Identity] = frozenset()
+    rejected: "HashTrieMap[Identity, str]" = HashTrieMap()  # noqa: RUF009
+    """Contributions that must not count, with the reason."""
+    norms: tuple[float, ...] = ()
+    """Of the contributions that this epoch counted last, as they were clipped."""
     contributed: "HashTrieSet[str]" = HashTrieSet()  # noqa: RUF009
     """Members with an accepted contribution in this epoch or in the ledger."""
     seen: "HashTrieSet[str]" = HashTrieSet()  # noqa: RUF009

@@ -1,6 +1,6 @@
 """Messages between members and coordinator, and the coordinator's orders to aggregators and storage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tpuswarm.swarm.core.arithmetic.outer import OuterRule
 from tpuswarm.swarm.core.choose import Staleness
@@ -133,6 +133,8 @@ class ShardResult:
     """Empty if the rule has no outer state."""
     updates: dict[int, str]
     """Empty if the downlink is plain."""
+    squares: dict[Identity, float] = field(default_factory=dict)
+    """Sums of the squares of the deltas of people, over this shard's fragments."""
 
 
 @dataclass(frozen=True)

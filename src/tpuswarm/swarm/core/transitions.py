@@ -5,13 +5,14 @@ orders in sequence. The process may die between any two steps; `start_epoch` res
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from rpds import HashTrieMap, HashTrieSet
 
 from tpuswarm.swarm.core.arithmetic.outer import advance_quorum
-from tpuswarm.swarm.core.choose import choose, effective
+from tpuswarm.swarm.core.choose import UNTRUE_NORM, choose, effective
 from tpuswarm.swarm.core.coordinator_state import (
     CoordinatorState,
     Lease,
@@ -46,6 +47,9 @@ MIN_LEASE_PAUSES = 3
 MAX_LEASED_CYCLES = 32
 """A lease reaches at most this far ahead."""
 MAX_EXCHANGE_S = 3600.0
+MAX_USUAL_NORMS = 16
+NORM_TOLERANCE = 1e-3
+"""Members sum up in float32."""
 PERSON_LEASE_S = 60.0
 """A lease of a member that dialled in lasts at least this long: its connection may be cut for half a minute."""
 AWAITED_RECORD_COUNT = 3
@@ -126,7 +130,9 @@ def heartbeat(
     is_far = bool(person_of(key.member))
     exchange_s = min(report.exchange_s, MAX_EXCHANGE_S) if is_far else 0.0
     if not state.recovering:
-        ahead = _rows_ahead(state.terms.batch, cycle, report.rows_per_s, exchange_s)
+        share = (state.terms.horizon - len(view.counted)) // (len(state.leases) + 1)
+        ahead = max(2 * cycle, min(share, _rows_ahead(cycle, report.rows_per_s, exchange_s)))
+        ahead = -(-ahead // state.terms.batch) * state.terms.batch
         missing = min(ahead - len(rows - accepted_rows(state, report.undecided)), state.room)
         if missing > 0:
             rows |= state.taken.free(missing)
@@ -239,17 +245,29 @@ def tick(state: CoordinatorState, now: float) -> tuple[CoordinatorState, Merge |
 
 
 def retry_merge(
-    state: CoordinatorState, lost: Iterable[Identity], not_finite: Iterable[Identity] = ()
+    state: CoordinatorState, lost: Iterable[Identity], rejected: Mapping[Identity, str] = MappingProxyType({})
 ) -> tuple[CoordinatorState, Merge]:
-    """Choose again among the same contributions: the merge found payloads missing, or not finite."""
+    """Choose again among the same contributions: the merge found payloads missing, or some that must not count."""
     merging = state.merging
     assert merging is not None
     state = updated(
-        state, unreadable=state.unreadable | frozenset(lost), not_finite=state.not_finite | frozenset(not_finite)
+        state, unreadable=state.unreadable | frozenset(lost), rejected=state.rejected.update(HashTrieMap(rejected))
     )
     headers = [state.pending[decision.identity][0] for decision in merging.decisions]
     merge = _merge(state, headers, merging.reason)
     return updated(state, merging=merge), merge
+
+
+def untrue_norms(state: CoordinatorState, squares: Mapping[Identity, float]) -> dict[Identity, str]:
+    """Return the contributions of the merge under way whose header states another norm than their payload has.
+
+    squares: the squared norms of payloads.
+    """
+    return {
+        identity: UNTRUE_NORM
+        for identity, square in squares.items()
+        if not math.isclose(math.sqrt(square), state.pending[identity][0].norm, rel_tol=NORM_TOLERANCE)
+    }
 
 
 def make_record(
@@ -299,21 +317,24 @@ def record_committed(state: CoordinatorState, record: Record) -> CoordinatorStat
         key: replace(lease, rows=lease.rows - view.spent - void.get(key, NO_ROWS))
         for key, lease in state.leases.items()
     }
+    applied = (each for each in record.decisions if each.fate == "applied" and each.identity in state.pending)
+    norms = (each.clip * state.pending[each.identity][0].norm for each in applied)
     pending = {identity: waiting for identity, waiting in state.pending.items() if identity not in gone}
     state = updated(
         state,
         view=view,
         leases=HashTrieMap(leases),
         pending=HashTrieMap(pending),
+        norms=(*state.norms, *norms)[-MAX_USUAL_NORMS:],
         merging=None,
         unreadable=state.unreadable - gone,
-        not_finite=state.not_finite - gone,
+        rejected=HashTrieMap({identity: why for identity, why in state.rejected.items() if identity not in gone}),
     )
     return with_claims(state)
 
 
 def _merge(state: CoordinatorState, headers: Iterable[Header], reason: str) -> Merge:
-    decisions = choose(state.view, headers, state.unreadable, state.terms.staleness, state.not_finite)
+    decisions = choose(state.view, headers, state.unreadable, state.terms.staleness, state.rejected, state.norms)
     weights = [decision.weight for decision in decisions if decision.fate == "applied"]
     # One momentum step for as many contributions as there are live members. Members that take turns would otherwise
     # make two steps instead of one, which ruins a model.
@@ -326,14 +347,13 @@ def _merge(state: CoordinatorState, headers: Iterable[Header], reason: str) -> M
     return Merge(state.view.version + 1, tuple(decisions), outer, rate, share, gathered, kept, reason)
 
 
-def _rows_ahead(batch: int, cycle: int, rows_per_s: float | None, exchange_s: float) -> int:
+def _rows_ahead(cycle: int, rows_per_s: float | None, exchange_s: float) -> int:
     """Return how many rows a member holds ahead, so that it never waits for its network.
 
     Besides the rows of the last push it needs those that it trains until the verdict is adopted. Two cycles are enough
     if that takes less than a cycle. Otherwise its pushes become larger and rarer.
     """
-    trained = min(2 * exchange_s * (rows_per_s or 0.0), MAX_LEASED_CYCLES * cycle)
-    return cycle + max(cycle, math.ceil(trained / batch) * batch)
+    return cycle + math.ceil(max(cycle, min(2 * exchange_s * (rows_per_s or 0.0), MAX_LEASED_CYCLES * cycle)))
 
 
 def _max_stall_s(timeouts: RoundTimeouts, cycle: int, rows_per_s: float | None) -> float:

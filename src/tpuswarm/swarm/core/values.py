@@ -40,7 +40,7 @@ class Header:
     steps: int
     form: Form
     norm: float
-    """Norm of the delta from float32 norms of the fragments; 0 if it is not finite."""
+    """Norm of the delta as it is sent, a quantized one decoded; 0 if it is not finite."""
     finite: bool
     digests: tuple[str, ...]
     """SHA-256 of the payload of each fragment."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpuswarm.swarm.core.arithmetic.adopt import add, adopt_mean, mix
 from tpuswarm.swarm.core.arithmetic.fragments import Layout
-from tpuswarm.swarm.core.arithmetic.quantize import BITS, BLOCK_SIZE, encode, feedback
+from tpuswarm.swarm.core.arithmetic.quantize import BITS, BLOCK_SIZE, decode, encode, feedback
 from tpuswarm.swarm.core.values import Form
 from tpuswarm.train.data.placing import replicate_over_hosts, to_host, within_host_sharding
 from tpuswarm.train.paths import leaf_paths
@@ -37,7 +37,7 @@ class Coded(NamedTuple):
     left: Flat
     """The next error feedback, once the contribution is applied."""
     squares: list[jax.Array]
-    """Sums of the squares of the delta, block by block."""
+    """Sums of the squares of the delta as it is sent, block by block."""
 
 
 def split_sharding(mesh: Mesh) -> NamedSharding:
@@ -174,7 +174,8 @@ class SharedParams:
             made.codes.append(codes)
             made.scales.append(scales)
             made.left.append(feedback(wanted, codes, scales, self._bits))
-            made.squares.append(_squares(delta))
+            sent = decode(codes, scales, delta.size, self._bits)
+            made.squares.append(_squares(jnp.where(jnp.isfinite(delta), sent, jnp.nan)))
         return made
 
 

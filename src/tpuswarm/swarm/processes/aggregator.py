@@ -5,7 +5,7 @@ All its state is in the run's storage, so that another process can replace it at
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 
-from tpuswarm.swarm.core.arithmetic.merge import Contribution
+from tpuswarm.swarm.core.arithmetic.merge import Contribution, square
 from tpuswarm.swarm.core.arithmetic.outer import (
     NotFinite,
     OuterRule,
@@ -36,6 +36,7 @@ from tpuswarm.swarm.core.messages import (
     VersionDamaged,
     VersionExpired,
 )
+from tpuswarm.swarm.core.people import person_of
 from tpuswarm.swarm.core.values import Decision, Header, Identity, Record
 from tpuswarm.swarm.processes.effects import Process, RunBlocking
 from tpuswarm.swarm.processes.requests import Digest, is_array, request
@@ -205,6 +206,7 @@ class Aggregator:
             {number: digests.state for number, digests in done.items()},
             {number: digests.outer for number, digests in done.items() if digests.outer},
             {number: digests.update for number, digests in done.items() if digests.update},
+            sum_by_identity(digests.squares for digests in done.values()),
         )
 
     def _drop_copies(self, newest: Record) -> None:
@@ -252,11 +254,17 @@ class Aggregator:
         digest = newest.state[number]
         theta = arrays[digest] if digest in arrays else self._array(number, digest)
         try:
-            return self._commit(newest, merge, number, theta, contributions)
+            made = self._commit(newest, merge, number, theta, contributions)
         except NotFinite as error:
             for stored in {newest.state[number], *newest.outer[number : number + 1], *arrays}:
                 self._objects.get_finite(stored)  # no payload is to blame for a state that was not finite before
             return PayloadsNotFinite(frozenset(contributed[index][0].identity for index in error.contributions))
+        squares = {
+            decision.identity: square(sent)
+            for (decision, _), sent in zip(contributed, contributions, strict=True)
+            if person_of(decision.identity.incarnation.member)
+        }
+        return made._replace(squares=squares)
 
     def _commit(
         self, newest: Record, merge: Merge, number: int, theta: np.ndarray, contributions: Sequence[Contribution]
@@ -296,11 +304,21 @@ class Aggregator:
 
 
 class _Digests(NamedTuple):
-    """Digests of the stored objects for one fragment of a version; empty for absent ones."""
+    """Digests of the stored objects for one fragment of a version; empty for absent ones. Sums as in ShardResult."""
 
     state: str
     outer: str
     update: str
+    squares: Mapping[Identity, float] = {}
+
+
+def sum_by_identity(parts: Iterable[Mapping[Identity, float]]) -> dict[Identity, float]:
+    """Add up the values of each contribution."""
+    total: dict[Identity, float] = {}
+    for part in parts:
+        for identity, value in part.items():
+            total[identity] = total.get(identity, 0.0) + value
+    return total
 
 
 class Shard(Aggregator):

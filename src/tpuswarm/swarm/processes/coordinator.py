@@ -7,6 +7,7 @@ from typing import Any
 
 from tpuswarm.errors import RunFailed
 from tpuswarm.swarm.core import transitions as core
+from tpuswarm.swarm.core.choose import FALSELY_FINITE
 from tpuswarm.swarm.core.coordinator_state import CoordinatorState
 from tpuswarm.swarm.core.ledger_view import LedgerView
 from tpuswarm.swarm.core.messages import (
@@ -24,6 +25,7 @@ from tpuswarm.swarm.core.messages import (
 )
 from tpuswarm.swarm.core.summary import Summary, summary
 from tpuswarm.swarm.core.values import Digests, Header, Identity, Incarnation, Record
+from tpuswarm.swarm.processes.aggregator import sum_by_identity
 from tpuswarm.swarm.processes.clock import Clock
 from tpuswarm.swarm.processes.effects import Call, Parallel, Process, ProcessEnded, RunBlocking, Sleep, Unreachable
 from tpuswarm.swarm.processes.requests import Digest, MemberName, request
@@ -150,9 +152,13 @@ class Coordinator:
                 frozenset[Identity]().union(*(part.identities for part in results if isinstance(part, kind)))
                 for kind in (PayloadsLost, PayloadsNotFinite)
             )
+            rejected = dict.fromkeys(bad, FALSELY_FINITE)
             if not lost and not bad:
+                squares = sum_by_identity(part.squares for part in results)
+                rejected = core.untrue_norms(self.state, squares)
+            if not lost and not rejected:
                 break
-            self.state, merge = core.retry_merge(self.state, lost, bad)
+            self.state, merge = core.retry_merge(self.state, lost, rejected)
         state = {number: digest for part in results for number, digest in part.state.items()}
         outer = {number: digest for part in results for number, digest in part.outer.items()}
         updates = {number: digest for part in results for number, digest in part.updates.items()}

@@ -5,7 +5,7 @@ commit must have the same bits wherever it is computed. Arrays may be memory map
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -118,6 +118,14 @@ def update_chunk(contributions: Sequence[Contribution], part: slice, buffers: Bu
         if number:
             buffers.sum[:length] += delta
     return buffers.sum[:length]
+
+
+def square(contribution: Contribution) -> float:
+    """Return the squared norm of the delta, not clipped; infinite or NaN if it overflows."""
+    buffers, whole = Buffers(contribution.base.size), replace(contribution, clip=1.0)
+    with np.errstate(all="ignore"):
+        deltas = (whole.delta(part, buffers.term) for part in chunks(contribution.base.size))
+        return float(sum(float(np.dot(delta, delta)) for delta in deltas))
 
 
 def chunks(size: int) -> Iterator[slice]:

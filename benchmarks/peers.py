@@ -1,17 +1,25 @@
-"""Compare a training step of a Llama of 10 million parameters with transformers on the same CPU. About 5 minutes.
+"""Compare a training step with transformers on the same CPU, and with MaxText in the TPU compiler. About 25 minutes.
 
-transformers runs in child processes (`transformers_llama.py`), eager and with torch.compile, with the same shape,
-batch, optimizer and clipping; the three take turns. They need `make oracle`'s `.venv-oracle`.
+transformers trains a Llama of 10 million parameters in child processes (`transformers_llama.py`), eager and with
+torch.compile, with the same shape, batch, optimizer and clipping; the three take turns. They need `make oracle`'s
+`.venv-oracle`. MaxText compiles Qwen3 0.6B for described slices (`tpu_step.py`), and so do we, in its interpreter:
+
+    uv venv --python 3.12 .peers/maxtext
+    uv pip install --python .peers/maxtext 'maxtext[tpu]==0.2.5' tomli-w
 """
 
 import json
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from benchmarks.bare import compile_bare
 from benchmarks.report import Settings, Skipped, Table, median
-from benchmarks.torch_speed import OURS, Worker, steps_seconds
+from benchmarks.torch_speed import OURS, ROOT, Worker, steps_seconds
+from tpuswarm.config.units import GIB
 from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.train.process.platform import local_devices
 
@@ -21,9 +29,58 @@ SHAPE = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
 ROWS, ROUND_COUNT, STEP_COUNT = 8, 9, 4
+MAXTEXT_PYTHON = ROOT / ".peers" / "maxtext" / "bin" / "python"
+MODEL, CONTEXT = "qwen3-0.6b", 2048
+SLICES = ("v5e-16", "v6e-16")
+ROWS_PER_DEVICE = (2, 4)
 
 
-def run(settings: Settings) -> Table:
+def run(settings: Settings) -> Iterator[Table]:
+    yield _compare_with_transformers(settings)
+    if not MAXTEXT_PYTHON.exists():
+        raise Skipped(
+            f"there is no {MAXTEXT_PYTHON.relative_to(ROOT)}; benchmarks/peers.py says how to install MaxText"
+        )
+    yield _compare_with_maxtext(settings)
+
+
+def _compare_with_maxtext(settings: Settings) -> Table:
+    rows = []
+    for slice_name in SLICES[:1] if settings.quick else SLICES:
+        for count in ROWS_PER_DEVICE[:1] if settings.quick else ROWS_PER_DEVICE:
+            for name, form in (("MaxText 0.2.5", "maxtext"), (OURS, "full")):
+                found = _compile(form, slice_name, count)
+                gib = [found[part] / GIB for part in ("arguments", "temporaries")]
+                rows.append(
+                    (f"{slice_name}, {count} rows a device", name, *(f"{size:.2f}" for size in (*gib, sum(gib))),
+                     f"{found['sent'] / 1e9:.2f}", f"{found['seconds']:.0f}")
+                )  # fmt: skip
+    return Table(
+        f"A step of {MODEL} in the TPU compiler of MaxText's packages, {CONTEXT:,} tokens a row, layers recomputed",
+        ("", "", "arguments, GiB", "temporaries", "a device", "GB sent by a device", "seconds to compile"),
+        rows,
+        ["sent: from the compiler's HLO, each collective counted as a ring over all devices"],
+    )
+
+
+def _compile(form: str, slice_name: str, rows: int) -> dict[str, float]:
+    # Without this process's own choice of a libtpu.
+    environment = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
+    environment |= {
+        "PYTHONPATH": f"{ROOT / 'src'}", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }  # fmt: skip
+    script = Path(__file__).with_name("tpu_step.py")
+    done = subprocess.run(
+        [MAXTEXT_PYTHON, script, form, MODEL, slice_name, str(rows), str(CONTEXT)], env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{script.name} {form} failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _compare_with_transformers(settings: Settings) -> Table:
     rounds, steps = (2, 1) if settings.quick else (ROUND_COUNT, STEP_COUNT)
     local_devices()  # chooses JAX's platforms
     recipe = Decoder(architecture=json.dumps(SHAPE), data="fake")

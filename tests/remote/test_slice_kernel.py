@@ -326,5 +326,6 @@ def test_interrupt_at_any_moment_of_a_start_leaves_one_program(another_slice, af
         shown = kernel.finish(id)
         stop.set()
         thread.join()
-        assert shown.error.startswith("KeyboardInterrupt")
+        # The reply, because another interrupt while IPython renders the traceback makes it print the name only.
+        assert shown.reply["ename"] == "KeyboardInterrupt"
         assert kernel.run("import jax; print(jax.process_count())").text == "2\n"

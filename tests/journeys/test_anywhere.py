@@ -23,6 +23,7 @@ from tests.journeys.documents import ROOT
 from tests.journeys.test_swarm import contributors, member, tree
 from tests.swarm.chaos import SMALL, Swarm
 from tests.swarm.link import Link
+from tpuswarm.swarm.core.transitions import PERSON_LEASE_S
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
 from tpuswarm.swarm.storage.verify import verify
@@ -193,6 +194,7 @@ def test_member_that_stood_still_for_longer_than_its_lease_goes_on(make_swarm, d
     asleep, before = tree(join.pid), member(swarm, "ada-laptop")["pid"]
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
+    time.sleep(PERSON_LEASE_S + 5)
     swarm.wait(lambda: any(event["member"] == "ada-laptop" for event in swarm.events("lost")))
     begun = len(swarm.events("commit"))
     swarm.wait(lambda: len(swarm.events("commit")) > begun + 2)

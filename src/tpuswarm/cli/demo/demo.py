@@ -43,6 +43,8 @@ def demo(
 
     Its text is the source of Python itself.
     """
+    if cloud and anywhere:
+        raise InputError("--cloud and --anywhere exclude each other")
     if cloud:
         from tpuswarm.cli.demo.demo_cloud import demo_cloud
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from tpuswarm.cli.demo.folder import prepare_folder
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.anywhere.invites import INVITES
 from tpuswarm.swarm.views.events import sentence
@@ -21,8 +22,6 @@ from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.directory import EVENTS, read_rows
 
 FOLDER = Path("runs/demo-anywhere")
-MARKER_FILE = ".demo-anywhere"
-"""Marks a folder that the next demo may replace."""
 RUN = "run"
 """The run's folder in it."""
 HEAD, PORT = "198.51.100.1", 8443
@@ -86,7 +85,7 @@ class Network:
 def demo_anywhere() -> None:
     """Run the demo and say what happens. Raise InputError where it cannot run, RunFailed if a step takes too long."""
     _require_namespaces()
-    _prepare_folder()
+    prepare_folder(FOLDER)
     start = time.monotonic()
     echo(
         f"A head at {HEAD}, on an internet of its own, and two homes behind a router that lets no connection in. Both\n"
@@ -117,15 +116,7 @@ def _require_namespaces() -> None:
             f"the demo makes networks with {', '.join(missing)}: install iproute2, nftables and util-linux"
         )
     if os.geteuid() != 0:
-        raise InputError("the demo makes networks of its own, for which it has to be root: sudo make demo-anywhere")
-
-
-def _prepare_folder() -> None:
-    if FOLDER.exists() and not (FOLDER / MARKER_FILE).exists():
-        raise InputError(f"{FOLDER} is not a demo's, and the demo would replace it. Rename it, or use another folder.")
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    (FOLDER / MARKER_FILE).touch()
+        raise InputError("the demo makes networks of its own, which needs root: sudo make demo-anywhere")
 
 
 def _make_networks(stack: ExitStack) -> dict[str, Network]:

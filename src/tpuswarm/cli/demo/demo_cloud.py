@@ -1,7 +1,6 @@
 """`tpuswarm demo --cloud`: a local cloud preempts machines and loses the head, and the model trains on."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -10,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpuswarm.cli.console import make_console
+from tpuswarm.cli.demo.folder import prepare_folder
 from tpuswarm.cli.fleet.fleet_training import find_fleet_training
 from tpuswarm.cloud.rehearsal.connect import FOLDER_VARIABLE
-from tpuswarm.errors import InputError, RunFailed
+from tpuswarm.errors import RunFailed
 from tpuswarm.fleet.spec.file import read_swarm
 from tpuswarm.fleet.store.fleets import end_background_keeper, find_fleet, fleet_of_file
 from tpuswarm.train.process.terminal import echo
@@ -25,8 +25,6 @@ CLOCK_FACTOR = 300
 """Fast enough that the cloud creates and preempts machines within a second."""
 STEP_TIMEOUT_S = 900.0
 POLL_INTERVAL_S = 1.0
-MARKER_FILE = ".demo-cloud"
-"""Marks a folder that the next demo may replace."""
 FILE = """\
 name = "demo"
 provider = "rehearsal"
@@ -65,7 +63,8 @@ steps = 1000000
 
 def demo_cloud() -> None:
     """Run the demo and print its commands. Raises RunFailed if a step takes too long."""
-    _prepare_folder()
+    prepare_folder(FOLDER)
+    (FOLDER / "swarm.toml").write_text(FILE)
     start = time.monotonic()
     echo(
         "Two machines of a local cloud, one of them a slice of two hosts, train one model; their head is a third.\n"
@@ -93,15 +92,6 @@ def demo_cloud() -> None:
         demo.run("rehearsal", "stop", check=False, shows=False)
         end_background_keeper(fleet_of_file(read_swarm(Path("swarm.toml"))))  # `down` may not have come so far
     echo(f"done in {time.monotonic() - start:.0f} s; the fleet's file is {FOLDER}/swarm.toml")
-
-
-def _prepare_folder() -> None:
-    if FOLDER.exists() and not (FOLDER / MARKER_FILE).exists():
-        raise InputError(f"{FOLDER} is not a demo's, and the demo would replace it. Rename it, or use another folder.")
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    (FOLDER / MARKER_FILE).touch()
-    (FOLDER / "swarm.toml").write_text(FILE)
 
 
 class CloudDemo:

@@ -233,6 +233,7 @@ class Session:
         for name, value in {
             {"colab": "COLAB_RELEASE_TAG", "kaggle": "KAGGLE_KERNEL_RUN_TYPE"}[service]: "1",
             "JUPYTER_PATH": str(folder),
+            "SHELL": {"colab": "bash", "kaggle": "dash"}[service],  # only bash hands its process to the command
             "PYTHONPATH": str(folder / "modules"),
             "PATH": f"{folder}/bin:{Path(processes.PROGRAM).parent}:{os.environ['PATH']}",
             "TPUSWARM_CACHE": str(folder / "cache"),

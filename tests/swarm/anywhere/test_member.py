@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,13 @@ class Work:
 
     def report(self, since):
         return {**REPORT, "rows": self.rows, "trace": None}
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    monkeypatch.setattr(join, "cache_folder", lambda name: tmp_path)
+    with join._find_place(INVITATION, "colab") as place:
+        yield place
 
 
 class Exit(Exception):
@@ -121,7 +129,7 @@ def test_long_list_of_rows_travels_in_several_reports():
     assert seen == [MAX_ROWS]
 
 
-def test_command_searches_for_a_head_that_went_away_after_a_long_time(exits, monkeypatch):
+def test_command_searches_for_a_head_that_went_away_after_a_long_time(exits, place, monkeypatch):
     """As long as if it had never been there."""
     processes = []
 
@@ -135,34 +143,41 @@ def test_command_searches_for_a_head_that_went_away_after_a_long_time(exits, mon
     monkeypatch.setattr(join, "wait", lambda seconds, stop: False)
     monkeypatch.setattr(join, "SILENCE_TIMEOUT_S", 2000.0)
     with StopSignals() as stop, pytest.raises(RunFailed, match="is the run still alive"):
-        join._keep_alive(INVITATION, "ada-colab", None, stop, NO_SESSION, 0, lambda text: None)
+        join._keep_alive(INVITATION, place, None, stop, NO_SESSION, lambda text: None)
     assert len(processes) > 90
 
 
 @pytest.mark.parametrize("preempted", [True, False])
-def test_command_says_why_its_member_has_left(exits, monkeypatch, preempted):
+def test_command_says_why_its_member_has_left(exits, place, monkeypatch, preempted):
     monkeypatch.setattr(
         join, "_run_process", lambda *arguments: (ExitStatus.LEFT, MACHINE_TAKEN if preempted else "a warning")
     )
     said = []
     with StopSignals() as stop:
-        join._keep_alive(INVITATION, "ada-colab", None, stop, NO_SESSION, 0, said.append)
+        join._keep_alive(INVITATION, place, None, stop, NO_SESSION, said.append)
     assert said == [MACHINE_TAKEN if preempted else "the run has ended"]
 
 
-def test_new_command_waits_for_a_process_that_pushes_its_last_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(join, "cache_folder", lambda name: tmp_path)
-    said, orphan = [], (tmp_path / "ada-colab.process").open("w")
-    fcntl.flock(orphan, fcntl.LOCK_EX)
-    with StopSignals() as stop:
-        monkeypatch.setattr(join, "wait", lambda seconds, stop: orphan.close())
-        with join._process_lock("ada-colab", stop, said.append):
-            assert said == ["an earlier process of ada-colab is pushing its last work; waiting for it"]
+def test_new_command_waits_for_a_process_that_pushes_its_last_work(place, monkeypatch):
+    said = []
+    with StopSignals() as stop, Path(place.process_lock.name).open("w") as orphan:
+        fcntl.flock(orphan, fcntl.LOCK_EX)
+        monkeypatch.setattr(join, "wait", lambda seconds, stop: fcntl.flock(orphan, fcntl.LOCK_UN))
+        join._await_earlier_process(place, stop, said.append)
+        assert said == [f"an earlier process of {place.member} is pushing its last work; waiting for it"]
+        fcntl.flock(place.process_lock, fcntl.LOCK_UN)
+        fcntl.flock(orphan, fcntl.LOCK_EX)
         monkeypatch.setattr(join, "LAST_PUSH_TIMEOUT_S", -1.0)
-        with (tmp_path / "ada-colab.process").open("w") as hanging:
-            fcntl.flock(hanging, fcntl.LOCK_EX)
-            with pytest.raises(RunFailed, match="does not end"), join._process_lock("ada-colab", stop, said.append):
-                pass
+        with pytest.raises(RunFailed, match="does not end"):
+            join._await_earlier_process(place, stop, said.append)
+
+
+def test_second_command_takes_another_number_until_the_first_one_leaves(place):
+    with join._find_place(INVITATION, "colab") as second:
+        assert (place.member, second.member) == ("ada-colab", "ada-colab-2")
+    place.leave()
+    with join._find_place(INVITATION, "colab") as second:
+        assert second.member == "ada-colab"
 
 
 def test_member_with_a_stated_time_warns_and_leaves_before_its_end():

@@ -12,6 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
 
 from tpuswarm.errors import InputError, RunFailed
 from tpuswarm.swarm.anywhere.invites import Invitation, parse_invitation
@@ -48,57 +50,68 @@ def join_by_invite(text: str, name: str | None, batch: int | None, hours: float 
     the member cannot live here.
     """
     invitation, session = parse_invitation(text), Session(hours, os.environ, container_start)
-    with _member_name(invitation, name) as member, StopSignals() as stop:
-        say(f"joining {invitation.address} as {member}; Ctrl-C leaves")
-        with _process_lock(member, stop, say) as lock:
-            if stop.requested is None:
-                _keep_alive(invitation, member, batch, stop, session, lock, say)
+    with _find_place(invitation, name) as place, StopSignals() as stop:
+        say(f"joining {invitation.address} as {place.member}; Ctrl-C leaves")
+        _await_earlier_process(place, stop, say)
+        if stop.requested is None:
+            _keep_alive(invitation, place, batch, stop, session, say)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A member of this machine, which one command keeps alive at a time."""
+
+    member: str
+    name_lock: TextIO
+    """Held by the command until it leaves."""
+    process_lock: TextIO
+    """Held by the command and by the member's process, which may outlive it to push its last work."""
+
+    def leave(self) -> None:
+        """Let the next command take the member's name already; it waits for this one's process."""
+        fcntl.flock(self.name_lock, fcntl.LOCK_UN)
 
 
 @contextmanager
-def _member_name(invitation: Invitation, name: str | None) -> Iterator[str]:
-    """Yield the same name at each start on this machine, or one with a number if that member is at work."""
+def _find_place(invitation: Invitation, name: str | None) -> Iterator[_Place]:
+    """Yield the same member at each start on this machine, or one with a number if that member is at work."""
     machine = re.sub(r"[^A-Za-z0-9._]+", "-", name or socket.gethostname())[:MAX_MACHINE_CHARS].strip("-") or "machine"
     folder = cache_folder("anywhere")
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(1, MAX_MEMBERS_HERE + 1):
         member = f"{invitation.person}-{machine}{f'-{number}' * (number > 1)}"
-        with (folder / f"{member}.lock").open("w") as lock:
+        with (folder / f"{member}.lock").open("w") as lock, (folder / f"{member}.process").open("w") as process_lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            yield member
+            yield _Place(member, lock, process_lock)
             return
     raise InputError(f"{MAX_MEMBERS_HERE} members of {invitation.person} are at work on this machine already")
 
 
-@contextmanager
-def _process_lock(member: str, stop: StopSignals, say: Say) -> Iterator[int]:
-    """Yield a lock that the member's processes hold; wait for one that outlives its command to push its last work."""
-    with (cache_folder("anywhere") / f"{member}.process").open("w") as lock:
-        end, told = time.monotonic() + LAST_PUSH_TIMEOUT_S, False
-        while stop.requested is None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise RunFailed(f"an earlier process of {member} does not end on this machine; kill it") from None
-                if not told:
-                    say(f"an earlier process of {member} is pushing its last work; waiting for it")
-                told = True
-                wait(1.0, stop)
-        yield lock.fileno()
+def _await_earlier_process(place: _Place, stop: StopSignals, say: Say) -> None:
+    end, told = time.monotonic() + LAST_PUSH_TIMEOUT_S, False
+    while stop.requested is None:
+        try:
+            fcntl.flock(place.process_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise RunFailed(f"an earlier process of {place.member} does not end on this machine; kill it") from None
+            if not told:
+                say(f"an earlier process of {place.member} is pushing its last work; waiting for it")
+            told = True
+            wait(1.0, stop)
 
 
 def _keep_alive(
-    invitation: Invitation, member: str, batch: int | None, stop: StopSignals, session: Session, lock: int, say: Say
+    invitation: Invitation, place: _Place, batch: int | None, stop: StopSignals, session: Session, say: Say
 ) -> None:
     deaths, silent_since, told = 0, None, ""
     while True:
         began = time.monotonic()
-        status, last_line = _run_process(invitation, member, batch, stop, session, lock, say)
+        status, last_line = _run_process(invitation, place, batch, stop, session, say)
         if stop.requested is not None or status == ExitStatus.LEFT:
             is_taken = last_line == MACHINE_TAKEN
             say("left" if stop.requested is not None else MACHINE_TAKEN if is_taken else "the run has ended")
@@ -120,23 +133,23 @@ def _keep_alive(
         deaths = 1 if time.monotonic() - began > MIN_LIFE_S else deaths + 1
         why = f"its process was killed by signal {-status}" if status < 0 else last_line or f"it ended with {status}"
         if deaths >= MAX_DEATHS:
-            raise RunFailed(f"{member} failed {deaths} times in a row: {why}")
+            raise RunFailed(f"{place.member} failed {deaths} times in a row: {why}")
         pause = min(RESTART_PAUSE_S * 2 ** (deaths - 1), MAX_RESTART_PAUSE_S)
-        say(f"{member} stopped: {why}; starting again in {pause:.0f} s")
+        say(f"{place.member} stopped: {why}; starting again in {pause:.0f} s")
         if wait(pause, stop):
             return
 
 
 def _run_process(
-    invitation: Invitation, member: str, batch: int | None, stop: StopSignals, session: Session, lock: int, say: Say
+    invitation: Invitation, place: _Place, batch: int | None, stop: StopSignals, session: Session, say: Say
 ) -> tuple[int, str]:
     """Run one process to its end; return its exit status and the last line that it wrote on stderr."""
     command = [sys.executable, "-P", "-m", "tpuswarm.swarm.anywhere.remote_member"]  # -P: import nothing from here
-    arguments = to_json(MemberArguments(invitation, member, secrets.token_hex(16), batch))
+    arguments = to_json(MemberArguments(invitation, place.member, secrets.token_hex(16), batch))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors, start_new_session=True,
-            text=True, pass_fds=[lock],
+            text=True, pass_fds=[place.process_lock.fileno()],
         )  # fmt: skip
         assert process.stdin is not None
         try:
@@ -153,6 +166,7 @@ def _run_process(
                     stop.request(signal.SIGTERM)
                 if stop.requested is not None and not told:
                     told = True
+                    place.leave()
                     say(f"pushing the last work, in at most {NOTICE_S:.0f} s; Ctrl-C again leaves at once")
                     os.kill(process.pid, signal.SIGTERM)
                 if stop.requested is not None and stop.seconds_since_request() > NOTICE_S:

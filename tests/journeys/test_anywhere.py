@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from tests.journeys.documents import ROOT
 from tests.journeys.test_swarm import contributors, member, tree
 from tests.swarm.chaos import SMALL, Swarm
 from tests.swarm.link import Link
+from tpuswarm.remote.setup.artifacts import build_wheel
 from tpuswarm.swarm.core.transitions import PERSON_LEASE_S
 from tpuswarm.swarm.storage.ledger import Ledger
 from tpuswarm.swarm.storage.store import Store
@@ -58,14 +60,16 @@ def dial(tmp_path, monkeypatch):
     """Start `tpuswarm join` for a person on a machine of their own: nothing but the invite comes from the swarm."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(swarm: Swarm, person: str, machine: str, argument: bool = False) -> subprocess.Popen[str]:
+    def start(
+        swarm: Swarm, person: str, machine: str, argument: bool = False, program: list[str] | None = None
+    ) -> subprocess.Popen[str]:
         swarm.wait(lambda: (swarm.run / "invites.json").exists())
         invite, _ = processes.run(["invite", str(swarm.run), person], tmp_path)
         home = tmp_path / machine
         home.mkdir(exist_ok=True)
         monkeypatch.setenv("TPUSWARM_CACHE", str(home / "cache"))
         word = invite.strip() if argument else "-"
-        join = processes.start(["join", word, "--name", machine], home, stdin=subprocess.PIPE)
+        join = processes.start(["join", word, "--name", machine], home, program, subprocess.PIPE)
         monkeypatch.undo()
         join.stdin.write(invite)
         join.stdin.flush()
@@ -206,6 +210,36 @@ def test_member_that_stood_still_for_longer_than_its_lease_goes_on(make_swarm, d
     assert join.poll() is None and member(swarm, "ada-laptop")["pid"] == before, "it goes on in the same process"
     lives = [event["incarnation"] for event in swarm.events("joined") if event["member"] == "ada-laptop"]
     assert lives[0] != lives[-1], "without the rows that others got meanwhile"
+    swarm.end()
+    assert verify(Store(swarm.run), print).problems == []
+
+
+@pytest.fixture
+def other_program(tmp_path_factory) -> list[str]:
+    """tpuswarm installed for another Python of this machine, with the newest libraries that it takes."""
+    paths = [*os.get_exec_path(), *map(str, Path.home().glob(".pyenv/versions/3.*/bin"))]
+    found = [shutil.which(f"python3.{minor}", path=path) for minor in range(15, 10, -1) for path in paths]
+    others = [path for path in found if path and not path.endswith(f".{sys.version_info.minor}")]
+    others = [path for path in others if not subprocess.run([path, "-c", ""], capture_output=True).returncode]
+    if not others:
+        pytest.skip("there is only one Python from 3.11 on")
+    folder = tmp_path_factory.mktemp("other")
+    subprocess.run([others[0], "-m", "venv", folder], check=True)
+    subprocess.run([folder / "bin/pip", "install", "-q", build_wheel(folder)], check=True)
+    return ["env", "XLA_FLAGS=", str(folder / "bin/tpuswarm")]  # its compiler has other flags
+
+
+@pytest.mark.long
+def test_members_of_two_versions_of_python_train_one_model(make_swarm, dial, other_program):
+    swarm = make_swarm("--members", "0", "--steps", "10M")
+    joined = dial(swarm, "ada", "here"), dial(swarm, "bob", "there", program=other_program)
+    swarm.wait(lambda: {"ada-here", "bob-there"} <= contributors(swarm))
+    notes = [event["message"] for event in swarm.events("note")]
+    versions = {re.search(r"connected \(python (3\.\d+)", note)[1] for note in notes if " connected (" in note}
+    assert len(versions) == 2 and "3." + str(sys.version_info.minor) in versions, notes
+    for join in joined:
+        join.send_signal(signal.SIGINT)
+        processes.finish(join)
     swarm.end()
     assert verify(Store(swarm.run), print).problems == []
 

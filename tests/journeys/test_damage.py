@@ -55,7 +55,7 @@ def runs(tmp_path_factory, text_file):
         rows = [{"step": 1, "tokens": 64, "loss": 2.5, "member": "m0", "version": 1}, {"step": 1, "eval_loss": 2.25}]
         append_rows(folder / name / "metrics.jsonl", rows)
         member = MemberStatus("m0", "alive", 11, "ab" * 16, 9, 700, 50.0, 2.0, 1.0, 0)
-        summary = Summary(9, 3, False, "grace", Tokens(900, 640, 8, 16, 0), (), 1.0)
+        summary = Summary(9, 3, False, "grace", Tokens(900, 640, 8, 16, 0), (), 1.0, False)
         progress = Progress(1.6e9, 50.0, 2.25, 1)
         write_status(folder / name, compose(summary, [member], 16_000, ["far"], "host:1", {}, 1.7e9, progress))
         (folder / name / "logs").mkdir()

@@ -189,7 +189,7 @@ MEMBERS = (
 
 def status(chain, age=0.0):
     tokens = Tokens(900, chain.records[-1].tokens, 8, 16, 876 - chain.records[-1].tokens)
-    summary = Summary(COMMITS, 3, False, "grace", tokens, (), 1.0)
+    summary = Summary(COMMITS, 3, False, "grace", tokens, (), 1.0, False)
     alarms, progress = ["m1 is far [away]"], Progress(time.time() - age - 60)
     write_status(Path("runs/a"), compose(summary, MEMBERS, 16_000, alarms, "host:1", {}, time.time() - age, progress))
 

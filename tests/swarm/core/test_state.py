@@ -202,9 +202,10 @@ def test_token_from_its_training_to_its_commit():
     desk.beat(B, second.first(6), 60, 2.0)
     seen = summary(desk.state, 3.0)
     assert seen.tokens == Tokens(100, 0, 0, 100, 0) and "1 of 2 live members have pushed" in seen.phase
-    assert seen.leased == (A, B)
+    assert seen.leased == (A, B) and seen.has_undecided
     desk.commit(8.0)
     assert desk.tokens(8.0) == Tokens(100, 40, 0, 60, 0)
+    assert not summary(desk.state, 8.0).has_undecided, "B may be dead"
     desk.beat(A, NO_ROWS, 40, 15.0, base=1)
     desk.tick(2.0 + TERMS.lease_seconds)  # B sends no more heartbeats
     seen = summary(desk.state, 22.0)

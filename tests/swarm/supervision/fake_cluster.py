@@ -40,7 +40,7 @@ class FakeProcess:
         if self.name == COORDINATOR:
             leased = tuple(Incarnation("x", name) for name in self.cluster.leased)
             tokens, self.tokens = self.tokens, self.cluster.tokens
-            return 1, Summary(0, 1, False, "", tokens, leased, None)
+            return 1, Summary(0, 1, False, "", tokens, leased, None, tokens.outstanding > 0)
         rows, self.rows = self.rows, []
         seen = {"incarnation": self.incarnation, "base": 0, "tokens": 0, "at_risk": 7, "rows_per_s": 3.0}
         return 2, {**seen, "evaluating": self.evaluating, "rows": rows} if self.name[0] in "mj" else None

@@ -7,6 +7,7 @@ import pytest
 from tests.swarm.anywhere.test_gateway import EVALUATION, REPORT, ROW
 from tests.swarm.supervision.fake_cluster import PLAN
 from tpuswarm.swarm.anywhere.gateway import GATEWAY, Admitted, Gateway, Reported
+from tpuswarm.swarm.processes.coordinator import Wait
 from tpuswarm.swarm.processes.effects import Call
 from tpuswarm.swarm.supervision import remote_members
 from tpuswarm.swarm.supervision.remote_members import RemoteMembers
@@ -21,7 +22,7 @@ class Head:
     def __init__(self):
         self.rows: list[int] = []
         """Steps whose rows are stored."""
-        self.made, self.stored, self.now = 0, 0, 0.0
+        self.made, self.stored, self.now, self.is_open = 0, 0, 0.0, True
         """Rows that the member's process made, and those that it knows to be stored; the supervisor's clock."""
         self.lost: list[str] = []
         self.evaluates = False
@@ -64,7 +65,7 @@ class Head:
 
     def look(self):
         """A round of the supervisor."""
-        self.remote.update(self.gateway.state(), self.now)
+        self.remote.update(self.gateway.state(), self.now, self.is_open)
         if (process := self.processes.get(NAME)) and process.actor:
             if (answer := process.actor.report(process.rows)) is not None:
                 rows = answer[1]["rows"]
@@ -145,3 +146,20 @@ def test_only_the_member_that_was_asked_to_evaluate_does(monkeypatch, evaluates)
         head.look()
         assert head.member_reports().rows == first + 1, "it may forget the row"
     assert head.rows == [1, 1] * evaluates
+
+
+def test_run_that_stops_admits_no_new_process_of_a_member(head):
+    """It has left, and its command looks for the head: were it admitted, the run would go on."""
+    head.is_open = False
+    for _ in range(2):
+        assert isinstance(head.gateway.serve("ada", Call(GATEWAY, "join", (NAME, "2", 8, {}))), Wait)
+        head.look()
+
+
+def test_member_that_returns_while_the_run_stops_is_asked_to_push_its_last_work(head):
+    head.processes[NAME].actor.kill()
+    head.look()
+    head.is_open = False
+    head.member_reports(steps=1)
+    head.look()
+    assert head.all_rows_are_stored_once() and head.member_reports().should_leave

@@ -58,7 +58,7 @@ def finished_swarm(tmp_path_factory):
     append_event(folder, "sample", step=1000, text="<once> upon")
     append_event(folder, "finished", message="finished: 1000 steps")
     tokens = Tokens(9000, chain.records[-1].tokens, 8, 0, 8992 - chain.records[-1].tokens)
-    status = compose(Summary(COMMITS, 1, False, "", tokens, (), 1.0), (), 16_000, (), "", {}, 1e9, PROGRESS)
+    status = compose(Summary(COMMITS, 1, False, "", tokens, (), 1.0, False), (), 16_000, (), "", {}, 1e9, PROGRESS)
     write_status(folder, status)
     return folder, chain
 

@@ -31,7 +31,7 @@ M0 = MemberStatus("m0", "alive", 11, "a" * 32, 4, 700, 50.0, 2.0, 1.0, 0)
 M1 = MemberStatus("m1", "alive", 12, "b" * 32, 2, 300, 30.0, 3.0, 1.5, 2)
 M2 = MemberStatus("m2", "joining", 13, None, None, 0, None, None, None, None)
 PROGRESS = Progress(1e9 - 60, counted_per_s=64.0, eval_loss=2.75, eval_version=3)
-SUMMARY = Summary(4, 2, False, "grace", Tokens(1000, 640, 40, 200, 120), (), 3.0)
+SUMMARY = Summary(4, 2, False, "grace", Tokens(1000, 640, 40, 200, 120), (), 3.0, True)
 
 
 def composed(summary=SUMMARY, members=(M0, M1, M2), progress=PROGRESS):
@@ -155,7 +155,7 @@ def test_plain_run_is_not_a_swarm(folder):
 
 ABOUT = About("gpt2-tiny", "runs/demo", 768, "tokens")
 DEMO = Summary(
-    13, 1, False, "grace: 1 of 2 live members have pushed", Tokens(560_000, 489_984, 0, 63_104, 6_912), (), 3.0
+    13, 1, False, "grace: 1 of 2 live members have pushed", Tokens(560_000, 489_984, 0, 63_104, 6_912), (), 3.0, True
 )
 
 
@@ -257,7 +257,7 @@ def test_run_that_ends_before_its_first_commit_leaves_one_line(summary):
 
 
 def test_nothing_moves_between_frames():
-    early = Summary(None, 1, False, "", Tokens(0, 0, 0, 0, 0), (), None)
+    early = Summary(None, 1, False, "", Tokens(0, 0, 0, 0, 0), (), None, False)
     joining = member(0, state="joining", pid=None, incarnation=None, base=None, tokens=0, tokens_per_s=None, loss=None)
     frames = [draw_lines(status_of([joining], summary=early)), draw_lines(status_of([member(0)]))]
     for words in ("member  state", " tokens counted", " left ", "held-out loss"):

@@ -180,18 +180,14 @@ class Demo:
                     echo(f"{name}: {line.rstrip()}")
 
     def tpuswarm(self, *words: str, shows: bool = True) -> str:
-        """Run a command here, beside the head, and return its output."""
+        """Run a command here, beside the head, and show its output, or return it."""
         if shows:
             echo(f"\n$ tpuswarm {' '.join(words)}")
         command = [sys.executable, "-P", "-m", "tpuswarm", *words]
-        done = subprocess.run(command, cwd=FOLDER, stdout=subprocess.PIPE, stderr=None if shows else subprocess.DEVNULL,
-                              text=True, check=False)  # fmt: skip
+        done = subprocess.run(command, cwd=FOLDER, capture_output=not shows, text=True, check=False)
         if done.returncode:
-            raise RunFailed(f"tpuswarm {' '.join(words)} ended with {done.returncode}: {done.stdout}")
-        if shows:
-            sys.stdout.write(done.stdout)
-            sys.stdout.flush()
-        return done.stdout
+            raise RunFailed(f"tpuswarm {' '.join(words)} ended with {done.returncode}: {done.stderr or ''}")
+        return done.stdout or ""
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in read_rows(FOLDER / RUN / EVENTS) if row["event"] == kind]

@@ -37,6 +37,8 @@ class Summary:
     leased: tuple[Incarnation, ...]
     median_cycle: float | None
     """Seconds."""
+    has_undecided: bool
+    """Whether an accepted contribution has no verdict."""
 
 
 def summary(state: "CoordinatorState", now: float) -> Summary:
@@ -54,6 +56,7 @@ def summary(state: "CoordinatorState", now: float) -> Summary:
         tokens=Tokens(processed, view.tokens, view.dropped, under_way, processed - known),
         leased=tuple(sorted(state.leases)),
         median_cycle=state.median_cycle,
+        has_undecided=bool(state.pending or state.storing),
     )
 
 

@@ -117,17 +117,19 @@ class RemoteMembers:
         self._handles: dict[str, RemoteHandle] = {}
         """The newest of each member, lost ones included."""
 
-    def update(self, members: Mapping[str, RemoteMember], now: float) -> None:
-        """Follow the gateway's report. now: by the supervisor's Clock."""
+    def update(self, members: Mapping[str, RemoteMember], now: float, is_open: bool) -> None:
+        """Follow the gateway's report. now: by the supervisor's Clock; is_open: whether members may come."""
         head = self._head
         for name, member in members.items():
+            handle = self._handles.get(name)
+            if handle is None or handle.member.instance != member.instance:
+                if not is_open:
+                    continue  # it waits for the next head
+                handle = RemoteHandle(name, member, head.change_remote)
+            handle.member = member
             process = head.processes.get(name)
             if process is None:
                 process = head.processes[name] = SupervisedProcess(name, MAKER, {"evaluates": False}, node=DIALLED_IN)
-            handle = self._handles.get(name)
-            if handle is None or handle.member.instance != member.instance:
-                handle = RemoteHandle(name, member, head.change_remote)
-            handle.member = member
             is_new = process.actor is not handle
             if is_new and member.outcome is None and not member.dismissed and _is_fresh(member):
                 if process.actor is not None and process.is_busy:
@@ -139,6 +141,8 @@ class RemoteMembers:
                 process.move(DIALLED_IN)
                 process.set_started(handle, now)
                 process.rows = rows
+                if not is_open:
+                    handle.leave()
                 head.report_dialled_in(name, member.facts)
             if member.admitted is None and process.actor is handle:
                 steps, evaluates = head.begin_member(process)

@@ -386,7 +386,7 @@ class Supervisor:
         if process.name == COORDINATOR:
             self._summary = report or self._summary
         if process.name == GATEWAY and report is not None:
-            self._remote.update(report, self._clock())
+            self._remote.update(report, self._clock(), is_open=not self._stopping_since)
         if not process.is_member or report is None:
             return
         if report["incarnation"] and report["incarnation"] != process.incarnation:
@@ -453,7 +453,7 @@ class Supervisor:
             return False
         # Only a report that starts now, after all members have left, knows their last pushes.
         self._request_report(self.processes[COORDINATOR], self._stopping_since + NOTICE_S - time.monotonic())
-        return self._summary is None or self._summary.tokens.outstanding == 0
+        return self._summary is None or not self._summary.has_undecided
 
     def _stopped_at(self) -> str:
         where = "before the first commit"

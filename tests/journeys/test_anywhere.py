@@ -182,6 +182,9 @@ def test_member_waits_for_a_head_that_is_away(make_swarm, dial):
     join = dial(swarm, "ada", "colab")
     swarm.wait(lambda: "ada-colab" in contributors(swarm))
     swarm.end()
+    assert [event["member"] for event in swarm.events("joined")].count("ada-colab") == 1, (
+        "not again by the run that stops"
+    )
     began = len(swarm.events("commit"))
     time.sleep(1.0)
     swarm.start()

@@ -158,6 +158,33 @@ def test_logits_and_gradients_are_those_of_transformers(theirs):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=tensor.name)
 
 
+def test_text_part_of_a_model_that_reads_pictures_is_trained_and_exported_alone(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(
+        text_config=SHAPE | MODELS["gemma 3"][1], mm_tokens_per_image=4, attn_implementation="eager",
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14,
+        },
+        image_token_index=150, boi_token_index=151, eoi_token_index=152,
+    )  # fmt: skip
+    made = transformers.Gemma3ForConditionalGeneration(config).eval()
+    made.save_pretrained(tmp_path / "whole")
+    place = Published("hf:whole", tmp_path / "whole")
+    config, params = read(place)
+    tokens = np.random.default_rng(0).integers(1, 150, (2, 32))
+    wanted = made(input_ids=torch.tensor(tokens)).logits
+    with jax.default_matmul_precision("highest"):
+        x = model.hidden(params, jnp.asarray(tokens), config, Options(precision="highest"))
+        found = model.logits(x, params, config)[..., : config.vocab]
+    np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    (tmp_path / "text").mkdir()
+    export.write(params, config, architecture.facts_of(place), None, tmp_path / "text")
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager")
+    assert isinstance(text, transformers.Gemma3ForCausalLM)
+    torch.testing.assert_close(text(torch.tensor(tokens)).logits, wanted, rtol=0, atol=0)
+
+
 LORA = Lora(rank=4, alpha=6.0, base="f32")
 
 

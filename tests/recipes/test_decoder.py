@@ -73,6 +73,34 @@ def test_weights_are_read_as_they_were_written_whole_or_in_shards(published, tmp
         recipe.load_shared(f"hf:{folder}", like(recipe))
 
 
+def test_text_part_of_a_model_that_reads_pictures_is_read(tmp_path):
+    facts = FACTS | {"model_type": "gemma3_text", "query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh"}
+    text = Decoder(architecture=json.dumps(facts), data="fake")
+    params = model.init(jax.random.key(3), text.config)
+    params |= {name: params[name].at[text.vocab :].set(0) for name in ("embed", "head")}
+    export.write(params, text.config, facts, None, tmp_path)
+    path, name = tmp_path / "model.safetensors", f"hf:{tmp_path}"
+    pictures = {"vision_tower.encoder.weight": np.ones(3), "multi_modal_projector.norm.weight": np.ones(3)}
+    save_file({f"language_model.{part}": tensor for part, tensor in load_file(path).items()} | pictures, path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": facts, "vision_config": {"hidden_size": 3}})
+    )
+    recipe = Decoder(architecture=name, data="fake")
+    jax.tree.map(np.testing.assert_array_equal, recipe.load_shared(name, like(recipe)), params)
+    adapted = Decoder(architecture=name, data="fake", lora=2, base="f32")
+    run = tmp_path / "run"
+    Trainer(devices=1).fit(adapted, steps=1, batch=2, run=run, init_from=name)
+    loaded = load_run(run, jax.devices()[:1])
+    with pytest.raises(InputError, match=r"peft cannot add adapters to the text part alone of hf:.*; use --merge"):
+        loaded.recipe.export(loaded.state, tmp_path)
+    (tmp_path / "whole").mkdir()
+    loaded.recipe.export_merged(loaded.state, tmp_path / "whole")
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["model_type"] == "gemma3_text"
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    with pytest.raises(InputError, match="has no text_config"):
+        Decoder(architecture=name, data="fake")
+
+
 def test_rows_of_the_vocabulary_are_read_by_the_devices_that_hold_them(published):
     folder, params = published
     recipe = Decoder(architecture=f"hf:{folder}", data="fake")

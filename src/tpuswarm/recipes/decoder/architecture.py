@@ -72,10 +72,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change the computation → the values with which it is supported."""
 MIXTURES = ("moe", "mixtral", "expert")
+WITH_PICTURES = {"gemma3": ("gemma3_text", "Gemma3ForConditionalGeneration")}
+"""model_type of models that also read pictures → that of their text part, and their class in transformers."""
 
 
 def facts_of(place: Published) -> dict[str, Any]:
-    """Return the content of a model's config.json. Raises InputError if it cannot be read."""
+    """Return the content of a model's config.json, or of its text part if it also reads pictures.
+
+    Raises InputError if it cannot be read.
+    """
     path = place.get("config.json", "model that can be read")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -83,7 +88,17 @@ def facts_of(place: Published) -> dict[str, Any]:
         raise InputError(f"the config.json of {place.name} cannot be read: {error}") from error
     if not isinstance(facts, dict):
         raise InputError(f"the config.json of {place.name} is no object")
-    return facts
+    if facts.get("model_type") not in WITH_PICTURES:
+        return facts
+    text, (family, whole) = facts.get("text_config"), WITH_PICTURES[facts["model_type"]]
+    if not isinstance(text, dict):
+        raise InputError(f"the config.json of {place.name} has no text_config, which describes its text part")
+    return {**text, "model_type": family, "architectures": [whole]}
+
+
+def is_text_part(facts: Facts) -> bool:
+    """Return whether `facts_of` took them from a model that also reads pictures."""
+    return facts.get("architectures") in [[whole] for _, whole in WITH_PICTURES.values()]
 
 
 def parse_config(facts: Facts, name: str) -> Config:

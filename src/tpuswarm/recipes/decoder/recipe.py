@@ -371,6 +371,8 @@ class Decoder(LanguageModel):
             return
         if self.base_model is None:
             raise InputError("nothing says which model the adapters belong to; use --merge")
+        if shapes.is_text_part(self._facts):
+            raise InputError(f"peft cannot add adapters to the text part alone of {self.base_model}; use --merge")
         lora.write(params, self.config, self._lora, self.base_model, folder)
         export.write_tokenizer(self.tokenizer, self.config, folder, self.chat_template)
 

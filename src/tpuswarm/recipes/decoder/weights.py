@@ -16,6 +16,8 @@ from tpuswarm.recipes.language.weight_files import Tensors, open_tensors, save_t
 from tpuswarm.train.paths import leaf_paths
 
 HEAD = "lm_head.weight"
+TEXT_PREFIX, PICTURE_PREFIXES = "language_model.", ("vision_tower.", "multi_modal_projector.")
+"""Of names in a model that also reads pictures."""
 ADAPTER_FILE, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
 BUFFER_ENDINGS = (".rotary_emb.inv_freq",)
 """Frequencies of the positions, which older files store among the weights."""
@@ -90,6 +92,7 @@ def load(place: Published, config: Config, like: Any) -> Any:
     with ExitStack() as files:
         found = open_tensors(place, files)
         found.drop(*BUFFER_ENDINGS)
+        found.keep_part(TEXT_PREFIX, PICTURE_PREFIXES)
         expected = list(tensors(config))
         if config.tied:  # some files hold the embedding twice
             found.drop_copy(HEAD, "model.embed_tokens.weight")

@@ -37,6 +37,12 @@ class Tensors:
         """Forget tensors whose names end so."""
         self._slices = {name: part for name, part in self._slices.items() if not name.endswith(endings)}
 
+    def keep_part(self, prefix: str, others: tuple[str, ...]) -> None:
+        """If any names have the prefix, forget it, and the tensors whose names start with one of `others`."""
+        if any(name.startswith(prefix) for name in self._slices):
+            kept = {name: part for name, part in self._slices.items() if not name.startswith(others)}
+            self._slices = {name.removeprefix(prefix): part for name, part in kept.items()}
+
     def drop_copy(self, name: str, original: str) -> None:
         """Forget the tensor `name`, if there is one. Raise InputError unless it equals `original`."""
         if name not in self._slices or original not in self._slices:

@@ -42,6 +42,7 @@ NAMES = (
     "calibration",
     "gpu_all",
     "gpu_sizes",
+    "gpu_decoder",
     "sentences",
 )
 READ_DATA = ("shakespeare", "quality")

@@ -42,7 +42,10 @@ TUNED_LESS = (
 )
 """One candidate for each kernel but products and convolutions, whose results are not compared."""
 COLUMNS = ("", "a second: median (95% interval)", "ms a step", "MFU", "memory, GiB", "ready, s", "speed over")
-PEERS = {"nanogpt": "karpathy/nanoGPT", "llmc": "karpathy/llm.c", "stylegan3": "NVlabs/stylegan3"}
+PEERS = {
+    "nanogpt": "karpathy/nanoGPT", "llmc": "karpathy/llm.c", "stylegan3": "NVlabs/stylegan3", "transformers": ""
+}  # fmt: skip
+"""Their clones; transformers is an installed package."""
 
 
 class Part(NamedTuple):
@@ -159,7 +162,7 @@ def _command(part: Part, peers: Path) -> list[str]:
     if part.kind not in PEERS:
         return [sys.executable, "-m", "benchmarks.gpu_step", part.kind, options]
     clone = peers.absolute() / PEERS[part.kind].rpartition("/")[2]
-    if not clone.is_dir():
+    if PEERS[part.kind] and not clone.is_dir():
         raise Skipped(f"there is no {clone}: git clone https://github.com/{PEERS[part.kind]} {clone}")
     device = "cuda" if has_gpu() else "cpu"
     script = Path(__file__).with_name("gpu_peers.py")

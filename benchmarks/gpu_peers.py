@@ -1,8 +1,9 @@
 """Time the training step of another project's own code for `gpu_all`, and print a JSON object; needs no tpuswarm.
 
-    python gpu_peers.py nanogpt|stylegan3|llmc FOLDER cuda|cpu '{"batch": 64, …}'
+    python gpu_peers.py nanogpt|stylegan3|llmc|transformers FOLDER cuda|cpu '{"batch": 64, …}'
 
-FOLDER is a clone of the project. Losses, networks and optimizers are the project's, and the loops follow its train.py.
+FOLDER is a clone of the project; transformers needs none. Losses, networks and optimizers are the project's, and the
+loops follow its train.py.
 """
 
 import importlib.util
@@ -112,6 +113,39 @@ def stylegan3(
     _time(step, device, rounds, steps, items=batch, unit="pictures", about=about)
 
 
+def transformers(
+    _: Path, device: str, *, facts: dict[str, Any], rank: int | None, batch: int, context: int, rounds: int, steps: int
+) -> None:
+    """Time a causal language model in bfloat16 autocast; with a rank, peft's adapters on a bfloat16 base."""
+    library: Any = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    config = library.AutoConfig.for_model(**facts, attn_implementation="sdpa")
+    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if rank else torch.float32)
+    about = f"torch {torch.__version__}, transformers {library.__version__}"
+    if rank:
+        peft: Any = importlib.import_module("peft")
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        form = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=modules, task_type="CAUSAL_LM")
+        model, about = peft.get_peft_model(model, form), f"{about}, peft {peft.__version__}"
+    model.to(device).train()
+    compiled = torch.compile(model) if device == "cuda" else model
+    trained = [leaf for leaf in model.parameters() if leaf.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 2e-5, (0.9, 0.95), fused=device == "cuda")
+    tokens = torch.randint(facts["vocab_size"], (batch, context), device=device)
+
+    def step(_: int) -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda" or rank is not None):
+            loss = compiled(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    about = f"{about}, batch {batch}, {'torch.compile' if device == 'cuda' else 'eager'}"
+    _time(step, device, rounds, steps, items=batch * context, unit="tokens", about=about)
+
+
 def llmc(folder: Path, device: str, *, batch: int, context: int) -> None:
     """Time its binary train_gpt2cu, a fresh 124M model on the text of its starter pack."""
     counts = {"-e": "d12", "-b": batch, "-t": context, "-x": 30, "-v": 0, "-s": 0, "-h": 0}
@@ -149,7 +183,9 @@ def _print(**result: Any) -> None:
     print(json.dumps(result), flush=True)
 
 
-PEERS: dict[str, Callable[..., None]] = {"nanogpt": nanogpt, "stylegan3": stylegan3, "llmc": llmc}
+PEERS: dict[str, Callable[..., None]] = {
+    "nanogpt": nanogpt, "stylegan3": stylegan3, "llmc": llmc, "transformers": transformers
+}  # fmt: skip
 
 if __name__ == "__main__":
     PEERS[sys.argv[1]](Path(sys.argv[2]), sys.argv[3], **json.loads(sys.argv[4]))

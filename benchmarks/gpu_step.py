@@ -1,6 +1,6 @@
 """Run one part of `gpu_all` with tpuswarm, and print a JSON object for each result.
 
-python -m benchmarks.gpu_step gpt2|gradients|product|stylegan2|command '{"size": "355m", "batch": 32, …}'
+python -m benchmarks.gpu_step gpt2|decoder|gradients|product|stylegan2|command '{"size": "355m", "batch": 32, …}'
 """
 
 import json
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks.bare import Bare
 from benchmarks.report import median
+from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.recipes.gpt2 import model
 from tpuswarm.recipes.gpt2.recipe import GPT2
 from tpuswarm.recipes.language import loss, program
@@ -54,6 +55,12 @@ def gpt2(
         module.logits = _bf16_logits
     recipe = GPT2(size=size, data="fake", **shape)
     _time(recipe, batch, batch * recipe.config.context, "tokens", rounds, steps, trace)
+
+
+def decoder(*, facts: dict[str, Any], rank: int | None, batch: int, context: int, rounds: int, steps: int) -> None:
+    """Time the step of a model of this config.json; rank: of its adapters, None to train all parameters."""
+    recipe = Decoder(architecture=json.dumps(facts), data="fake", context=context, lora=rank)
+    _time(recipe, batch, batch * context, "tokens", rounds, steps, False)
 
 
 def stylegan2(*, batch: int, rounds: int, steps: int, **options: Any) -> None:
@@ -190,7 +197,8 @@ def _print(**result: Any) -> None:
 
 
 PARTS: dict[str, Callable[..., None]] = {
-    "gpt2": gpt2, "gradients": gradients, "product": product, "stylegan2": stylegan2, "command": command
+    "gpt2": gpt2, "decoder": decoder, "gradients": gradients, "product": product, "stylegan2": stylegan2,
+    "command": command,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 transformers trains a Llama of 10 million parameters in child processes (`transformers_llama.py`), eager and with
 torch.compile, with the same shape, batch, optimizer and clipping; the three take turns, some 5 minutes. They need
 `make oracle`'s `.venv-oracle`. MaxText compiles Qwen3 0.6B for described slices (`tpu_step.py`), and so do we, in its
-interpreter: 8 compilations of 1 to 2 minutes of a core.
+interpreter: 8 compilations of 1 to 2 minutes of a core. Fresh processes load a model of SmolLM2 135M's shape and
+generate (`first_token.py`), half a minute.
 
     uv venv --python 3.12 .peers/maxtext
     uv pip install --python .peers/maxtext 'maxtext[tpu]==0.2.5' tomli-w
@@ -11,16 +12,21 @@ interpreter: 8 compilations of 1 to 2 minutes of a core.
 
 import json
 import os
+import statistics
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
 
 from benchmarks.bare import compile_bare
 from benchmarks.report import Settings, Skipped, Table, median
-from benchmarks.torch_speed import OURS, ROOT, Worker, steps_seconds
+from benchmarks.torch_speed import OURS, ROOT, Worker, steps_seconds, torch_python
+from tpuswarm.catalog import public_models
 from tpuswarm.config.units import GIB
+from tpuswarm.recipes.decoder import export, model
 from tpuswarm.recipes.decoder.recipe import Decoder
 from tpuswarm.train.process.platform import local_devices
 
@@ -31,6 +37,7 @@ SHAPE = {
 }  # fmt: skip
 ROWS, ROUND_COUNT, STEP_COUNT = 8, 9, 4
 MAXTEXT_PYTHON = ROOT / ".peers" / "maxtext" / "bin" / "python"
+LOADED_MODEL = "smollm2-135m"
 MODEL, CONTEXT = "qwen3-0.6b", 2048
 SLICES = ("v5e-16", "v6e-16")
 ROWS_PER_DEVICE = (2, 4)
@@ -38,11 +45,48 @@ ROWS_PER_DEVICE = (2, 4)
 
 def run(settings: Settings) -> Iterator[Table]:
     yield _compare_with_transformers(settings)
+    yield _compare_first_tokens(settings)
     if not MAXTEXT_PYTHON.exists():
         raise Skipped(
             f"there is no {MAXTEXT_PYTHON.relative_to(ROOT)}; benchmarks/peers.py says how to install MaxText"
         )
     yield _compare_with_maxtext(settings)
+
+
+def _compare_first_tokens(settings: Settings) -> Table:
+    """Generate with random weights; a second process of ours finds the first one's programs in the cache."""
+    script, rounds = Path(__file__).with_name("first_token.py"), 1 if settings.quick else 3
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}", "JAX_PLATFORMS": "cpu"}
+    forms = {OURS: "tpuswarm", f"{OURS}, compiled before": "tpuswarm", "transformers": "transformers"}
+    took: dict[str, list[dict[str, float]]] = {name: [] for name in forms}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        folder.mkdir()
+        facts = dict(public_models()[LOADED_MODEL].config)
+        recipe = Decoder(architecture=json.dumps(facts), data="fake")
+        params = jax.jit(partial(model.init, config=recipe.config))(jax.random.key(0))
+        export.write(params, recipe.config, facts, None, folder)
+        for turn in range(rounds):
+            environment["JAX_COMPILATION_CACHE_DIR"] = f"{place}/cache-{turn}"
+            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            for name, form in forms.items():
+                command = [str(torch_python("cpu")), str(script), form, str(folder)]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise Skipped(f"{script.name} {form} does not work here: {done.stderr[-300:]}")
+                took[name].append(json.loads(done.stdout.splitlines()[-1]))
+    parts = ("import", "load", "first", "each")
+    rows = []
+    for name, found in took.items():
+        medians = [statistics.median(times[part] for times in found) for part in parts]
+        rows.append(
+            (name, f"{sum(medians[:3]):.1f}", *(f"{each:.2f}" for each in medians[:3]), f"{1 / medians[3]:.1f}")
+        )
+    return Table(
+        f"From a process's start to its first token: {LOADED_MODEL}, float32, one CPU, a prompt of 64 tokens",
+        ("", "seconds", "imports", "weights", "first token", "then tokens/s"), rows,
+        [f"medians of {rounds} processes each in turn; greedy; files in the system's cache"],
+    )  # fmt: skip
 
 
 def _compare_with_maxtext(settings: Settings) -> Table:

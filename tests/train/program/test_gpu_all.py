@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import gpu_all, gpu_sizes, gpu_step
+from benchmarks import gpu_all, gpu_decoder, gpu_sizes, gpu_step
 from benchmarks.gpu_all import Part
 from benchmarks.report import Settings
 
@@ -39,7 +39,7 @@ def test_logits_in_bfloat16_stand_for_those_of_the_loss():
     np.testing.assert_allclose(ours[..., :5], right[..., :5], atol=0.05)
 
 
-@pytest.mark.parametrize("benchmark", [gpu_all, gpu_sizes])
+@pytest.mark.parametrize("benchmark", [gpu_all, gpu_sizes, gpu_decoder])
 def test_every_part_can_start(benchmark):
     """Its function takes its options; those of peers are read without their torch."""
     path = Path(gpu_all.__file__).with_name("gpu_peers.py")

@@ -33,6 +33,9 @@ payload."""
 IDLE_SLEEP_S = 0.02
 """A process that waits for rows, or until metrics are stored, looks again after this time."""
 EVALUATION = "member evaluates"
+LEAVE_PATIENCE_S = 15.0
+"""A leaving member waits this long for the verdict on its last push, to push what it has trained since; half of
+NOTICE_S."""
 COMPILE_GRACE_S = 600.0
 """A device action that runs for the first time may have to be compiled."""
 
@@ -124,6 +127,8 @@ class MemberLoop:
     _finished_actions: set[str] = field(default_factory=set)
     """Device actions that have finished before, so that they are compiled."""
     _speed: Speed = field(default_factory=Speed)
+    _leaving_since: float | None = None
+    """When it could have left, had it not trained since its last push."""
     _last_heartbeat: float = -math.inf
     _min_interval_s: float = 0.0
     """Minimum time between two heartbeats, as the coordinator requested."""
@@ -209,10 +214,18 @@ class MemberLoop:
                     yield from self._fetch(adopt, reply.tokens)
                     if adopt.verdict_on:
                         self._exchanges_s.append(self._push_s + self.clock() - began)
-            if self.leaving and self._snapshot is None and (self.state.undecided or not self.state.outstanding):
+            if self.leaving and self._snapshot is None and self._has_pushed_what_it_can():
                 yield from self._call_until_answered(Call(self.coordinator, "leave", (self.state.incarnation,)))
                 raise ProcessEnded("left cleanly")
             yield Sleep(self._exchange_pause_s())
+
+    def _has_pushed_what_it_can(self) -> bool:
+        undecided = self.state.undecided
+        if undecided is None:
+            return not self.state.outstanding
+        if self._leaving_since is None:
+            self._leaving_since = self.clock()
+        return not undecided.after or self.clock() - self._leaving_since > LEAVE_PATIENCE_S
 
     def heartbeats(self) -> Process:
         """Keep the lease while `exchange` is busy with a transfer. Raise ProcessEnded as `exchange` does."""

@@ -55,7 +55,7 @@ def test_correct_file_is_read_without_warnings(tmp_path):
         ('"google"', '"gogle"', 2, "provider: must be 'google' or 'rehearsal', not 'gogle'"),
         ('"my-project-1"', '"My Project"', 3, "project: a project's id such as my-project-123"),
         ('"idle 30m"', '"idel 30m"', 4, '"done", "idle 30m" or a date such as 2026-12-24, not \'idel 30m\''),
-        ('"idle 30m"', '"idle long"', 4, "the time after idle is a duration such as 30s, 5m or 2h"),
+        ('"idle 30m"', '"idle long"', 4, "the time after idle is a duration such as 30s, 5m, 2h or 7d"),
         ('"v2-8"\nzones', '"v2-9"\nzones', 8, "unknown TPU 'v2-9': did you mean v2-8"),
         ('"v2-8"\nzones', '"v4-8"\nzones', 9, "no list has a v4-8 in us-central1-f; zones that have it: us-central2-b"),
         ('"v2-8"\nzones', '"tpu7x-8"\nzones', 6, "Compute Engine boots an image PROJECT/FAMILY"),

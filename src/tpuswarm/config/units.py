@@ -35,7 +35,7 @@ def parse_seconds(text: str | float, what: str) -> float:
     """Parse `10`, `10s`, `5m`, `2h` or `1d`; 0 is allowed."""
     match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([smhd]?)", str(text).strip())
     if not match:
-        raise InputError(f"{what} is a duration such as 30s, 5m or 2h, not {text!r}")
+        raise InputError(f"{what} is a duration such as 30s, 5m, 2h or 7d, not {text!r}")
     return float(match[1]) * SECONDS_PER_UNIT[match[2] or "s"]
 
 

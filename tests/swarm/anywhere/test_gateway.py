@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuswarm.swarm.anywhere.gateway import (
+    FRESH_S,
     GATEWAY,
     MAX_MEMBERS_OF_A_PERSON,
     MAX_UNACCEPTED_PUSHES,
@@ -39,10 +40,10 @@ class Swarm:
         self.now, self.calls = 0.0, []
         self.gateway = Gateway(self.calls.append, lambda: self.now)
 
-    def join(self, member="ada-colab", instance="1", person="ada"):
+    def join(self, member="ada-colab", instance="m.1", person="ada"):
         return self.gateway.serve(person, Call(GATEWAY, "join", (member, instance, 7, {"jax": "1"})))
 
-    def report(self, report=REPORT, how="", instance="1", person="ada", member="ada-colab"):
+    def report(self, report=REPORT, how="", instance="m.1", person="ada", member="ada-colab"):
         return self.gateway.serve(person, Call(GATEWAY, "report", (member, instance, report, how, "")))
 
 
@@ -57,7 +58,7 @@ def requests_of(member: str) -> list[Call]:
 def test_member_is_admitted_when_the_supervisor_has_decided():
     swarm = Swarm()
     assert isinstance(swarm.join(), Wait)
-    swarm.gateway.update("ada-colab", "1", {"admitted": ADMITTED})
+    swarm.gateway.update("ada-colab", "m.1", {"admitted": ADMITTED})
     assert swarm.join() == ADMITTED
 
 
@@ -110,11 +111,20 @@ def test_only_a_person_who_was_asked_creates_the_first_version():
 def test_newer_instance_takes_the_place_of_the_older_one():
     swarm = Swarm()
     swarm.join()
-    swarm.gateway.update("ada-colab", "1", {"admitted": ADMITTED})
-    assert isinstance(swarm.join(instance="2"), Wait)
+    swarm.gateway.update("ada-colab", "m.1", {"admitted": ADMITTED})
+    assert isinstance(swarm.join(instance="m.2"), Wait)
     assert "took the place" in swarm.report().reason
-    swarm.gateway.update("ada-colab", "1", {"admitted": ADMITTED})
-    assert isinstance(swarm.join(instance="2"), Wait), "a decision about the older one is not for the newer one"
+    swarm.gateway.update("ada-colab", "m.1", {"admitted": ADMITTED})
+    assert isinstance(swarm.join(instance="m.2"), Wait), "a decision about the older one is not for the newer one"
+
+
+def test_another_machine_takes_no_name_of_one_that_works():
+    swarm = Swarm()
+    swarm.join()
+    assert "give this one a name with --name" in swarm.join(instance="n.1").reason
+    assert isinstance(swarm.report(), Reported), "the first one goes on"
+    swarm.now += FRESH_S
+    assert isinstance(swarm.join(instance="n.1"), Wait), "a new machine after the first one has gone"
 
 
 def test_report_is_answered_with_what_is_stored():
@@ -122,7 +132,7 @@ def test_report_is_answered_with_what_is_stored():
     assert isinstance(swarm.report(), Unreachable), "a gateway that has died has forgotten its members"
     swarm.join()
     assert swarm.report().rows == 0
-    swarm.gateway.update("ada-colab", "1", {"rows_stored": 1, "should_leave": True})
+    swarm.gateway.update("ada-colab", "m.1", {"rows_stored": 1, "should_leave": True})
     answer = swarm.report(how="left")
     assert (answer.rows, answer.should_leave) == (1, True)
     assert swarm.gateway.members["ada-colab"].outcome.how == "left"
@@ -164,7 +174,7 @@ def test_reason_of_an_end_is_shown_as_one_short_line():
     swarm = Swarm()
     swarm.join()
     reason = "no\nfile: \x1b[2J" + "x" * 1000
-    swarm.gateway.serve("ada", Call(GATEWAY, "report", ("ada-colab", "1", REPORT, "failed", reason)))
+    swarm.gateway.serve("ada", Call(GATEWAY, "report", ("ada-colab", "m.1", REPORT, "failed", reason)))
     outcome = swarm.gateway.members["ada-colab"].outcome
     assert outcome.reason.startswith("no file:  [2Jx") and len(outcome.reason) == 500
     assert isinstance(swarm.report(how="gone"), Refused) and swarm.gateway.members["ada-colab"].outcome == outcome

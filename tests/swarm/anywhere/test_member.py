@@ -100,10 +100,13 @@ def test_member_whose_reports_are_refused_ends(exits, answer):
     assert exits == [(ExitStatus.WRONG_INPUT, "it was revoked")]
 
 
-def test_member_without_a_head_ends_some_day(exits):
+def test_member_without_a_head_says_so_once_and_ends_some_day(exits, monkeypatch):
+    said = []
+    monkeypatch.setattr(remote_member, "_say", said.append)
     with pytest.raises(Exit):
         reporter_of(Unreachable("connection refused")).run()
     assert exits == [(ExitStatus.ABSENT, "nothing answers (connection refused)")]
+    assert said == ["the head does not answer (connection refused); waiting for it; Ctrl-C leaves"]
 
 
 def test_member_without_room_for_the_data_says_so_before_it_fetches_any(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ class Head:
         self.lost.append(reason)
 
     def request(self, method: str, *arguments: Any) -> Any:
-        return self.gateway.serve("ada", Call(GATEWAY, method, (NAME, "1", *arguments)))
+        return self.gateway.serve("ada", Call(GATEWAY, method, (NAME, "m.1", *arguments)))
 
     def member_reports(self, steps: int = 0) -> Any:
         """The member makes some steps and reports."""
@@ -152,7 +152,7 @@ def test_run_that_stops_admits_no_new_process_of_a_member(head):
     """It has left, and its command looks for the head: were it admitted, the run would go on."""
     head.is_open = False
     for _ in range(2):
-        assert isinstance(head.gateway.serve("ada", Call(GATEWAY, "join", (NAME, "2", 8, {}))), Wait)
+        assert isinstance(head.gateway.serve("ada", Call(GATEWAY, "join", (NAME, "m.2", 8, {}))), Wait)
         head.look()
 
 

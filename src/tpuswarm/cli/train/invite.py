@@ -10,7 +10,7 @@ import typer
 from tpuswarm.cli.completion import complete_runs
 from tpuswarm.config.units import parse_seconds
 from tpuswarm.errors import InputError
-from tpuswarm.swarm.anywhere.invites import GUEST, INVITES, InviteBook, refusal
+from tpuswarm.swarm.anywhere.invites import GUEST, INVITES, InviteBook, format_moment, refusal
 from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.listing import find_run
 from tpuswarm.train.storage.folders import is_url, shown
@@ -18,7 +18,9 @@ from tpuswarm.train.storage.folders import is_url, shown
 
 def invite(
     run: Annotated[str, typer.Argument(help="A run's directory, its name, or `last`.", autocompletion=complete_runs)],
-    person: Annotated[str, typer.Argument(help="Who is invited; their members carry this name.")] = GUEST,
+    person: Annotated[
+        str | None, typer.Argument(help="Who is invited; their members carry this name (default: guest).")
+    ] = None,
     expires: Annotated[str | None, typer.Option(help="Make a new invite that ends after a time, such as 7d.")] = None,
     revoke: Annotated[bool, typer.Option("--revoke", help="End this person's access, at once.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List all invites, without their secrets.")] = False,
@@ -38,27 +40,34 @@ def invite(
     if revoke:
         if expires is not None:
             raise InputError("--revoke and --expires exclude each other")
+        if person is None:
+            raise InputError(f"name whose access to end; invited: {', '.join(book.invites()) or 'nobody'}")
         book.revoke(person)
         echo(f"{person} has no access to {shown(folder)} any more", err=True)
         return
-    invitation = book.invite(person, None if expires is None else parse_seconds(expires, "--expires"))
+    seconds = None if expires is None else parse_seconds(expires, "--expires")
+    if seconds == 0:
+        raise InputError("--expires must be above 0: use --revoke to end a person's access")
+    person = person or GUEST
+    before = book.invites().get(person)
+    invitation = book.invite(person, seconds)
+    made = book.invites()[person]
     if as_json:
         print(json.dumps({"person": person, "address": invitation.address, "invite": str(invitation)}))
         return
-    echo(f"{person}'s invite, a secret; to join: `tpuswarm join INVITE`", err=True)
+    until = "" if made.expires is None else f", until {format_moment(made.expires)}"
+    replaced = "; the earlier one does not hold any more" if before not in (None, made) else ""
+    echo(f"{person}'s invite, a secret{until}; to join: `tpuswarm join INVITE`{replaced}", err=True)
     print(invitation)
 
 
 def _list(book: InviteBook, as_json: bool) -> None:
-    access = book.access()
-    rows = [
-        {"person": one.person, "expires": one.expires, "state": refusal(one, time.time()) or "valid"}
-        for one in (access.invites.values() if access else ())
-    ]
+    states = {one: refusal(one, time.time()) or "valid" for one in book.invites().values()}
     if as_json:
-        print(json.dumps(rows))
+        print(json.dumps([{"person": one.person, "expires": one.expires, "state": states[one]} for one in states]))
         return
-    for row in rows:
-        echo(f"{row['person']:24}  {row['state']}")
-    if not rows:
+    for one, state in states.items():
+        until = f" until {format_moment(one.expires)}" if one.expires and state == "valid" else ""
+        echo(f"{one.person:24}  {state}{until}")
+    if not states:
         echo("no invites", err=True)

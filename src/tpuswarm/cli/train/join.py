@@ -62,6 +62,8 @@ def join(
         raise InputError("name what to join: an invite, an address or a run; `-` reads an invite from stdin")
     if address == "-":
         address = sys.stdin.readline().strip()
+        if not address.startswith(INVITE_PREFIX):
+            raise InputError(f"the first line of stdin is no invite, which begins with {INVITE_PREFIX}")
     if address.startswith(INVITE_PREFIX):
         others = [token_file, hosts, host, hosts_at, ports, of_machine, role != "member"]
         _join_by_invite(address, name, batch, hours, others)
@@ -69,7 +71,10 @@ def join(
     if hours is not None:
         raise InputError("--hours is for joining with an invite")
     if token_file is None:
-        raise InputError("--token-file is missing: copy the file `token` of the run's folder here and name it")
+        raise InputError(
+            f"{address} is no invite (they begin with {INVITE_PREFIX}); to join by address, copy the file `token` of "
+            "the run's folder here and name it with --token-file"
+        )
     from tpuswarm.swarm.engines.ports import parse_ports
     from tpuswarm.swarm.member.group import Group
     from tpuswarm.swarm.supervision import join as joining

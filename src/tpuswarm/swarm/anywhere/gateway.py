@@ -32,6 +32,8 @@ MEMBER_REQUESTS: dict[str, Callable[..., str | None]] = {
     **dict.fromkeys(("found", "fetch", "average", "updates", "file", "ranges"), lambda *arguments: None),
 }
 """Requests of coordinator and aggregators that members make; each function returns the member that one names."""
+FRESH_S = 10.0
+"""A member that was heard of within this time is at work, or goes on if it was believed lost."""
 MAX_REMEMBERED_S = 600.0
 """A member that is silent for this long is forgotten; the coordinator has given its rows to others long before."""
 MAX_MEMBERS_OF_A_PERSON = 64
@@ -79,7 +81,7 @@ class RemoteMember:
 
     person: str
     instance: str
-    """Drawn by its command: another instance of the same member has replaced this one."""
+    """MACHINE.NUMBER, both random, the number drawn for each process: a newer one replaces an older one."""
     facts: Mapping[str, str]
     """Versions of its software."""
     pid: int
@@ -96,6 +98,10 @@ class RemoteMember:
     """How many there were."""
     rows_stored: int = 0
     rows_reported: int = 0
+
+    def works(self, now: float) -> bool:
+        """Return whether it was heard of just now, and has not ended."""
+        return now - self.seen < FRESH_S and self.outcome is None and not self.dismissed
 
 
 @dataclass
@@ -196,6 +202,8 @@ class Gateway:
             return Refused(f"{member} is not a member of {person}")
         known = self.members.get(member)
         if known is None or known.instance != instance:
+            if known is not None and known.works(self.clock()) and _machine_of(known.instance) != _machine_of(instance):
+                return Refused(f"another machine takes part as {member}; give this one a name with --name")
             count = sum(other.person == person for other in self.members.values())
             if known is None and count >= MAX_MEMBERS_OF_A_PERSON:
                 return Refused(f"{person} has {count} members already")
@@ -252,3 +260,7 @@ class Gateway:
         for name, known in list(self.members.items()):
             if now - known.seen > MAX_REMEMBERED_S:
                 del self.members[name]
+
+
+def _machine_of(instance: str) -> str:
+    return instance.partition(".")[0]

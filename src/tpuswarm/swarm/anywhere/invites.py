@@ -8,7 +8,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,8 +122,14 @@ class InviteBook:
             self._stamp = (found.st_mtime_ns, found.st_ino)
         return self._access
 
+    def invites(self) -> Mapping[str, Invite]:
+        """Return all invites by person; none if the run never listened. Raise InputError for a damaged file."""
+        known = self.access()
+        return known.invites if known else {}
+
     def set_address(self, address: str, fingerprint: str) -> None:
         """Note where members reach the run; keep its invites."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._changing():
             known = self.access()
             self._write(Access(address, fingerprint, known.invites if known else {}))
@@ -135,6 +141,7 @@ class InviteBook:
         """
         if not PERSON.fullmatch(person):
             raise InputError(f"{person!r} cannot be a person's name: use 1 to 24 letters, digits and underscores")
+        self._require_access()
         with self._changing():
             known = self._require_access()
             invite = known.invites.get(person)
@@ -147,6 +154,7 @@ class InviteBook:
 
     def revoke(self, person: str) -> None:
         """End a person's access. Raise InputError if nobody of that name was invited."""
+        self._require_access()
         with self._changing():
             known = self._require_access()
             if person not in known.invites:
@@ -158,7 +166,6 @@ class InviteBook:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Let no other process change the file meanwhile."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -168,6 +175,8 @@ class InviteBook:
 
     def _require_access(self) -> Access:
         if (known := self.access()) is None:
+            if not self._path.parent.exists():
+                raise InputError(f"there is no run {self._path.parent}")
             raise InputError(
                 f"{self._path.parent} does not listen to members from anywhere; start its command with --listen and "
                 "--address"
@@ -192,9 +201,14 @@ def refusal(invite: Invite, now: float) -> str | None:
     if invite.revoked:
         return f"the invite of {invite.person} was revoked; ask for a new one"
     if invite.expires is not None and now > invite.expires:
-        day = time.strftime("%Y-%m-%d %H:%M", time.localtime(invite.expires))
-        return f"the invite of {invite.person} expired at {day} by the swarm's clock; ask for a new one"
+        moment = format_moment(invite.expires)
+        return f"the invite of {invite.person} expired at {moment} by the swarm's clock; ask for a new one"
     return None
+
+
+def format_moment(seconds: float) -> str:
+    """Return seconds since 1970 as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def prepare_listening(folder: Path, listen: str, address: str | None) -> tuple[str, int]:

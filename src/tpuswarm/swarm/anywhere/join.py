@@ -22,6 +22,7 @@ from tpuswarm.swarm.anywhere.session import Session, container_start
 from tpuswarm.swarm.engines.node import wait
 from tpuswarm.swarm.engines.notice import NOTICE_S
 from tpuswarm.train.hosts.control_channel import ExitStatus
+from tpuswarm.train.process.atomic import create_atomically
 from tpuswarm.train.process.platform import cache_folder
 from tpuswarm.train.process.stop import Interrupted, StopSignals
 
@@ -90,6 +91,14 @@ def _find_place(invitation: Invitation, name: str | None) -> Iterator[_Place]:
     raise InputError(f"{MAX_MEMBERS_HERE} members of {invitation.person} are at work on this machine already")
 
 
+def _machine_id() -> str:
+    """Return a random word that stays the same on this machine."""
+    path = cache_folder("anywhere") / "machine"
+    if not path.exists():
+        create_atomically(path, secrets.token_hex(8).encode())  # another command may be first
+    return path.read_text()
+
+
 def _await_earlier_process(place: _Place, stop: StopSignals, say: Say) -> None:
     end, told = time.monotonic() + LAST_PUSH_TIMEOUT_S, False
     while stop.requested is None:
@@ -124,9 +133,10 @@ def _keep_alive(
             if time.monotonic() - silent_since > SILENCE_TIMEOUT_S:
                 raise RunFailed(f"{last_line} for {SILENCE_TIMEOUT_S / 60:.0f} minutes; is the run still alive?")
             if told != last_line:
-                say(f"{last_line}; waiting for it")
+                say(f"{last_line}; waiting for it for {SILENCE_TIMEOUT_S / 60:.0f} minutes at most; Ctrl-C leaves")
             told = last_line
             if wait(ABSENT_PAUSE_S, stop):
+                say("left")
                 return
             continue
         silent_since, told = None, ""
@@ -145,7 +155,7 @@ def _run_process(
 ) -> tuple[int, str]:
     """Run one process to its end; return its exit status and the last line that it wrote on stderr."""
     command = [sys.executable, "-P", "-m", "tpuswarm.swarm.anywhere.remote_member"]  # -P: import nothing from here
-    arguments = to_json(MemberArguments(invitation, place.member, secrets.token_hex(16), batch))
+    arguments = to_json(MemberArguments(invitation, place.member, f"{_machine_id()}.{secrets.token_hex(8)}", batch))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), stderr=errors, start_new_session=True,

@@ -28,6 +28,7 @@ from tpuswarm.swarm.processes.effects import Call, ProcessEnded, Unreachable
 from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.train.hosts.control_channel import ExitStatus
 from tpuswarm.train.process import platform
+from tpuswarm.train.process.terminal import echo
 from tpuswarm.train.run.trust import is_trusted
 
 RETRY_INTERVAL_S = 1.0
@@ -35,8 +36,9 @@ REPORT_INTERVAL_S, URGENT_INTERVAL_S = 1.0, 0.1
 """The short one holds while a push waits until its metrics rows are stored."""
 LAST_REPORT_S = 20.0
 """How long the last report is tried."""
-SILENCE_TIMEOUT_S = 300.0
-"""The process ends when the head has been silent for this long; its command goes on searching for it."""
+SILENCE_S, SILENCE_TIMEOUT_S = 15.0, 300.0
+"""The member says that the head is silent after the first; after the second its process ends, and its command goes on
+searching for the head."""
 LARGEST_FILE = 2**28
 """Bytes: of a larger text a member fetches only the rows that it trains on."""
 CALLS_PER_SHARD = 8
@@ -60,13 +62,18 @@ class Reporter:
 
     def run(self) -> None:
         """Report until the end of the process, and end it if the swarm refuses it or is silent: nothing is stored."""
-        heard = time.monotonic()
+        heard, is_silent = time.monotonic(), False
         while not self.refusal:
             try:
                 report = self._send("", "")
-                heard = time.monotonic()
+                if is_silent:
+                    _say("the head answers again")
+                heard, is_silent = time.monotonic(), False
             except Unreachable as error:
                 report = {}
+                if not is_silent and time.monotonic() - heard > SILENCE_S:
+                    is_silent = True
+                    _say(f"the head does not answer ({error}); waiting for it; Ctrl-C leaves")
                 if time.monotonic() - heard > SILENCE_TIMEOUT_S:
                     _exit(ExitStatus.ABSENT, f"nothing answers ({error})")
             except InputError as error:
@@ -95,10 +102,11 @@ class Reporter:
         with self._lock:
             report = self._work.report(self._stored)
             report.pop("trace")
-            self._progress.update(report, self._work.counted)
+            progress = {"rows": report["rows"], "rows_per_s": report["rows_per_s"]}
             report |= {"first": self._stored, "rows": tuple(map(_numbers, report["rows"][:MAX_ROWS]))}
             about = (self._arguments.member, self._arguments.instance, report, how, reason)
             answer = self._calls(Call(GATEWAY, "report", about))
+            self._progress.update(progress, self._work.counted)
             if isinstance(answer, Unreachable):  # a new gateway
                 _join(self._calls, self._arguments)
             elif isinstance(answer, Refused):
@@ -195,8 +203,7 @@ def require_own_folder(plan: RunPlan) -> None:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # its terminal or notebook has gone
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        echo(text)
 
 
 def main() -> NoReturn:

@@ -108,7 +108,7 @@ def heartbeat(
         rows = NO_ROWS
         if report.joined:
             if not state.recovering:
-                return state, Refused("unknown: it reported in too late")
+                return state, Refused("it was silent for too long: what it had not pushed went to others")
             if outstanding & view.spent:
                 return state, Refused(f"its rows {outstanding & view.spent} are already counted or skipped")
             claimed = report.todo | outstanding

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from tpuswarm.swarm.anywhere.gateway import Admitted, RemoteMember
+from tpuswarm.swarm.anywhere.gateway import FRESH_S, Admitted, RemoteMember
 from tpuswarm.swarm.engines.actor import Outcome
 from tpuswarm.swarm.processes.run_plan import RunPlan
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess
@@ -15,8 +15,6 @@ DIALLED_IN = "dialled in"
 """Instead of a node's name: the member reaches the swarm by the gateway."""
 MAKER = "tpuswarm.swarm.anywhere.remote_member:member"
 """Names its kind; the supervisor does not start it."""
-FRESH_S = 10.0
-"""A lost member goes on once it was heard within this time."""
 _PLAN: TypeAdapter[RunPlan] = TypeAdapter(RunPlan)
 
 Change = Callable[[str, str, Mapping[str, Any]], None]

@@ -26,7 +26,7 @@ from tpuswarm.swarm.processes.run_plan import COORDINATOR, FILE_SERVER, RunPlan,
 from tpuswarm.swarm.supervision.fatal_line import fatal_line, names_cause
 from tpuswarm.swarm.supervision.ledger_follower import LedgerFollower
 from tpuswarm.swarm.supervision.placement import Placement
-from tpuswarm.swarm.supervision.remote_members import RemoteHandle, RemoteMembers
+from tpuswarm.swarm.supervision.remote_members import DIALLED_IN, RemoteHandle, RemoteMembers
 from tpuswarm.swarm.supervision.run_reporter import RunReporter
 from tpuswarm.swarm.supervision.supervised_process import SupervisedProcess, guest_name
 from tpuswarm.swarm.supervision.traces import TraceCollector
@@ -316,7 +316,8 @@ class Supervisor:
                 process.restart_at = now + MAX_BACKOFF_S
                 self._report_left(process)
             elif process.pid or outcome.how != "dead" or not process.is_guest:  # else Ray lists a lost machine's node
-                reason = error or ("killed" if outcome.how == "dead" else outcome.reason)
+                is_killed = outcome.how == "dead" and process.node != DIALLED_IN
+                reason = error or ("killed" if is_killed else outcome.reason)
                 self.report_lost(process, reason)
         else:
             reason = f"it died{error and f' ({error})'}" if outcome.how == "dead" else outcome.reason
@@ -365,7 +366,8 @@ class Supervisor:
             if process.actor:
                 self._handle_report(process, process.actor.report(process.rows))
             if process.actor and process.is_hung(now := self._clock()):
-                message = f"{process.name} has not answered for {now - process.last_answer:.0f} s: restarting it"
+                then = "its rows go to others until it is back" if process.node == DIALLED_IN else "restarting it"
+                message = f"{process.name} has not answered for {now - process.last_answer:.0f} s: {then}"
                 self.reporter.event("note", message=message)
                 process.last_answer = now  # until Ray has noticed
                 process.actor.kill()

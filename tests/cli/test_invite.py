@@ -20,7 +20,7 @@ def run(tmp_path):
 
 def test_revoking_needs_a_name(run, typed):
     code, _, err = typed("invite", str(run), "--revoke")
-    assert code == 2 and "name whose access to end; invited: guest, ada" in err
+    assert code == 2 and "name the person whose access ends; invited: guest, ada" in err
     assert all(not invite.revoked for invite in InviteBook(run).invites().values())
 
 
@@ -31,14 +31,14 @@ def test_run_that_does_not_exist_is_not_made(tmp_path, typed):
 
 def test_invite_says_until_when_it_holds_and_what_it_replaces(run, typed):
     _, out, err = typed("invite", str(run), "ada")
-    assert "until" not in err and "any more" not in err
+    assert "until" not in err and "no longer" not in err
     _, new, err = typed("invite", str(run), "ada", "--expires", "7d")
-    assert new != out and re.search(r"until \d{4}-\d\d-\d\d \d\d:\d\d; .*; the earlier one does not hold", err), err
+    assert new != out and re.search(r"until \d{4}-\d\d-\d\d \d\d:\d\d; .*; the earlier one is no longer", err), err
     _, listed, _ = typed("invite", str(run), "--list")
     assert re.search(r"ada +valid until \d{4}-", listed) and re.search(r"guest +valid$", listed, re.M), listed
     assert typed("invite", str(run), "ada", "--expires", "0s")[0] == 2
     typed("invite", str(run), "ada", "--revoke")
-    assert "the earlier one does not hold any more" in typed("invite", str(run), "ada")[2]
+    assert "the earlier one is no longer valid" in typed("invite", str(run), "ada")[2]
 
 
 @pytest.mark.parametrize(

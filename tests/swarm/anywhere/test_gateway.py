@@ -121,7 +121,7 @@ def test_newer_instance_takes_the_place_of_the_older_one():
 def test_another_machine_takes_no_name_of_one_that_works():
     swarm = Swarm()
     swarm.join()
-    assert "give this one a name with --name" in swarm.join(instance="n.1").reason
+    assert "name this one with --name" in swarm.join(instance="n.1").reason
     assert isinstance(swarm.report(), Reported), "the first one goes on"
     swarm.now += FRESH_S
     assert isinstance(swarm.join(instance="n.1"), Wait), "a new machine after the first one has gone"

@@ -41,7 +41,7 @@ def invite(
         if expires is not None:
             raise InputError("--revoke and --expires exclude each other")
         if person is None:
-            raise InputError(f"name whose access to end; invited: {', '.join(book.invites()) or 'nobody'}")
+            raise InputError(f"name the person whose access ends; invited: {', '.join(book.invites()) or 'nobody'}")
         book.revoke(person)
         echo(f"{person} has no access to {shown(folder)} any more", err=True)
         return
@@ -56,7 +56,7 @@ def invite(
         print(json.dumps({"person": person, "address": invitation.address, "invite": str(invitation)}))
         return
     until = "" if made.expires is None else f", until {format_moment(made.expires)}"
-    replaced = "; the earlier one does not hold any more" if before not in (None, made) else ""
+    replaced = "; the earlier one is no longer valid" if before not in (None, made) else ""
     echo(f"{person}'s invite, a secret{until}; to join: `tpuswarm join INVITE`{replaced}", err=True)
     print(invitation)
 

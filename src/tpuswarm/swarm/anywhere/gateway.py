@@ -203,7 +203,7 @@ class Gateway:
         known = self.members.get(member)
         if known is None or known.instance != instance:
             if known is not None and known.works(self.clock()) and _machine_of(known.instance) != _machine_of(instance):
-                return Refused(f"another machine takes part as {member}; give this one a name with --name")
+                return Refused(f"another machine is {member} already; name this one with --name")
             count = sum(other.person == person for other in self.members.values())
             if known is None and count >= MAX_MEMBERS_OF_A_PERSON:
                 return Refused(f"{person} has {count} members already")

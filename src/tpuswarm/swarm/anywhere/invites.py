@@ -141,7 +141,6 @@ class InviteBook:
         """
         if not PERSON.fullmatch(person):
             raise InputError(f"{person!r} cannot be a person's name: use 1 to 24 letters, digits and underscores")
-        self._require_access()
         with self._changing():
             known = self._require_access()
             invite = known.invites.get(person)
@@ -154,7 +153,6 @@ class InviteBook:
 
     def revoke(self, person: str) -> None:
         """End a person's access. Raise InputError if nobody of that name was invited."""
-        self._require_access()
         with self._changing():
             known = self._require_access()
             if person not in known.invites:
@@ -165,8 +163,11 @@ class InviteBook:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Let no other process change the file meanwhile."""
-        folder = os.open(self._path.parent, os.O_RDONLY)
+        """Let no other process change the file meanwhile. Raise InputError if there is no such run."""
+        try:
+            folder = os.open(self._path.parent, os.O_RDONLY)
+        except FileNotFoundError:
+            raise InputError(f"there is no run {self._path.parent}") from None
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             yield
@@ -175,8 +176,6 @@ class InviteBook:
 
     def _require_access(self) -> Access:
         if (known := self.access()) is None:
-            if not self._path.parent.exists():
-                raise InputError(f"there is no run {self._path.parent}")
             raise InputError(
                 f"{self._path.parent} does not listen to members from anywhere; start its command with --listen and "
                 "--address"

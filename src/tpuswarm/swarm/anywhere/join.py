@@ -133,7 +133,7 @@ def _keep_alive(
             if time.monotonic() - silent_since > SILENCE_TIMEOUT_S:
                 raise RunFailed(f"{last_line} for {SILENCE_TIMEOUT_S / 60:.0f} minutes; is the run still alive?")
             if told != last_line:
-                say(f"{last_line}; waiting for it for {SILENCE_TIMEOUT_S / 60:.0f} minutes at most; Ctrl-C leaves")
+                say(f"{last_line}; waiting up to {SILENCE_TIMEOUT_S / 60:.0f} minutes; Ctrl-C leaves")
             told = last_line
             if wait(ABSENT_PAUSE_S, stop):
                 say("left")

@@ -128,7 +128,7 @@ class MemberLoop:
     """Device actions that have finished before, so that they are compiled."""
     _speed: Speed = field(default_factory=Speed)
     _leaving_since: float | None = None
-    """When it could have left, had it not trained since its last push."""
+    """When `_may_leave` was first asked with a push undecided."""
     _last_heartbeat: float = -math.inf
     _min_interval_s: float = 0.0
     """Minimum time between two heartbeats, as the coordinator requested."""
@@ -214,12 +214,13 @@ class MemberLoop:
                     yield from self._fetch(adopt, reply.tokens)
                     if adopt.verdict_on:
                         self._exchanges_s.append(self._push_s + self.clock() - began)
-            if self.leaving and self._snapshot is None and self._has_pushed_what_it_can():
+            if self.leaving and self._snapshot is None and self._may_leave():
                 yield from self._call_until_answered(Call(self.coordinator, "leave", (self.state.incarnation,)))
                 raise ProcessEnded("left cleanly")
             yield Sleep(self._exchange_pause_s())
 
-    def _has_pushed_what_it_can(self) -> bool:
+    def _may_leave(self) -> bool:
+        """Return whether all work is pushed, or a verdict that delays the rest was awaited for long enough."""
         undecided = self.state.undecided
         if undecided is None:
             return not self.state.outstanding

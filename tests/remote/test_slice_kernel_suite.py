@@ -2,6 +2,7 @@
 
 import jupyter_kernel_test
 import pytest
+import zmq
 
 from tests.remote.slice_kernel import Slice
 
@@ -56,12 +57,30 @@ class TestWelcome(jupyter_kernel_test.IopubWelcomeTests):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Subscribe to an idle kernel: ipykernel's "starting" may overtake the welcome of an earlier client."""
+        """Let the test subscribe to an idle kernel: ipykernel's "starting" may overtake its welcome.
+
+        Until then only one topic is subscribed to: a kernel welcomes only the first client that wants all topics, until
+        it has noticed that this one left.
+        """
         super().setUpClass()
-        first = cls.km.client()
-        first.start_channels()
-        first.execute_interactive("pass", timeout=240)
-        first.stop_channels()
+        client = cls.km.client()
+        client.start_channels(iopub=False)
+        with client.context.socket(zmq.SUB) as states:
+            states.subscribe(b"kernel")
+            states.connect(f"tcp://127.0.0.1:{cls.km.iopub_port}")
+            assert states.poll(240_000), "this subscription is welcomed"
+            request = client.execute("pass")
+            while states.poll(240_000):
+                _, parts = client.session.feed_identities(states.recv_multipart())
+                message = client.session.deserialize(parts)
+                if (
+                    message["parent_header"].get("msg_id") == request
+                    and message["content"].get("execution_state") == "idle"
+                ):
+                    break
+            else:
+                raise TimeoutError("the kernel is not idle")
+        client.stop_channels()
 
 
 del jupyter_kernel_test

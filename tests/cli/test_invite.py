@@ -37,6 +37,8 @@ def test_invite_says_until_when_it_holds_and_what_it_replaces(run, typed):
     _, listed, _ = typed("invite", str(run), "--list")
     assert re.search(r"ada +valid until \d{4}-", listed) and re.search(r"guest +valid$", listed, re.M), listed
     assert typed("invite", str(run), "ada", "--expires", "0s")[0] == 2
+    code, _, err = typed("invite", str(run), "ada", "--expires", "7")
+    assert code == 2 and "needs a unit, such as 7d" in err
     typed("invite", str(run), "ada", "--revoke")
     assert "the earlier one is no longer valid" in typed("invite", str(run), "ada")[2]
 

@@ -366,6 +366,8 @@ def test_run_is_rebuilt_without_a_member(chain, call):
     code, out, _ = call(f"ledger rebuild runs/a --without {excluded} --without {sorted(counted)[1]} --to runs/c --json")
     found = json.loads(out)
     assert code == 0 and found["newest"] == COMMITS and 0 < found["tokens"] <= before
+    _, out, _ = call(f"ledger rebuild runs/a {' '.join(f'--without {member}' for member in counted)} --to runs/d")
+    assert "nobody else contributed: it is back at its beginning" in out
     assert (Path("runs/b/metrics.jsonl").read_bytes(), Path("runs/b/lock").exists()) == (
         Path("runs/a/metrics.jsonl").read_bytes(), False,
     )  # fmt: skip
@@ -395,3 +397,4 @@ def test_rebuild_names_what_is_impossible(chain, call):
     member = next(d for r in chain.records for d in r.decisions if d.weight).identity.incarnation.member
     code, _, err = call(f"ledger rebuild runs/a --without {member} --to runs/b")
     assert code == 1 and "--keep-payloads all" in err and not Path("runs/b").exists()
+    assert "restore a copy" not in err, "payloads are deleted on purpose"

@@ -55,7 +55,7 @@ ALONE = ["a"] * MIN_SOLO_COMMITS
     ("contributors", "trained", "alive", "words"),
     [
         (ALONE, BOTH, "ab", "had one contributor (a) while a, b were training: no push of b counted"),
-        ("ababa", BOTH, "ab", "(a, b) while a, b were training: they never push in time to be merged together"),
+        ("ababa", BOTH, "ab", "(a, b) while a, b were training: no two pushes came in time"),
         pytest.param(ALONE[1:], BOTH[1:], "ab", None, id="too few commits"),
         pytest.param([*ALONE, "ab"], [*BOTH, ["a-1", "b-1"]], "ab", None, id="two in the last"),
         pytest.param(ALONE, BOTH, "a", None, id="the other is dead"),

@@ -45,6 +45,8 @@ def invite(
         book.revoke(person)
         echo(f"{person} has no access to {shown(folder)} any more", err=True)
         return
+    if expires is not None and expires.strip().isdecimal():
+        raise InputError(f"--expires needs a unit, such as {expires.strip()}d for days")
     seconds = None if expires is None else parse_seconds(expires, "--expires")
     if seconds == 0:
         raise InputError("--expires must be above 0: use --revoke to end a person's access")

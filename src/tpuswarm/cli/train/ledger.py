@@ -96,9 +96,10 @@ def rebuild(
     if as_json:
         print(json.dumps({"run": str(to), **asdict(done)}))
         return
+    left = "" if report.applied else "; nobody else contributed: it is back at its beginning"
     echo(
         f"{to} is sound: commits {done.first} to {done.newest}, computed again without {done.contributions} "
-        f"contributions ({done.tokens:,} tokens) of {', '.join(without)}; to go on: `tpuswarm train --run {to}`"
+        f"contributions ({done.tokens:,} tokens) of {', '.join(without)}{left}; to go on: `tpuswarm train --run {to}`"
     )
 
 

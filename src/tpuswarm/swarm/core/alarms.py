@@ -80,10 +80,11 @@ def _solo_commits(recent: Sequence[Record], alive: int) -> list[str]:
         return []
     names = sorted({name for _, names in alone for name in names})
     others = sorted(there.difference(names))
-    what = f"no push of {', '.join(others)} counted" if others else "they never push in time to be merged together"
+    what = f"no push of {', '.join(others)} counted" if others else "no two pushes came in time to be merged together"
     return [
         f"at least {MIN_SOLO_COMMITS} commits in a row had one contributor ({', '.join(names)}) while "
-        f"{', '.join(sorted(there))} were training: {what}; see `tpuswarm ledger show` for the verdicts on their work"
+        f"{', '.join(sorted(there))} were training: {what}; `tpuswarm ledger show` has the verdicts; a longer --cycle "
+        "leaves a slow member more time"
     ]
 
 

@@ -46,7 +46,7 @@ def round_status(
     round may wait for.
     """
     if not accepted:
-        return RoundStatus(False, math.inf, "waiting for pushes")
+        return RoundStatus(False, math.inf, "waiting for pushes" if live else "waiting for members")
     opened = min(accepted.values())
     need = quorum(len(live), timeouts.min_quorum)
     known = median_cycle is not None

@@ -188,7 +188,8 @@ class _Rebuild:
                 payload: Mapping[str, np.ndarray] = self._old.get_payload(header.identity, number, digest)
             except (Missing, Corrupt) as error:
                 raise RunFailed(
-                    f"{error}: the run cannot be rebuilt; it keeps all payloads with `train --keep-payloads all`"
+                    f"{error.name} was deleted or is damaged, so the run cannot be rebuilt; it keeps all payloads with "
+                    "`train --keep-payloads all`"
                 ) from error
             if "s" in payload and before[number] != now[number]:
                 moved = self._array(now[number]) - self._old_array(before[number])

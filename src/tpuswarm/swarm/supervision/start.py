@@ -328,9 +328,9 @@ def show_invite(screen: Screen, folder: Path) -> None:
     """Say how to join from anywhere. A log does not get the invite: others may read it, and a bucket keeps it."""
     command = f"`tpuswarm invite {shown(folder)}`"
     if writes_timestamped_log():
-        screen.note(f"to join from anywhere: {command} prints an invite")
+        screen.note(f"{command} prints the line with which others join from anywhere")
         return
-    screen.note(f"to join from anywhere; {command} prints it for others:")
+    screen.note(f"to join from anywhere, paste this line there ({command} prints it again):")
     screen.line(f"tpuswarm join {InviteBook(folder).invite(GUEST)}")
 
 

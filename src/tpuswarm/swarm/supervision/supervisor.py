@@ -442,7 +442,8 @@ class Supervisor:
         """Ask all members to push their work and leave."""
         self._stopping_since = time.monotonic()
         trained = any(process.incarnation for process in self.processes.values())
-        self.screen.note(f"stopping{': the members push their last work' * trained}")
+        pushing = f": the members push their last work, in at most {NOTICE_S:.0f} s; Ctrl-C again throws it away"
+        self.screen.note(f"stopping{pushing * trained}")
         for process in self.processes.values():
             if process.is_member and process.actor:
                 process.actor.leave()

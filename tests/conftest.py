@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tests.xla import OLDER_COMPILER
@@ -116,6 +117,15 @@ def _leaves_the_signals():
     sys.unraisablehook = unraisable
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """Refuse a false clock for all threads: a server of other tests whose timer read it would sleep for ever."""
+    true_clock = time.monotonic
+    result = yield
+    assert time.monotonic is true_clock, "replace `time` in the module that is tested, not time.monotonic"
+    return result
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,9 +63,9 @@ def exits(monkeypatch):
         raise Exit
 
     monkeypatch.setattr(remote_member, "_exit", leave)
+    clock = SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: next(now))
     for module in (remote_member, join):
-        monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-        monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+        monkeypatch.setattr(module, "time", clock)  # not in `time` itself: servers of other tests run in threads
     return seen
 
 

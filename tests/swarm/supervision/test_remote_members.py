@@ -1,5 +1,6 @@
 """Every row of a member that dialled in is stored once, whichever process restarts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ class Head:
 @pytest.fixture
 def head(monkeypatch):
     head = Head()
-    monkeypatch.setattr(remote_members.time, "monotonic", lambda: head.now)
+    monkeypatch.setattr(remote_members, "time", SimpleNamespace(monotonic=lambda: head.now))
     head.member_reports()
     head.look()
     assert isinstance(head.request("join", 7, {}), Admitted)
@@ -135,7 +136,7 @@ def test_member_goes_on_with_a_new_supervisor(head):
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_only_the_member_that_was_asked_to_evaluate_does(monkeypatch, evaluates):
     head = Head()
-    monkeypatch.setattr(remote_members.time, "monotonic", lambda: head.now)
+    monkeypatch.setattr(remote_members, "time", SimpleNamespace(monotonic=lambda: head.now))
     head.evaluates = evaluates
     head.member_reports()
     head.look()

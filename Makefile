@@ -38,9 +38,9 @@ test: setup
 test-slow: setup
 	$(BIN)/pytest -m 'slow and not long' -n 2 --dist worksteal
 
-# Both, the quick files first.
+# Both, the quick files first. Slow tests wait a third of the time: three workers keep two cores busy.
 test-all: setup
-	$(BIN)/pytest -m 'not long and not tpu_compiler and not real' -n 2 --dist worksteal
+	$(BIN)/pytest -m 'not long and not tpu_compiler and not real' -n 3 --dist worksteal
 
 # Whole journeys, an hour: the commands of every page of docs/, a keeper on its head, one model over machines that come
 # and go and over a bucket, a swarm that is killed and stopped at random. For changes to what they show; what they are

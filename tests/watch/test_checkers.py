@@ -62,15 +62,12 @@ def url(request, tmp_path, reports, page_of) -> Iterator[str]:
         yield page_of(tmp_path, "run").url
 
 
-DOCUMENTS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "url",
     [(document, kind) for document in ("page", "report") for kind in ("plain", "swarm")],
     ids="-".join,
     indirect=True,
 )
-
-
-@DOCUMENTS
 def test_axe_finds_nothing_and_no_screen_is_too_narrow(browser, url):
     axe = (PACKAGES / "axe-core/axe.min.js").read_text()
     for scheme in ("light", "dark"):
@@ -85,7 +82,7 @@ def test_axe_finds_nothing_and_no_screen_is_too_narrow(browser, url):
     assert not browser.complaints() and not browser.hosts()
 
 
-@DOCUMENTS
+@pytest.mark.parametrize("url", [("page", "swarm"), ("report", "swarm")], ids="-".join, indirect=True)
 def test_lighthouse_finds_nothing(browser, url, tmp_path):
     _, _, port = browser.driver.capabilities["goog:chromeOptions"]["debuggerAddress"].partition(":")
     found = tmp_path / "lighthouse.json"

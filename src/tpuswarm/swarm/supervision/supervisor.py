@@ -366,7 +366,7 @@ class Supervisor:
             if process.actor:
                 self._handle_report(process, process.actor.report(process.rows))
             if process.actor and process.is_hung(now := self._clock()):
-                then = "its rows go to others until it is back" if process.node == DIALLED_IN else "restarting it"
+                then = "others get its rows unless it is back soon" if process.node == DIALLED_IN else "restarting it"
                 message = f"{process.name} has not answered for {now - process.last_answer:.0f} s: {then}"
                 self.reporter.event("note", message=message)
                 process.last_answer = now  # until Ray has noticed

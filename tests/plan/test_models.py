@@ -104,7 +104,7 @@ def test_table_of_the_page_is_filled_cell_by_cell(monkeypatch, tmp_path):
     assert after[-1].startswith("| olmo-2-7b, full, 8,192 | on v2-8 |")
 
 
-@pytest.mark.slow
+@pytest.mark.tpu_compiler
 def test_adapters_of_a_small_published_model_fit_on_one_chip(plan, monkeypatch):
     """With the real compiler."""
     monkeypatch.setattr("tpuswarm.cli.plan.plan.CompilePool", CompilePool)

@@ -105,6 +105,15 @@ def test_members_at_home_lose_less_than_a_twentieth_to_their_network(mbit, step_
     assert found.tokens.dropped == found.tokens.lost == 0
 
 
+@pytest.mark.parametrize(("guests", "step_s"), [(1, 1.0), (3, 0.5)])
+def test_slow_links_of_guests_do_not_slow_the_swarms_own_members(guests, step_s):
+    """A push of a guest takes twice as long as a cycle of the others, or four times; a round waits for some of them."""
+    home = group(guests, step_s, 5, latency_ms=100, dials_in=True)
+    model = {"parameters": 124_000_000, "batch": 16, "tokens_per_row": 1024}
+    _, found = simulated(scenario(home, group(1, step_s, 1000), cycle=100, hours=2, model=model))
+    assert found.groups[1].stall < 0.15
+
+
 def test_seed_decides_the_simulation():
     wanted = scenario(group(3, preempted_every_hours=0.05), hours=0.1, seed=1)
     assert simulated(wanted)[1] == simulated(wanted)[1] != simulated(wanted.model_copy(update={"seed": 2}))[1]

@@ -59,6 +59,8 @@ class CoordinatorState:
     """Rows that several incarnations hold, leased or in undecided contributions: none but after two coordinators."""
     fastest: float | None = None
     """Rows per second of the fastest member; rises at once, falls at the next tick."""
+    far_cycle_s: float = 0.0
+    """Median cycle at the last tick if some members dialled in: their links lengthen the rounds of all; else 0."""
     merging: Merge | None = None
     unreadable: frozenset[Identity] = frozenset()
     rejected: "HashTrieMap[Identity, str]" = HashTrieMap()  # noqa: RUF009

@@ -131,7 +131,8 @@ def heartbeat(
     exchange_s = min(report.exchange_s, MAX_EXCHANGE_S) if is_far else 0.0
     if not state.recovering:
         share = (state.terms.horizon - len(view.counted)) // (len(state.leases) + 1)
-        ahead = max(2 * cycle, min(share, _rows_ahead(cycle, report.rows_per_s, exchange_s)))
+        until_verdict_s = max(2 * exchange_s, state.far_cycle_s)
+        ahead = max(2 * cycle, min(share, _rows_ahead(cycle, report.rows_per_s, until_verdict_s)))
         ahead = -(-ahead // state.terms.batch) * state.terms.batch
         missing = min(ahead - len(rows - accepted_rows(state, report.undecided)), state.room)
         if missing > 0:
@@ -236,7 +237,9 @@ def tick(state: CoordinatorState, now: float) -> tuple[CoordinatorState, Merge |
     if now >= state.awaited_until:
         state = updated(state, seen=state.seen.update(state.awaited), awaited=frozenset())
     speeds = [lease.rows_per_s for lease in state.leases.values() if lease.rows_per_s]
-    state = updated(state, fastest=max(speeds, default=None))
+    is_far = any(lease.exchange_s for lease in state.leases.values())
+    far_cycle_s = state.median_cycle if is_far else None
+    state = updated(state, fastest=max(speeds, default=None), far_cycle_s=far_cycle_s or 0.0)
     when = state.round_status(now)
     if state.merging or not when.is_over:
         return state, None, when
@@ -347,13 +350,13 @@ def _merge(state: CoordinatorState, headers: Iterable[Header], reason: str) -> M
     return Merge(state.view.version + 1, tuple(decisions), outer, rate, share, gathered, kept, reason)
 
 
-def _rows_ahead(cycle: int, rows_per_s: float | None, exchange_s: float) -> int:
-    """Return how many rows a member holds ahead, so that it never waits for its network.
+def _rows_ahead(cycle: int, rows_per_s: float | None, until_verdict_s: float) -> int:
+    """Return how many rows a member holds ahead, so that it waits neither for its network nor for that of others.
 
     Besides the rows of the last push it needs those that it trains until the verdict is adopted. Two cycles are enough
     if that takes less than a cycle. Otherwise its pushes become larger and rarer.
     """
-    return cycle + math.ceil(max(cycle, min(2 * exchange_s * (rows_per_s or 0.0), MAX_LEASED_CYCLES * cycle)))
+    return cycle + math.ceil(max(cycle, min(until_verdict_s * (rows_per_s or 0.0), MAX_LEASED_CYCLES * cycle)))
 
 
 def _max_stall_s(timeouts: RoundTimeouts, cycle: int, rows_per_s: float | None) -> float:

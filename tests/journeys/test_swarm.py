@@ -43,9 +43,8 @@ def is_replaced(now: dict, first: dict) -> bool:
     return now["state"] == "alive" and all(now[name] != first[name] for name in ("pid", "incarnation"))
 
 
-def contributors(swarm: Swarm, since: int = 0) -> set[str]:
-    """Return who contributed to a run's commits but the first `since`."""
-    return {part["member"] for event in swarm.events("commit")[since:] for part in event["contributors"]}
+def contributors(swarm: Swarm) -> set[str]:
+    return {part["member"] for event in swarm.events("commit") for part in event["contributors"]}
 
 
 def tree(pid: int) -> list[int]:
